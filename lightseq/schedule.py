@@ -1,0 +1,204 @@
+"""Who computes which tile of the score matrix when; sends, receives and the backward pass follow from that table.
+
+To add a schedule, write a function that says which tiles every rank computes at every step, and name it in `SCHEDULES`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from lightseq.layout import Kind, Layout
+
+
+class Mask(Enum):
+    """Which keys of a tile a query sees, by index inside the tile."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # aligned bottom-right: the last query sees every key
+    STRICT = "strict"  # key index < query index, as striped needs where the key's rank comes after the query's
+
+
+class Tile(NamedTuple):
+    """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    mask: Mask
+    heads: int = 0
+
+
+class Move(NamedTuple):
+    """One bundle of tensors leaving src for dst. Both ends read the same object, so they cannot disagree.
+
+    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse). Results: out (out and lse), dq, dkv.
+    """
+
+    item: str
+    chunk: int
+    src: int
+    dst: int
+    heads: int = 0
+
+    @property
+    def is_result(self) -> bool:
+        return self.item in ("out", "dq", "dkv")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens side by side: every rank's tiles, and the moves in flight while they compute."""
+
+    tiles: tuple[tuple[Tile, ...], ...]  # indexed by rank
+    moves: tuple[Move, ...]
+
+
+Assignment = list[list[tuple[Tile, ...]]]  # [step][rank]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A distributed attention algorithm: a layout and the steps of its forward and backward pass."""
+
+    name: str
+    layout: Layout
+    head_groups: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+
+# ---- the algorithms: which tiles, nothing else ---------------------------------------------------------------------
+
+
+def ring(layout: Layout) -> Assignment:
+    """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
+    shards = [layout.chunks(rank) for rank in range(layout.world)]
+    return [
+        [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)] for t in range(layout.world)
+    ]
+
+
+def striped(layout: Layout) -> Assignment:
+    """Striped attention (arXiv 2311.09431): every pair of ranks shares half a tile."""
+    world = layout.world
+
+    def tile(r: int, j: int) -> Tile:
+        return Tile((r,), (j,), Mask.CAUSAL if j <= r else Mask.STRICT)
+
+    return [[(tile(r, (r - t) % world),) for r in range(world)] for t in range(world)]
+
+
+def zigzag(layout: Layout) -> Assignment:
+    """Ring over the zigzag layout: after the local step every step is half a full tile for every rank."""
+    world = layout.world
+
+    def tile(r: int, j: int) -> Tile:
+        mine, theirs = layout.chunks(r), layout.chunks(j)
+        if j == r:
+            return Tile(mine, mine, Mask.CAUSAL)
+        return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
+
+    return [[(tile(r, (r - t) % world),) for r in range(world)] for t in range(world)]
+
+
+def balanced(layout: Layout) -> Assignment:
+    """DistFlashAttn (arXiv 2310.03294): a rank whose own queries are done computes for one that still has work.
+
+    In an even world the last step has work for half of the ranks only. There the two ranks of a pair, the one with the
+    queries and the one with the keys, take one half of the queries each, so that even worlds balance too.
+    """
+    world = layout.world
+    shards = [layout.chunks(rank) for rank in range(world)]
+
+    def tile(t: int, r: int) -> Tile:
+        if 2 * t == world:
+            first, second = max(r, (r + t) % world), min(r, (r + t) % world)
+            return _tile(shards[first][:1] if r == first else shards[first][1:], shards[second])
+        return _tile(shards[r], shards[r - t]) if r >= t else _tile(shards[world + r - t], shards[r])
+
+    return [[(tile(t, r),) for r in range(world)] for t in range(world // 2 + 1)]
+
+
+def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
+    """Every query chunk against its whole prefix in one kernel call: partial outputs are never merged.
+
+    The key/value chunks of a group of heads are fetched while the group before it computes.
+    """
+
+    def tiles(rank: int, heads: int) -> tuple[Tile, ...]:
+        return tuple(Tile((c,), tuple(range(c + 1)), Mask.CAUSAL, heads) for c in layout.chunks(rank))
+
+    return [[tiles(rank, heads) for rank in range(layout.world)] for heads in range(head_groups)]
+
+
+def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
+    return Tile(q, kv, Mask.CAUSAL if q == kv else Mask.FULL)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table of schedules."""
+
+    kind: Kind
+    chunks_per_rank: int
+    assign: Callable[..., Assignment]
+    has_head_groups: bool = False
+
+
+SCHEDULES: dict[str, Algorithm] = {
+    "ring": Algorithm("contiguous", 1, ring),
+    "striped": Algorithm("striped", 1, striped),
+    "zigzag": Algorithm("zigzag", 2, zigzag),
+    "balanced": Algorithm("contiguous", 2, balanced),
+    "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True),
+}
+
+
+def make_schedule(name: str, world: int, head_groups: int = 1) -> Schedule:
+    """The schedule of that name for a number of ranks. Raises ValueError for a name or head groups it does not have."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    algorithm = SCHEDULES[name]
+    if head_groups != 1 and not algorithm.has_head_groups:
+        raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
+    layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank)
+    assignment = algorithm.assign(layout, head_groups) if algorithm.has_head_groups else algorithm.assign(layout)
+    return Schedule(name, layout, head_groups, plan(layout, assignment), plan(layout, assignment, backward=True))
+
+
+# ---- what follows from the tiles -----------------------------------------------------------------------------------
+
+
+def plan(layout: Layout, assignment: Assignment, backward: bool = False) -> tuple[Step, ...]:
+    """The moves: remote operands travel one step before their tile, results one step after it."""
+    rows = [list(row) for row in assignment]
+    if any(_operands(layout, rank, tile) for rank, tiles in enumerate(rows[0]) for tile in tiles):
+        rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
+    moves: list[set[Move]] = [set() for _ in range(len(rows) + 1)]
+    for t, row in enumerate(rows):
+        for rank, tiles in enumerate(row):
+            for tile in tiles:
+                for item, chunk in _operands(layout, rank, tile):
+                    moves[t - 1].add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
+                for item, chunk in _results(layout, rank, tile, backward):
+                    moves[t + 1].add(Move(item, chunk, rank, layout.home(chunk), tile.heads))
+    if moves[-1]:
+        rows.append([()] * layout.world)  # nothing left to compute: the last results travel
+    return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))
+
+
+def _operands(layout: Layout, rank: int, tile: Tile) -> list[tuple[str, int]]:
+    """What a rank needs for a tile and does not hold itself."""
+    needs = [("q", chunk) for chunk in tile.q] + [("kv", chunk) for chunk in tile.kv]
+    return [(item, chunk) for item, chunk in needs if layout.home(chunk) != rank]
+
+
+def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:
+    """What a tile computes for other ranks."""
+    made = [("dq" if backward else "out", chunk) for chunk in tile.q]
+    made += [("dkv", chunk) for chunk in tile.kv] if backward else []
+    return [(item, chunk) for item, chunk in made if layout.home(chunk) != rank]

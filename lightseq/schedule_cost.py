@@ -1,0 +1,106 @@
+"""What a schedule costs, read off its table: arithmetic, its critical path, and bytes on the wire."""
+
+from dataclasses import dataclass
+
+from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, make_schedule
+
+BACKWARD_FLOPS = 2.5  # five matrix products against two
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer: global sequence length in tokens, head counts, element size in bytes."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    element_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Forward and backward of one layer. FLOPs count the causal half; `busy` is the mean rank's share of the critical path."""
+
+    flops: float
+    critical_flops: float
+    busy: float
+    forward_bytes: int
+    backward_bytes: int
+    max_rank_bytes: int  # forward + backward, received by the rank that receives most
+    exposed_bytes: int  # of the rank that waits longest: bytes of steps that compute nothing
+
+
+def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
+    """Counts tiles and moves; nothing is timed."""
+    per_step: list[float] = []
+    total = 0.0
+    for weight, steps in ((1.0, schedule.forward), (BACKWARD_FLOPS, schedule.backward)):
+        for step in steps:
+            work = [weight * sum(tile_flops(schedule, shape, tile) for tile in tiles) for tiles in step.tiles]
+            total += sum(work)
+            per_step.append(max(work))
+    received = [0] * schedule.world
+    passes = []
+    for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        passes.append(sum(move_bytes(schedule, shape, move, backward) for step in steps for move in step.moves))
+        for step in steps:
+            for move in step.moves:
+                received[move.dst] += move_bytes(schedule, shape, move, backward)
+    return Cost(
+        flops=total,
+        critical_flops=sum(per_step),
+        busy=total / (sum(per_step) * schedule.world),
+        forward_bytes=passes[0],
+        backward_bytes=passes[1],
+        max_rank_bytes=max(received),
+        exposed_bytes=_exposed(schedule, shape, schedule.forward, False)
+        + _exposed(schedule, shape, schedule.backward, True),
+    )
+
+
+def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
+    """FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
+    chunk = shape.length / schedule.layout.chunk_count
+    area = chunk * chunk * (len(tile.q) * len(tile.kv))
+    if tile.mask is not Mask.FULL:
+        area -= (chunk * len(tile.q)) ** 2 / 2
+    return 4 * area * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
+
+
+def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
+    """Bytes of one bundle. Summed gradients travel in float32, log-sum-exps always do."""
+    rows = shape.batch * shape.length / schedule.layout.chunk_count
+    q = rows * shape.heads / schedule.head_groups * shape.head_dim
+    kv = rows * shape.kv_heads / schedule.head_groups * shape.head_dim
+    lse = 4 * rows * shape.heads / schedule.head_groups
+    e = shape.element_bytes
+    sizes = {
+        "kv": 2 * kv * e,
+        "q": 3 * q * e + lse if backward else q * e,
+        "out": q * e + lse,
+        "dq": q * max(e, 4),
+        "dkv": 2 * kv * max(e, 4),
+    }
+    return round(sizes[move.item])
+
+
+def _exposed(schedule: Schedule, shape: AttentionShape, steps: tuple[Step, ...], backward: bool) -> int:
+    """Bytes nothing hides: what the busiest receiver takes in during steps without a tile."""
+    waits = [0] * schedule.world
+    for step in steps:
+        if not any(step.tiles):
+            for move in step.moves:
+                waits[move.dst] += move_bytes(schedule, shape, move, backward)
+    return max(waits)
+
+
+def cheapest(world: int, shape: AttentionShape) -> str:
+    """The name `auto` stands for: least critical arithmetic, then least exposed, then least moved bytes."""
+
+    def price(name: str) -> tuple[float, int, int]:
+        c = cost(make_schedule(name, world), shape)
+        return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
+
+    return min(SCHEDULES, key=price)

@@ -1,0 +1,91 @@
+"""Proves a schedule right without running it: every causal pair once, every operand there, every result home."""
+
+import torch
+from torch import Tensor
+
+from lightseq.layout import Layout
+from lightseq.schedule import Mask, Schedule, Step, Tile
+
+TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongly aligned one
+
+
+class InvalidSchedule(ValueError):
+    """A table that would compute something other than causal attention."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence."""
+    for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
+        _check_moves(schedule, steps, backward, name)
+        _check_coverage(schedule, steps, name)
+
+
+def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
+    """Follows every bundle. An operand lives for the step after its move; a result leaves in the step after its tile."""
+    layout = schedule.layout
+    arrived: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
+    owed: set[tuple[int, str, int, int]] = set()
+    for t, step in enumerate(steps):
+        sent = {(m.src, m.item, m.chunk, m.heads) for m in step.moves if m.is_result}
+        received = {(m.dst, m.item, m.chunk, m.heads) for m in step.moves if not m.is_result}
+        if len(sent) + len(received) != len(step.moves):
+            raise InvalidSchedule(f"{name}, step {t}: the same bundle moves twice")
+        for move in step.moves:
+            away = move.dst if not move.is_result else move.src
+            home = move.src if not move.is_result else move.dst
+            if away == home or layout.home(move.chunk) != home:
+                raise InvalidSchedule(f"{name}, step {t}: {move} does not run between a chunk's home and another rank")
+        if sent != owed:
+            raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are owed and not sent, or not owed")
+        used, owed = _needs_and_results(layout, step, backward)
+        if used != arrived:
+            missing, idle = sorted(used - arrived), sorted(arrived - used)
+            raise InvalidSchedule(f"{name}, step {t}: operands {missing} are missing, {idle} arrived for nothing")
+        arrived = received
+    if arrived or owed:
+        raise InvalidSchedule(f"{name}: after the last step {sorted(arrived)} are unused and {sorted(owed)} not home")
+
+
+def _needs_and_results(layout: Layout, step: Step, backward: bool) -> tuple[set, set]:
+    """Remote operands that a step's tiles read, and results that they make for other ranks."""
+    needs, results = set(), set()
+    for rank, tiles in enumerate(step.tiles):
+        for tile in tiles:
+            q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
+            kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
+            needs |= {(rank, "q", c, tile.heads) for c in q} | {(rank, "kv", c, tile.heads) for c in kv}
+            results |= {(rank, "dq" if backward else "out", c, tile.heads) for c in q}
+            results |= {(rank, "dkv", c, tile.heads) for c in kv} if backward else set()
+    return needs, results
+
+
+def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
+    """Counts, token by token on a short sequence, how often each query meets each key."""
+    layout = schedule.layout
+    length = layout.chunk_count * TOKENS_PER_CHUNK
+    positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
+    want = torch.ones(length, length, dtype=torch.int32).tril()
+    for heads in range(schedule.head_groups):
+        met = torch.zeros(length, length, dtype=torch.int32)
+        for step in steps:
+            for tiles in step.tiles:
+                for tile in tiles:
+                    if tile.heads == heads:
+                        q, kv = (torch.cat([positions[c] for c in chunks]) for chunks in (tile.q, tile.kv))
+                        met[q[:, None], kv[None, :]] += _visible(tile)
+        if not torch.equal(met, want):
+            q, kv = (met != want).nonzero()[0].tolist()
+            raise InvalidSchedule(
+                f"{name}, head group {heads}: query {q} meets key {kv} {met[q, kv]} times, not {want[q, kv]} "
+                f"(of {length} tokens)"
+            )
+
+
+def _visible(tile: Tile) -> Tensor:
+    """1 where a query of the tile sees a key, int32 (queries, keys)."""
+    queries, keys = len(tile.q) * TOKENS_PER_CHUNK, len(tile.kv) * TOKENS_PER_CHUNK
+    every = torch.ones(queries, keys, dtype=torch.int32)
+    if tile.mask is Mask.FULL:
+        return every
+    return every.tril(keys - queries - (tile.mask is Mask.STRICT))

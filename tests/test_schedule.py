@@ -1,0 +1,148 @@
+"""Table proofs: every schedule for every world size, and every mutation caught."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from lightseq.layout import KINDS, Layout, shard, unshard
+from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, make_schedule
+from lightseq.schedule_cost import AttentionShape, cheapest, cost
+from lightseq.schedule_proof import InvalidSchedule, validate
+from lightseq.schedule_render import render
+
+WORLDS = range(1, 33)
+SOME_WORLDS = (1, 2, 3, 4, 5, 8, 13, 32)
+SHAPE = AttentionShape(length=1 << 16, heads=32, kv_heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_causal_pair_is_computed_once_in_every_world(name: str) -> None:
+    for world in WORLDS:
+        validate(make_schedule(name, world))
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_prefix_is_right_for_every_number_of_head_groups(groups: int) -> None:
+    for world in WORLDS:
+        validate(make_schedule("prefix", world, head_groups=groups))
+
+
+def _without_one(steps: tuple[Step, ...], rng: random.Random, what: str) -> tuple[Step, ...] | None:
+    """The steps with one tile or one move taken out; None where there is none to take."""
+    places = [
+        (t, *place)
+        for t, step in enumerate(steps)
+        for place in (
+            [(i,) for i in range(len(step.moves))]
+            if what == "move"
+            else [(r, i) for r, tiles in enumerate(step.tiles) for i in range(len(tiles))]
+        )
+    ]
+    if not places:
+        return None
+    t, *place = rng.choice(places)
+    step = steps[t]
+    if what == "move":
+        changed = dataclasses.replace(step, moves=step.moves[: place[0]] + step.moves[place[0] + 1 :])
+    else:
+        rank, i = place
+        tiles = step.tiles[rank][:i] + step.tiles[rank][i + 1 :]
+        changed = dataclasses.replace(step, tiles=(*step.tiles[:rank], tiles, *step.tiles[rank + 1 :]))
+    return (*steps[:t], changed, *steps[t + 1 :])
+
+
+@pytest.mark.parametrize("what", ["tile", "move"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_dropped_tile_or_move_is_always_caught(name: str, what: str) -> None:
+    rng = random.Random(name + what)
+    for world in SOME_WORLDS:
+        schedule = make_schedule(name, world)
+        for direction in ("forward", "backward"):
+            for _ in range(3):
+                steps = _without_one(getattr(schedule, direction), rng, what)
+                if steps is not None:
+                    with pytest.raises(InvalidSchedule):
+                        validate(dataclasses.replace(schedule, **{direction: steps}))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_tile_with_another_mask_is_always_caught(name: str) -> None:
+    schedule = make_schedule(name, 4)
+    for t, step in enumerate(schedule.forward):
+        for rank, tiles in enumerate(step.tiles):
+            for i, tile in enumerate(tiles):
+                for mask in set(Mask) - {tile.mask}:
+                    changed = (*tiles[:i], Tile(tile.q, tile.kv, mask, tile.heads), *tiles[i + 1 :])
+                    row = (*step.tiles[:rank], changed, *step.tiles[rank + 1 :])
+                    steps = list(schedule.forward)
+                    steps[t] = dataclasses.replace(step, tiles=row)
+                    with pytest.raises(InvalidSchedule):
+                        validate(dataclasses.replace(schedule, forward=tuple(steps)))
+
+
+def _busy(name: str, world: int) -> float:
+    return cost(make_schedule(name, world), SHAPE).busy
+
+
+@pytest.mark.parametrize("name", ["zigzag", "balanced", "prefix"])
+def test_balanced_schedules_keep_every_rank_busy_in_every_world(name: str) -> None:
+    for world in WORLDS:
+        assert _busy(name, world) == pytest.approx(1.0), world
+
+
+def test_ring_leaves_ranks_idle_and_striped_nearly_none() -> None:
+    assert _busy("ring", 8) == pytest.approx(32 / 60)
+    assert _busy("striped", 8) > 0.99
+
+
+def test_all_schedules_do_the_same_arithmetic() -> None:
+    whole = 3.5 * 4 * SHAPE.length**2 / 2 * SHAPE.heads * SHAPE.head_dim
+    for name in SCHEDULES:
+        for world in (1, 3, 8):
+            assert cost(make_schedule(name, world), SHAPE).flops == pytest.approx(whole), (name, world)
+
+
+def test_bytes_are_counted_as_a_hand_would() -> None:
+    """Ring on two ranks: rank 1 fetches rank 0's keys and values twice and returns their gradients in float32."""
+    c = cost(make_schedule("ring", 2), SHAPE)
+    kv = 2 * SHAPE.length // 2 * SHAPE.kv_heads * SHAPE.head_dim * 2
+    assert (c.forward_bytes, c.backward_bytes, c.exposed_bytes) == (kv, 3 * kv, 2 * kv)
+
+
+def test_auto_never_picks_an_unbalanced_schedule() -> None:
+    for world in (2, 3, 4, 8, 16):
+        assert _busy(cheapest(world, SHAPE), world) > 0.99
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("length", [1, 7, 48, 61])
+def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, length: int) -> None:
+    layout = Layout(kind, world, 2 if kind == "zigzag" else 1)
+    x = torch.arange(2 * length).reshape(2, length)
+    parts = [shard(x, layout, rank, dim=1, fill=-1) for rank in range(world)]
+    assert len({part.shape for part in parts}) == 1
+    assert torch.equal(unshard(parts, layout, length, dim=1), x)
+    for rank, part in enumerate(parts):
+        positions = layout.positions(rank, layout.padded_length(length))
+        inside = positions < length
+        assert torch.equal(part[:, inside], x[:, positions[inside]])
+        assert (part[:, ~inside] == -1).all()
+        assert all(layout.home(chunk) == rank for chunk in layout.chunks(rank))
+
+
+def test_unknown_names_and_head_groups_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'spiral' is unknown; choose one of ring, striped"):
+        make_schedule("spiral", 4)
+    with pytest.raises(ValueError, match="head groups"):
+        make_schedule("ring", 4, head_groups=2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_drawing_shows_every_tile(name: str) -> None:
+    schedule: Schedule = make_schedule(name, 4)
+    text = render(schedule)
+    assert text.count("q") > sum(len(tiles) for step in schedule.forward for tiles in step.tiles)
+    assert "rank 3" in text and "busy" in text
