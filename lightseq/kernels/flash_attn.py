@@ -1,0 +1,115 @@
+"""FlashAttention 2, 3 and 4, called at the functions below their autograd so that the backward gets the global lse.
+
+fa2: package flash-attn (https://github.com/Dao-AILab/flash-attention). fa3: its `hopper` folder, module
+flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cute. All align causal masks bottom-right.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.torch_native import half_on_cuda
+
+
+@dataclass(frozen=True)
+class _FlashAttention:
+    """What the three generations share. `deterministic` trades some backward speed for bit-identical gradients."""
+
+    deterministic: bool = False
+    name: ClassVar[str]
+    module: ClassVar[str]
+    package: ClassVar[str]
+    lowest: ClassVar[tuple[int, int]]  # compute capability
+    above: ClassVar[tuple[int, int]] = (99, 0)
+    causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        if reason := half_on_cuda(spec):
+            return reason
+        if not self.lowest <= spec.capability < self.above:
+            return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
+        if spec.head_dim > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.head_dim > 128):
+            return f"has no head dimension {spec.head_dim}"
+        try:
+            self._load()
+        except ImportError as error:
+            return f"{self.package} cannot be imported ({error})"
+        return None
+
+    def _load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+class FlashAttention2(_FlashAttention):
+    name = "fa2"
+    module = "flash_attn.flash_attn_interface"
+    package = "flash-attn"
+    lowest = (8, 0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_forward(
+            q, k, v, 0.0, scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _empty_like(q, k, v)
+        self._load()._flash_attn_backward(
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, window_size_left=-1,
+            window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class FlashAttention3(_FlashAttention):
+    name = "fa3"
+    module = "flash_attn_interface"
+    package = "flash-attn-3"
+    lowest, above = (9, 0), (10, 0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _empty_like(q, k, v)
+        self._load()._flash_attn_backward(
+            dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
+            deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class FlashAttention4(_FlashAttention):
+    name = "fa4"
+    module = "flash_attn.cute.interface"
+    package = "flash-attn-4"
+    lowest = (9, 0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _empty_like(q, k, v)
+        self._load()._flash_attn_bwd(
+            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
+            deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _empty_like(*tensors: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]

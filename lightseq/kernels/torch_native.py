@@ -1,0 +1,125 @@
+"""The attention kernels that come with torch: its CPU flash attention, its FlashAttention-2 build, and cuDNN.
+
+They are called at the aten level, where the backward accepts an lse that spans more keys than the tile.
+"""
+
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from lightseq.kernels.base import KernelSpec
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _swap(x: Tensor) -> Tensor:
+    """(B, S, H, D) and (B, H, S, D) into one another, without a copy."""
+    return rearrange(x, "b s h d -> b h s d")
+
+
+def half_on_cuda(spec: KernelSpec) -> str | None:
+    """The condition every GPU flash kernel shares."""
+    if spec.device_type != "cuda":
+        return "needs a CUDA device"
+    if spec.dtype not in HALF:
+        return f"needs bfloat16 or float16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.head_dim % 8:
+        return f"needs a head dimension that is a multiple of 8, not {spec.head_dim}"
+    return None
+
+
+class CpuKernel:
+    """torch's flash attention for CPU, float16 to float64."""
+
+    name = "cpu"
+    causal_alignment: Literal["square"] = "square"  # aligned upper-left
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        return None if spec.device_type == "cpu" else "needs a CPU"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            _swap(q), _swap(k), _swap(v), 0.0, causal, scale=scale
+        )
+        return _swap(out), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _swap(dout), _swap(q), _swap(k), _swap(v), _swap(out), lse.contiguous(), 0.0, causal, scale=scale
+        )
+        dq, dk, dv = map(_swap, grads)
+        return dq, dk, dv
+
+
+class AtenKernel:
+    """The FlashAttention-2 kernels inside torch."""
+
+    name = "aten"
+    causal_alignment: Literal["bottom_right"] = "bottom_right"
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        if reason := half_on_cuda(spec):
+            return reason
+        if spec.capability < (8, 0):
+            return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
+        if spec.head_dim > 256:
+            return f"needs a head dimension of at most 256, not {spec.head_dim}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal,
+            no_dropout, torch.empty(0, device=q.device), scale=scale,
+        )  # fmt: skip
+
+
+class CudnnKernel:
+    """cuDNN's fused attention, Ampere and newer."""
+
+    name = "cudnn"
+    causal_alignment: Literal["square"] = "square"  # aligned upper-left
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        if reason := half_on_cuda(spec):
+            return reason
+        if not torch.backends.cudnn.is_available():
+            return "cuDNN is not available"
+        if spec.capability < (8, 0):
+            return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
+        if spec.head_dim > 128:
+            return f"needs a head dimension of at most 128, not {spec.head_dim}"
+        if spec.deterministic:
+            return "its backward is not deterministic"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            _swap(q), _swap(k), _swap(v), None, True, 0.0, causal, False, scale=scale
+        )
+        return _swap(out), lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # cuDNN: (B, H, S, 1)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse_BHS1 = rearrange(lse, "b h s -> b h s 1").contiguous()
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            _swap(dout), _swap(q), _swap(k), _swap(v), _swap(out), lse_BHS1, no_dropout, no_dropout,
+            None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = map(_swap, grads)
+        return dq, dk, dv

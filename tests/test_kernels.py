@@ -1,0 +1,128 @@
+"""Every kernel against the oracle in float64: alignment, lse convention, masked rows, grouped heads, block backward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile, merge, select
+from lightseq.kernels.reference import ReferenceKernel
+from lightseq.schedule import Mask
+
+CASES = [(Mask.FULL, 64, 64), (Mask.FULL, 48, 80), (Mask.CAUSAL, 64, 64), (Mask.CAUSAL, 32, 96), (Mask.CAUSAL, 1, 1),
+         (Mask.STRICT, 64, 64), (Mask.STRICT, 1, 1), (Mask.CAUSAL, 72, 200)]  # fmt: skip
+HEADS = [(4, 4), (4, 2), (9, 3)]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, through autograd: independent of every line of the kernels."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    offset = {Mask.FULL: k.shape[1], Mask.CAUSAL: 0, Mask.STRICT: -1}[mask] + k.shape[1] - q.shape[1]
+    keep = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(offset)
+    scores = scores.masked_fill(~keep, -torch.inf)
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1).nan_to_num(0.0), v), scores.logsumexp(-1)
+
+
+def _inputs(mask_case: tuple, heads: tuple[int, int], dim: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    _, queries, keys = mask_case
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(2, queries, heads[0], dim), (2, keys, heads[1], dim), (2, keys, heads[1], dim), (2, queries, heads[0], dim)]
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(device) for shape in shapes]
+
+
+def _error(got: Tensor, want: Tensor, unit: float = 1e-30) -> float:
+    """Relative L2 error; `unit` stands in for the norm of a `want` that is zero, as dq of a single key is."""
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(unit)).item()
+
+
+def _run(kernel, q, k, v, dout, mask, scale):  # type: ignore[no-untyped-def]
+    out, lse = forward_tile(kernel, q, k, v, mask, scale)
+    return (out, *backward_tile(kernel, dout, q, k, v, out, lse, mask, scale)), lse
+
+
+def _check(name: str, case: tuple, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
+    """Errors of out, dq, dk, dv within twice those of plain attention in the same dtype."""
+    scale, mask = dim**-0.5, case[0]
+    wide = [x.to(dtype).double() for x in _inputs(case, heads, dim, device)]
+    q, k, v, dout = (x.clone().requires_grad_() for x in wide)
+    want_out, want_lse = _dense(q, k, v, mask, scale)
+    want = (want_out, *torch.autograd.grad(want_out, (q, k, v), dout, allow_unused=True))
+    narrow = [x.to(dtype).requires_grad_() for x in wide]
+    plain_out = _dense(*narrow[:3], mask, scale)[0]
+    plain = (plain_out, *torch.autograd.grad(plain_out, narrow[:3], narrow[3]))
+    spec = KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
+    kernel = select(name, spec).kernel
+    got, lse = _run(kernel, *(x.detach() for x in narrow), mask, scale)
+    floor = 2 * torch.finfo(dtype).eps  # where plain attention happens to be exact, as float64 against itself
+    unit = dout.norm().item()
+    for label, g, w, p in zip(("out", "dq", "dk", "dv"), got, want, plain, strict=True):
+        assert g.dtype == dtype and g.shape == w.shape
+        error, baseline = _error(g, w, unit), _error(p, w, unit)
+        assert error <= 2 * baseline + 2 * floor, f"{name} {case} {label}: {error} against {baseline}"
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(lse.isinf(), want_lse.isinf()), "rows without a key have lse -inf, all others a finite one"
+    seen = ~want_lse.isinf()
+    assert (lse[seen] - want_lse[seen]).abs().max() < 1e-4 if seen.any() else True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_cpu_kernels_match_the_definition(name: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    for case in CASES:
+        _check(name, case, heads, 16, dtype, "cpu")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "reference"])
+def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtype) -> None:
+    spec = KernelSpec("cuda", torch.cuda.get_device_capability(), dtype, dim)
+    if reason := KERNELS[name](spec).why_not(spec):
+        pytest.skip(reason)
+    for heads in HEADS:
+        for case in CASES:
+            _check(name, case, heads, dim, dtype, "cuda")
+
+
+def test_backward_of_a_block_takes_the_lse_of_all_keys() -> None:
+    """Two halves of the keys, each with the global out and lse, give the gradients of the whole."""
+    q, k, v, dout = _inputs((Mask.FULL, 32, 64), (4, 2), 16)
+    kernel = select("cpu", KernelSpec("cpu", (0, 0), torch.float64, 16)).kernel
+    (out, dq, dk, dv), lse = _run(kernel, q, k, v, dout, Mask.FULL, 0.25)
+    parts = [
+        backward_tile(kernel, dout, q, k[:, part], v[:, part], out, lse, Mask.FULL, 0.25)
+        for part in (slice(0, 20), slice(20, 64))
+    ]
+    assert _error(parts[0][0] + parts[1][0], dq) < 1e-12
+    assert _error(torch.cat([parts[0][1], parts[1][1]], 1), dk) < 1e-12
+    assert _error(torch.cat([parts[0][2], parts[1][2]], 1), dv) < 1e-12
+
+
+def test_merge_survives_scores_that_would_overflow_and_rows_without_keys() -> None:
+    q, k, v, _ = _inputs((Mask.FULL, 8, 24), (2, 2), 8)
+    kernel = ReferenceKernel()
+    whole, whole_lse = kernel.forward(q, k, v, False, 200.0)
+    out, lse = kernel.forward(q, k[:, :8], v[:, :8], False, 200.0)
+    merged, merged_lse = merge(out, lse, *kernel.forward(q, k[:, 8:], v[:, 8:], False, 200.0))
+    assert _error(merged, whole) < 1e-12 and _error(merged_lse, whole_lse) < 1e-12
+    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    same, same_lse = merge(out, lse, *nothing)
+    assert torch.equal(same, out) and torch.equal(same_lse, lse)
+
+
+def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
+    chosen = select("auto", KernelSpec("cpu", (0, 0), torch.float32, 7))
+    assert chosen.kernel.name == "cpu" and not chosen.passed_over
+    chosen = select("auto", KernelSpec("cuda", (9, 0), torch.float32, 64))
+    assert chosen.kernel.name == "reference"
+    assert [name for name, _ in chosen.passed_over] == ["fa4", "fa3", "cudnn", "fa2", "aten"]
+    assert all("float32" in reason for _, reason in chosen.passed_over)
+
+
+@pytest.mark.parametrize("name, words", [("fa5", "unknown; choose auto or one of fa4"), ("fa4", "needs a CUDA device")])
+def test_a_kernel_that_cannot_run_is_refused_with_its_reason(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        select(name, KernelSpec("cpu", (0, 0), torch.float32, 64))
