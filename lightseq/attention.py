@@ -1,0 +1,141 @@
+"""Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq import executor
+from lightseq.comm import Transport, make_transport
+from lightseq.kernels import KernelSpec, Selection, select
+from lightseq.layout import Layout
+from lightseq.schedule import SCHEDULES, Schedule, make_schedule
+from lightseq.schedule_cost import AttentionShape, cheapest
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """Everything that distributed attention needs to know on one rank. Made by `make_context`, passed and never global.
+
+    `name` is what the operator carries in its place, for an operator takes tensors, numbers and strings only.
+    """
+
+    name: str
+    schedule: Schedule
+    rank: int
+    group: dist.ProcessGroup
+    selection: Selection
+    transport: Transport
+
+    @property
+    def layout(self) -> Layout:
+        return self.schedule.layout
+
+
+_CONTEXTS: dict[str, SequenceContext] = {}
+
+
+def make_context(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    spec: KernelSpec,
+    shape: AttentionShape,
+    schedule: str = "auto",
+    kernel: str = "auto",
+    transport: str = "auto",
+) -> SequenceContext:
+    """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
+
+    `shape` is what `schedule="auto"` is chosen for. Raises ValueError for names that do not exist or cannot run here.
+    """
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
+    world = dist.get_world_size(group)
+    chosen = cheapest(world, shape) if schedule == "auto" else schedule
+    name = f"{chosen}-{world}-{len(_CONTEXTS)}"
+    _CONTEXTS[name] = SequenceContext(
+        name=name,
+        schedule=make_schedule(chosen, world),
+        rank=dist.get_rank(group),
+        group=group,
+        selection=select(kernel, spec),
+        transport=make_transport(transport, group, device),
+    )
+    return _CONTEXTS[name]
+
+
+def attention(
+    q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: SequenceContext, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the local queries over the whole sequence that the group's ranks hold together.
+
+    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
+    log-sum-exp of the scaled scores (B, H, S), at least float32, through which no gradient flows. `scale` defaults to
+    D ** -0.5. Raises ValueError for shapes that do not fit together.
+    """
+    _check_shapes(q_BSHD, k_BSKD, v_BSKD, context)
+    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    return _attention(q_BSHD, k_BSKD, v_BSKD, scale, context.name)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"as many keys as queries are needed: {shapes}; turn the key/value cache off (use_cache=False)")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
+    if q.shape[1] % context.layout.chunks_per_rank:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "
+            "shard the padded sequence with lightseq.layout.shard"
+        )
+
+
+@torch.library.custom_op("lightseq::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: str) -> tuple[Tensor, Tensor]:
+    c = _CONTEXTS[context]
+    return executor.attention_forward(q, k, v, c.schedule, c.rank, c.selection.kernel, c.transport, scale)
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, context: str) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("lightseq::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    c = _CONTEXTS[context]
+    return executor.attention_backward(
+        dout, q, k, v, out, lse, c.schedule, c.rank, c.selection.kernel, c.transport, scale
+    )
+
+
+@_attention_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, ctx.scale, ctx.context = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
+    if dlse is not None:
+        raise ValueError("no gradient flows through the log-sum-exp; detach it")
+    assert dout is not None, "autograd calls the backward only where some gradient arrives"
+    return (*_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.context), None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names

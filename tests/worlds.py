@@ -1,0 +1,65 @@
+"""Runs a test's function on several processes joined by gloo (or nccl), and brings failures and results back."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
+    """`fn(rank, *args)` on `world` processes in one process group; returns what every rank returned, in rank order.
+
+    `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback.
+    """
+    context = mp.get_context("forkserver")  # importing torch and transformers once, not once a process
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
+    queue = context.SimpleQueue()
+    port = _free_port()
+    processes = [
+        context.Process(target=_enter, args=(rank, world, port, device, queue, fn, args), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    try:
+        for _ in range(world):
+            rank, error, value = queue.get()
+            assert error is None, f"rank {rank} of {world}:\n{error}"
+            results[rank] = value
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    return [results[rank] for rank in range(world)]
+
+
+def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        value = fn(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        queue.put((rank, None, value))
+    except BaseException:  # whatever it was, the parent must hear of it  # noqa: BLE001
+        queue.put((rank, traceback.format_exc(), None))
+        os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
