@@ -1,0 +1,157 @@
+"""What a model name means within one family: a preset, the hub id of one, a local directory or any other hub id."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, LlamaConfig
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Published architectures by name (`LlamaConfig` arguments), and the hub ids that hold the same ones."""
+
+    name: str
+    presets: Mapping[str, Mapping[str, object]]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
+
+    config: LlamaConfig
+    weights: Path | str | None
+
+
+def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Source:
+    """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
+    name, directory = model_name_or_path, Path(model_name_or_path)
+    if name in family.presets:
+        if not random_init:
+            remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
+            raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
+        return Source(preset_config(family, name), None)
+    if random_init and name in family.aliases:
+        return Source(preset_config(family, family.aliases[name]), None)
+    if (directory / "config.json").is_file():
+        return Source(_read_config(directory), None if random_init else directory)
+    if directory.is_dir():
+        raise ValueError(
+            f"--model_name_or_path {name} is a directory without config.json; give a saved model's directory"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise ValueError(_unknown_name(family, name))
+    return Source(_read_config(name), None if random_init else name)
+
+
+def preset_config(family: Family, preset: str) -> LlamaConfig:
+    """A fresh config of a preset; changing it changes no other."""
+    arguments: dict[str, Any] = dict(family.presets[preset])
+    # transformers fills in the mapping it is given: hand it its own copy.
+    return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
+
+
+def check_config(config: Any, name: str) -> LlamaConfig:
+    """The config, if every part of the architecture is one that distributed attention honours."""
+    if config.model_type != "llama":
+        raise ValueError(f"{name} has model_type {config.model_type!r}; only 'llama' is supported")
+    assert isinstance(config, LlamaConfig)
+    if config.attention_dropout:
+        raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in its config.json")
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ()
+    if window or any(kind != "full_attention" for kind in layer_types):
+        found = f"sliding_window {window}" if window else f"layer_types {sorted(set(layer_types))}"
+        raise ValueError(f"{name} has {found}; every layer must attend to the whole sequence, so use another model")
+    _check_rope_type(dict(config.rope_parameters or {}), name)
+    return config
+
+
+def apply_rope(
+    config: LlamaConfig, rope_theta: float | None = None, rope_scaling: Mapping[str, Any] | None = None
+) -> LlamaConfig:
+    """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
+
+    Scaling starts from the context that the model has without its own. llama3 and yarn keep that length beside the
+    one that they reach, which becomes the config's; linear and dynamic are scaled from the config's.
+    """
+    current = dict(config.rope_parameters or {})
+    published = config.max_position_embeddings
+    unscaled = current.get("original_max_position_embeddings", published)
+    context = published if rope_scaling is None else unscaled
+    rope = current if rope_scaling is None else _scaled_rope(current, rope_scaling, unscaled)
+    if rope_theta is not None:
+        if rope_scaling is not None and rope_scaling.get("rope_theta", rope_theta) != rope_theta:
+            raise ValueError(
+                f"--rope_theta {rope_theta} and rope_theta in --rope_scaling {rope_scaling} differ; give one"
+            )
+        rope["rope_theta"] = float(rope_theta)
+    if rope_scaling is not None and rope["rope_type"] in ("llama3", "yarn"):
+        reached = int(rope["original_max_position_embeddings"] * rope["factor"])
+        context = max(reached, published) if rope["rope_type"] == "llama3" else reached
+    try:
+        changed = LlamaConfig.from_dict(
+            config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
+        )
+    except KeyError as error:  # transformers' own validation names the keys it misses
+        raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
+    assert isinstance(changed, LlamaConfig)
+    return changed
+
+
+def context_warning(config: LlamaConfig, length: int) -> str | None:
+    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
+    rope = config.rope_parameters or {}
+    factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
+    covered = int(config.max_position_embeddings * factor)
+    if length <= covered:
+        return None
+    return (
+        f"model_max_length {length} is beyond the {covered} positions that the model covers; "
+        f"extend them with --rope_scaling, or give {covered} or less"
+    )
+
+
+def _scaled_rope(current: Mapping[str, Any], scaling: Mapping[str, Any], unscaled: int) -> dict[str, Any]:
+    rope = {"rope_theta": current["rope_theta"], **scaling}
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type")  # `type` is the older spelling
+    _check_rope_type(rope, f"--rope_scaling {dict(scaling)}")
+    for key in sorted(scaling.keys() - {"rope_type", "type"}):
+        if not isinstance(scaling[key], int | float):
+            raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
+    if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
+        raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", unscaled)
+    return rope
+
+
+def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
+    if rope.get("rope_type") not in ROPE_TYPES:
+        raise ValueError(
+            f"{where}: rope_type {rope.get('rope_type')!r} is unknown; choose from {', '.join(ROPE_TYPES)}"
+        )
+
+
+def _read_config(source: Path | str) -> LlamaConfig:
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        remedy = "check the directory or hub id, and the network"
+        raise ValueError(f"--model_name_or_path {source}: its config cannot be read ({reason}); {remedy}") from error
+    return check_config(config, f"--model_name_or_path {source}")
+
+
+def _unknown_name(family: Family, name: str) -> str:
+    nearest = difflib.get_close_matches(name, family.presets, n=1)
+    guess = f"; did you mean {nearest[0]}?" if nearest else ""
+    presets = ", ".join(family.presets)
+    return f"--model_name_or_path {name} is no directory, hub id or preset of {family.name} ({presets}){guess}"

@@ -1,0 +1,100 @@
+"""How many parameters a Llama has, how many floating-point operations a step takes, and what share of the peak that is.
+
+A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads,
+D head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
+"""
+
+import re
+from typing import Final
+
+from transformers import LlamaConfig
+
+# Dense peak of the tensor cores in bfloat16 with float32 accumulation, FLOP/s, by the name that torch reports for the
+# device. The first pattern that matches counts. Figures are the makers'; those given with sparsity are halved.
+PEAKS: Final[tuple[tuple[str, float], ...]] = (
+    (r"\bB200\b", 2250e12),  # Blackwell datasheet: 4.5 PFLOP/s with sparsity
+    (r"\bH100 PCIe\b", 756e12),  # H100 datasheet, PCIe column: 1513 with sparsity
+    (r"\bH100 NVL\b", 835e12),  # H100 datasheet, NVL column: 1671 with sparsity
+    (r"\b(H100|H200|GH200)\b", 989e12),  # H100 (SXM), H200 and GH200 datasheets: 1979 with sparsity
+    (r"\bA100\b", 312e12),  # A100 datasheet
+    (r"\bL40S\b", 362e12),  # L40S datasheet: 733 with sparsity, rounded up
+    (r"\bA10\b", 125e12),  # A10 datasheet
+    (r"\bV100-PCIE\b", 112e12),  # V100 datasheet; float16, it has no bfloat16
+    (r"\bV100\b", 125e12),  # V100 datasheet (SXM2); float16
+    (r"\bRTX 4090$", 165e12),  # Ada architecture whitepaper, float32 accumulation; the laptop's and the D's differ
+)
+
+
+def layer_linear_parameters(config: LlamaConfig) -> int:
+    """Weights of one layer's linears: h·H·D (q), 2·h·K·D (k, v), H·D·h (o) and 3·h·i (gate, up, down)."""
+    hidden, head_dim = config.hidden_size, _head_dim(config)
+    attention = 2 * hidden * head_dim * (config.num_attention_heads + _kv_heads(config))
+    return attention + 3 * hidden * config.intermediate_size
+
+
+def matmul_parameters(config: LlamaConfig) -> int:
+    """N, the weights every token is multiplied by: the layers' linears and the LM head, tied or not; no lookup."""
+    return config.num_hidden_layers * layer_linear_parameters(config) + config.vocab_size * config.hidden_size
+
+
+def total_parameters(config: LlamaConfig) -> int:
+    """Every parameter, counted once: N, the biases, the norms, and the embeddings unless they are the LM head too."""
+    hidden, head_dim = config.hidden_size, _head_dim(config)
+    attention_bias = head_dim * (config.num_attention_heads + 2 * _kv_heads(config)) + hidden
+    mlp_bias = 2 * config.intermediate_size + hidden
+    biases = config.attention_bias * attention_bias + config.mlp_bias * mlp_bias
+    norms_and_biases = config.num_hidden_layers * (2 * hidden + biases) + hidden
+    embeddings = 0 if config.tie_word_embeddings else config.vocab_size * hidden
+    return matmul_parameters(config) + norms_and_biases + embeddings
+
+
+def attention_forward_flops(config: LlamaConfig, length: int) -> int:
+    """Causal attention of one sequence over all layers, forward: QKᵀ and PV are 4·S²·H·D, half of which is masked."""
+    return config.num_hidden_layers * 2 * length**2 * config.num_attention_heads * _head_dim(config)
+
+
+def model_flops(config: LlamaConfig, length: int, sequences: int) -> int:
+    """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
+
+    Documents packed into one sequence need less attention than this counts.
+    """
+    return sequences * (6 * matmul_parameters(config) * length + 3 * attention_forward_flops(config, length))
+
+
+def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str) -> int:
+    """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
+
+    The loss makes the logits again in every case. `attention` repeats the layers' linears, `full` attention too. The
+    down projection is never repeated: it ends its layer, and no gradient needs what it gives out. What flash kernels
+    repeat inside is not counted.
+    """
+    assert remat in ("none", "attention", "full"), remat
+    repeated = config.vocab_size * config.hidden_size
+    if remat != "none":
+        down = config.hidden_size * config.intermediate_size
+        repeated += config.num_hidden_layers * (layer_linear_parameters(config) - down)
+    attention = attention_forward_flops(config, length) if remat == "full" else 0
+    return sequences * (2 * repeated * length + attention)
+
+
+def peak_flops_per_second(device_name: str) -> float | None:
+    """Dense bfloat16 peak of a device by the name torch gives it, or None where it is not known."""
+    return next((peak for pattern, peak in PEAKS if re.search(pattern, device_name)), None)
+
+
+def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second: float | None) -> float | None:
+    """Share of the GPUs' joint peak that a step used, from 0 to 1; None where the peak is not known.
+
+    With `model_flops` it is the model's utilisation (MFU); with `recompute_flops` added, the hardware's (HFU).
+    """
+    if peak_flops_per_second is None:
+        return None
+    return step_flops / (step_seconds * gpus * peak_flops_per_second)
+
+
+def _head_dim(config: LlamaConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def _kv_heads(config: LlamaConfig) -> int:
+    return config.num_key_value_heads or config.num_attention_heads

@@ -1,0 +1,199 @@
+"""The command line: what it accepts, what it refuses and in which words."""
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from lightseq.config import CHOICES, NOT_YET, TrainConfig, help_text, parse, warmup_steps
+
+PROGRAM = "llama3/train.py"
+REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
+ORIGINAL = """--model_name_or_path winglian/Llama-2-3b-hf --data_path data.pkl --fp16 --output_dir outputs
+    --num_train_epochs 3 --per_device_train_batch_size 1 --per_device_eval_batch_size 1
+    --gradient_accumulation_steps 1 --evaluation_strategy no --save_strategy steps --save_steps 1000
+    --save_total_limit 1 --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type "cosine"
+    --logging_steps 1 --fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap 'LlamaDecoderLayer'
+    --tf32 False --model_max_length 2048 --gradient_checkpointing True --lazy_preprocess True"""
+
+
+def given(words: str) -> TrainConfig:
+    return parse(shlex.split(f"{REQUIRED} {words}"), PROGRAM)
+
+
+def test_the_command_line_of_the_original_experiments_parses() -> None:
+    config = parse(shlex.split(ORIGINAL), PROGRAM)
+    assert (config.model_name_or_path, config.data_path) == ("winglian/Llama-2-3b-hf", "data.pkl")
+    assert (config.compute_dtype, config.tf32, config.lazy_preprocess) == ("float16", False, True)
+    assert (config.eval_strategy, config.save_strategy, config.save_steps) == ("no", "steps", 1000)
+    assert (config.fsdp_mode, config.remat_policy) == ("full_shard", "attention")
+    assert (config.learning_rate, config.warmup_ratio, config.lr_scheduler_type) == (2e-5, 0.03, "cosine")
+
+
+def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
+    closed = {"offload", "host_memory_budget", "packing", "fp8", "deepspeed", "ulysses_size"}
+    shown = [line.split()[0].removeprefix("--") for line in help_text(PROGRAM).splitlines() if line.startswith("  --")]
+    assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)} - closed)
+
+
+def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
+    text = help_text(PROGRAM)
+    titles = [line for line in text.splitlines() if line and not line.startswith((" ", "usage"))]
+    assert titles == ["model", "data", "training", "parallelism", "memory", "logging and saving"]
+    assert "choices: auto, ring, striped, zigzag, balanced, prefix; default: auto" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_defaults_are_those_of_hugging_face() -> None:
+    config = given("")
+    assert (config.learning_rate, config.weight_decay, config.max_grad_norm) == (5e-5, 0.0, 1.0)
+    assert (config.num_train_epochs, config.max_steps, config.seed) == (3.0, None, 42)
+    assert (config.lr_scheduler_type, config.optim, config.save_strategy) == ("linear", "adamw_torch", "steps")
+    assert (config.save_steps, config.logging_steps, config.model_max_length) == (500, 1, 2048)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("", False), ("--bf16", True), ("--bf16 True", True), ("--bf16 false", False)]
+)
+def test_a_boolean_stands_alone_or_takes_a_word(words: str, expected: bool) -> None:
+    assert given(words).bf16 is expected
+
+
+def test_the_older_spelling_is_the_same_flag() -> None:
+    words = "--eval_data_path eval.pkl {} steps"
+    assert given(words.format("--evaluation_strategy")) == given(words.format("--eval_strategy"))
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ("", "attention"),
+        ("--gradient_checkpointing True", "attention"),
+        ("--gradient_checkpointing False", "none"),
+        ("--remat full", "full"),
+        ("--remat none --gradient_checkpointing False", "none"),
+    ],
+)
+def test_remat_follows_from_either_flag(words: str, policy: str) -> None:
+    assert given(words).remat_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "mode"),
+    [
+        ("full_shard auto_wrap", "full_shard"),
+        ("hybrid_shard", "hybrid_shard"),
+        ("full_shard,auto_wrap", "full_shard"),
+        ("", "ddp"),
+    ],
+)
+def test_fsdp_words_name_a_mode(fsdp: str, mode: str) -> None:
+    assert given(f"--fsdp '{fsdp}'").fsdp_mode == mode
+
+
+def test_spans_and_json_arrive_as_values() -> None:
+    config = given("""--profile_steps 10:12 --rope_scaling '{"rope_type": "linear", "factor": 4.0}'""")
+    assert config.profile_steps == (10, 12)
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    assert json.loads(json.dumps(config.to_json())) == config.to_json()
+    assert config.to_json()["profile_steps"] == [10, 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("True", "True"), ("False", None), ("outputs/checkpoint-4", "outputs/checkpoint-4")]
+)
+def test_a_run_resumes_from_a_directory_or_from_the_newest(words: str, expected: str | None) -> None:
+    assert given(f"--resume_from_checkpoint {words}").resume_from_checkpoint == expected
+
+
+def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
+    assert warmup_steps(given(""), 100) == 0
+    assert warmup_steps(given("--warmup_ratio 0.03"), 101) == 4
+    assert warmup_steps(given("--warmup_steps 7"), 100) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--learning-rate 1e-4", "unknown flag --learning-rate; did you mean --learning_rate?"),
+        ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
+        ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
+        ("stray", "unexpected 'stray'"),
+        ("--save_steps", "--save_steps: expected one argument"),
+        ("--bf16 maybe", "'maybe' is neither True nor False"),
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--save_steps 0.5", "'0.5' is not a whole number"),
+        ("--learning_rate fast", "'fast' is not a number"),
+        ("--learning_rate=-1", "--learning_rate -1.0: give 0 or more"),
+        ("--learning_rate nan", "--learning_rate nan: give 0 or more"),
+        ("--learning_rate inf", "--learning_rate inf: give 0 or more"),
+        ("--num_train_epochs inf", "--num_train_epochs inf: give a number above 0"),
+        ("--max_steps -1", "--max_steps -1: give at least 1, or leave it out"),
+        ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0: give at least 1"),
+        ("--model_max_length 0", "--model_max_length 0: give at least 1"),
+        ("--per_device_train_batch_size 0", "give at least 1"),
+        ("--save_total_limit 0", "--save_total_limit 0: give at least 1, or leave it out"),
+        ("--num_train_epochs 0", "--num_train_epochs 0.0: give a number above 0"),
+        ("--warmup_ratio 0.1 --warmup_steps 3", "--warmup_ratio 0.1 and --warmup_steps 3 both set the warm-up"),
+        ("--warmup_ratio 3", "--warmup_ratio 3.0: give a share"),
+        ("--lr_scheduler_type constant --warmup_steps 3", "choose constant_with_warmup"),
+        ("--schedule rnig", "--schedule 'rnig' is unknown; choose from auto, ring, striped, zigzag, balanced, prefix"),
+        ("--optim adafactor", "--optim 'adafactor' is unknown; choose from adamw_torch, adamw_torch_fused, sgd"),
+        ("--fsdp shard_grad_op", "--fsdp shard_grad_op is refused"),
+        ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
+        ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
+        ("--fsdp auto_wrap", "name one of full_shard, hybrid_shard"),
+        ("--fsdp_transformer_layer_cls_to_wrap GPT2Block", "choose from LlamaDecoderLayer"),
+        ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
+        ("--eval_strategy steps", "give --eval_data_path too"),
+        ("--profile_steps 10", "'10' is not a span of steps"),
+        ("--profile_steps 12:10", "--profile_steps 12:10"),
+        ("--rope_scaling linear", "'linear' is not JSON"),
+        ("--rope_scaling [4]", "'[4]' is not a JSON object"),
+        ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line_that_says_what_to_do(words: str, line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        given(words)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in CHOICES if flag not in {row[0] for row in NOT_YET if not row[1]}])
+def test_an_unknown_choice_is_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} 'nonsense' is unknown; choose from "):
+        given(f"--{flag} nonsense")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "--offload activations",
+            "--host_memory_budget 64.0",
+            "--packing best_fit",
+            "--fp8 True",
+            "--deepspeed ds.json",
+        ),
+        *("--ulysses_size 2", "--schedule ulysses", "--schedule usp", "--transport symmetric"),
+    ],
+)
+def test_what_is_not_available_yet_says_so(words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words} is not available yet: .+; leave it out$"):
+        given(words)
+
+
+@pytest.mark.parametrize("flag", ["model_name_or_path", "data_path", "output_dir"])
+def test_a_missing_path_is_named(flag: str) -> None:
+    words = shlex.split(REQUIRED)
+    at = words.index(f"--{flag}")
+    with pytest.raises(ValueError, match=f"^--{flag} is missing: "):
+        parse(words[:at] + words[at + 2 :], PROGRAM)
+
+
+def test_parsing_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in ("--help", "--nonsense", "--bf16 maybe"):
+        with pytest.raises(ValueError):
+            given(words)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,126 @@
+"""Operations and parameters, counted by hand and by torch."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightseq.flops import (
+    attention_forward_flops,
+    layer_linear_parameters,
+    matmul_parameters,
+    mfu,
+    model_flops,
+    peak_flops_per_second,
+    recompute_flops,
+    total_parameters,
+)
+
+LENGTH = 16
+
+
+def small_config(**fields: object) -> LlamaConfig:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 6, "vocab_size": 10, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes | {"use_cache": False} | fields)
+    config._attn_implementation = "eager"
+    return config
+
+
+def counted_flops(config: LlamaConfig, remat: bool) -> int:
+    """What torch counts in one step; its eager attention computes the full square."""
+    model = LlamaForCausalLM(config).train()
+    if remat:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # Some releases of transformers multiply positions by frequencies as matrices, once a step; no count includes that.
+    rotary = counter.get_flop_counts().get("LlamaForCausalLM.model.rotary_emb", {})
+    return counter.get_total_flops() - sum(rotary.values())
+
+
+def test_parameters_by_hand() -> None:
+    # q and o: 8·12 each; k and v: 8·6 each; gate, up and down: 8·12 each
+    assert layer_linear_parameters(small_config()) == 2 * 96 + 2 * 48 + 3 * 96 == 576
+    assert matmul_parameters(small_config()) == 2 * 576 + 80 == 1232
+    assert total_parameters(small_config()) == 1232 + 80 + 5 * 8
+    assert total_parameters(small_config(tie_word_embeddings=True)) == 1232 + 5 * 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parameters_are_those_of_the_model(tied: bool, biased: bool) -> None:
+    config = small_config(tie_word_embeddings=tied, attention_bias=biased, mlp_bias=biased)
+    assert total_parameters(config) == LlamaForCausalLM(config).num_parameters()
+
+
+def test_tying_the_head_changes_no_flops() -> None:
+    assert model_flops(small_config(tie_word_embeddings=True), 16, 1) == model_flops(small_config(), 16, 1)
+
+
+def test_step_flops_by_hand() -> None:
+    # attention, forward, a layer: 2·16²·2·6 = 6144
+    assert attention_forward_flops(small_config(), 16) == 2 * 6144
+    assert model_flops(small_config(), 16, 3) == 3 * (6 * 1232 * 16 + 3 * 2 * 6144)
+
+
+def test_step_flops_of_llama3_8b_at_8192() -> None:
+    config = LlamaConfig(
+        intermediate_size=14336, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192
+    )
+    assert matmul_parameters(config) == 7_504_658_432
+    assert attention_forward_flops(config, 8192) == 32 * 2 * 8192**2 * 4096
+    assert model_flops(config, 8192, 1) == 368_868_971_249_664 + 52_776_558_133_248
+
+
+def test_step_flops_are_what_torch_counts_less_the_masked_half() -> None:
+    config = small_config()
+    masked = 3 * attention_forward_flops(config, LENGTH)
+    assert counted_flops(config, remat=False) == model_flops(config, LENGTH, 1) + masked
+
+
+def test_recompute_by_hand() -> None:
+    head = 2 * 80 * 16
+    linears = 2 * 2 * (576 - 96) * 16  # all of a layer's but the down projection
+    assert recompute_flops(small_config(), 16, 3, "none") == 3 * head
+    assert recompute_flops(small_config(), 16, 3, "attention") == 3 * (head + linears)
+    assert recompute_flops(small_config(), 16, 3, "full") == 3 * (head + linears + 2 * 6144)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_full_recompute_is_what_torch_repeats_when_it_checkpoints_layers() -> None:
+    config = small_config()
+    repeated = counted_flops(config, remat=True) - counted_flops(config, remat=False)
+    layers = recompute_flops(config, LENGTH, 1, "full") - recompute_flops(config, LENGTH, 1, "none")
+    assert repeated == layers + attention_forward_flops(config, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("cpu", None),
+    ],
+)
+def test_a_devices_peak_is_found_by_its_whole_name(device: str, peak: float | None) -> None:
+    assert peak_flops_per_second(device) == peak
+
+
+def test_utilisation_is_flops_over_the_joint_peak_of_all_gpus() -> None:
+    assert mfu(4e12, step_seconds=2.0, gpus=4, peak_flops_per_second=1e12) == 0.5
+    assert mfu(4e12, step_seconds=2.0, gpus=4, peak_flops_per_second=None) is None

@@ -1,0 +1,238 @@
+"""Model names: what each preset builds, what a name resolves to, and how rotary positions are changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llama2
+import llama3
+from lightseq import family
+from lightseq.family import apply_rope, check_config, context_warning, preset_config, resolve
+from lightseq.flops import total_parameters
+
+FAMILIES = (llama2.FAMILY, llama3.FAMILY)
+# preset: hidden, intermediate, layers, heads, KV heads, head dim, vocabulary, positions, parameters
+PUBLISHED = {
+    "llama2-7b": (4096, 11008, 32, 32, 32, 128, 32000, 4096, 6_738_415_616),
+    "llama2-13b": (5120, 13824, 40, 40, 40, 128, 32000, 4096, 13_015_864_320),
+    "llama2-70b": (8192, 28672, 80, 64, 8, 128, 32000, 4096, 68_976_648_192),
+    "llama2-3b": (4096, 11008, 16, 32, 32, 128, 32000, 4096, 3_500_281_856),
+    "codellama-7b": (4096, 11008, 32, 32, 32, 128, 32016, 16384, 6_738_546_688),
+    "tiny-llama2": (128, 352, 2, 4, 4, 32, 512, 4096, 533_120),
+    "llama3-8b": (4096, 14336, 32, 32, 8, 128, 128256, 8192, 8_030_261_248),
+    "llama3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, 131072, 8_030_261_248),
+    "llama3-70b": (8192, 28672, 80, 64, 8, 128, 128256, 8192, 70_553_706_496),
+    "llama3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, 131072, 1_235_814_400),
+    "llama3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, 131072, 3_212_749_824),
+    "tiny-llama3": (256, 704, 4, 8, 4, 32, 512, 8192, 3_082_496),
+}
+
+
+def config_of(preset: str) -> LlamaConfig:
+    return next(preset_config(each, preset) for each in FAMILIES if preset in each.presets)
+
+
+def save(directory: Path, **fields: Any) -> str:
+    plain = config_of("tiny-llama2").to_dict() | fields
+    (directory / "config.json").write_text(json.dumps(plain))
+    return str(directory)
+
+
+def test_every_preset_is_listed_here() -> None:
+    assert sorted(PUBLISHED) == sorted(preset for each in FAMILIES for preset in each.presets)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_has_the_published_architecture(preset: str) -> None:
+    config = config_of(preset)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "vocab_size", "max_position_embeddings")
+    assert tuple(getattr(config, name) for name in names) == PUBLISHED[preset][:-1]
+    assert config.rms_norm_eps == 1e-5
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_builds_a_model_of_the_published_size(preset: str) -> None:
+    config = config_of(preset)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[preset][-1]
+    assert total_parameters(config) == PUBLISHED[preset][-1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "rope_type", "theta", "factor", "original"),
+    [
+        ("llama2-7b", "default", 1e4, None, None),
+        ("codellama-7b", "default", 1e6, None, None),
+        ("llama3-8b", "default", 5e5, None, None),
+        ("llama3.1-8b", "llama3", 5e5, 8.0, 8192),
+        ("llama3.2-1b", "llama3", 5e5, 32.0, 8192),
+        ("tiny-llama3", "llama3", 5e5, 8.0, 1024),
+    ],
+)
+def test_a_preset_has_the_published_rotary_positions(
+    preset: str, rope_type: str, theta: float, factor: float | None, original: int | None
+) -> None:
+    rope = config_of(preset).rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"]) == (rope_type, theta)
+    assert (rope.get("factor"), rope.get("original_max_position_embeddings")) == (factor, original)
+    assert factor is None or (rope["low_freq_factor"], rope["high_freq_factor"]) == (1.0, 4.0)
+
+
+def test_vocabulary_ids_are_the_tokenizers() -> None:
+    assert (config_of("llama2-7b").bos_token_id, config_of("llama2-7b").eos_token_id) == (1, 2)
+    assert (config_of("llama3.2-1b").bos_token_id, config_of("llama3.2-1b").eos_token_id) == (128000, 128001)
+
+
+@pytest.mark.parametrize("each", FAMILIES, ids=lambda each: each.name)
+def test_every_alias_names_a_preset(each: family.Family) -> None:
+    assert set(each.aliases.values()) <= set(each.presets)
+
+
+def test_a_hub_id_with_random_init_is_its_preset_without_asking_the_hub() -> None:
+    source = resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", random_init=True)
+    assert source.weights is None
+    assert source.config.to_dict() == config_of("llama3.2-1b").to_dict()
+
+
+def test_changing_a_resolved_config_leaves_the_preset_alone() -> None:
+    source = resolve(llama2.FAMILY, "tiny-llama2", random_init=True)
+    source.config.rope_parameters["rope_theta"] = 1.0
+    assert config_of("tiny-llama2").rope_parameters["rope_theta"] == 1e4
+
+
+def test_a_directory_gives_its_config_and_its_weights_unless_they_are_random(tmp_path: Path) -> None:
+    name = save(tmp_path, num_hidden_layers=3)
+    for random_init, weights in ((False, tmp_path), (True, None)):
+        source = resolve(llama2.FAMILY, name, random_init)
+        assert (source.config.num_hidden_layers, source.weights) == (3, weights)
+
+
+def test_a_hub_id_whose_weights_are_wanted_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("llama3.2-1b")
+    monkeypatch.setattr(family.AutoConfig, "from_pretrained", lambda name, local_files_only: config)
+    assert resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", False) == family.Source(config, "unsloth/Llama-3.2-1B")
+
+
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, local_files_only: bool) -> None:
+        raise OSError("We couldn't connect.\nCheck your connection.")
+
+    monkeypatch.setattr(family.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(ValueError, match=r"^--model_name_or_path a/b: .*couldn't connect.*and the network$"):
+        resolve(llama3.FAMILY, "a/b", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "random_init", "line"),
+    [
+        ("llama3-8b", False, "llama3-8b is a preset, an architecture without weights: add --random_init"),
+        (
+            "llama3-8c",
+            True,
+            "(llama3-8b, llama3.1-8b, llama3-70b, llama3.2-1b, llama3.2-3b, tiny-llama3); did you mean llama3-8b?",
+        ),
+        ("llama2-7b", True, "is no directory, hub id or preset of llama3"),
+        ("./no/such/directory", True, "is no directory, hub id or preset of llama3"),
+        (str(Path(__file__).parent), False, "is a directory without config.json"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(name: str, random_init: bool, line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        resolve(llama3.FAMILY, name, random_init)
+    assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"model_type": "mistral"}, "has model_type 'mistral'; only 'llama' is supported"),
+        ({"attention_dropout": 0.1}, "has attention_dropout 0.1"),
+        ({"sliding_window": 512}, "has sliding_window 512"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "has layer_types"),
+        ({"hidden_size": 130}, "its config cannot be read"),
+        ({"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}}, "rope_type 'nonsense' is unknown"),
+    ],
+)
+def test_an_architecture_that_attention_cannot_honour_is_refused(tmp_path: Path, fields: dict, line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        resolve(llama2.FAMILY, save(tmp_path, **fields), random_init=True)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_every_preset_is_one_that_attention_honours(preset: str) -> None:
+    assert check_config(config_of(preset), preset).model_type == "llama"
+
+
+def test_theta_alone_keeps_the_models_own_scaling() -> None:
+    changed = apply_rope(config_of("llama3.1-8b"), rope_theta=8e6)
+    assert changed.rope_parameters == config_of("llama3.1-8b").rope_parameters | {"rope_theta": 8e6}
+
+
+def test_scaling_replaces_the_models_own_and_keeps_its_theta() -> None:
+    original = config_of("llama3.1-8b")
+    changed = apply_rope(original, rope_scaling={"type": "linear", "factor": 2})
+    assert changed.rope_parameters == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2}
+    assert original.to_dict() == config_of("llama3.1-8b").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("preset", "scaling", "covered"),
+    [
+        ("llama3-8b", None, 8192),
+        ("llama3.1-8b", None, 131072),
+        ("llama3-8b", {"rope_type": "linear", "factor": 4.0}, 32768),
+        ("llama3-8b", {"rope_type": "dynamic", "factor": 4.0}, 32768),
+        ("llama3-8b", {"rope_type": "yarn", "factor": 4.0}, 32768),
+        ("llama3.1-8b", {"rope_type": "yarn", "factor": 32.0}, 262144),
+        ("llama3-8b", {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}, 32768),
+        ("llama3.1-8b", {"rope_type": "default"}, 8192),
+        ("llama3.1-8b", {"rope_type": "linear", "factor": 2}, 16384),
+        ("llama3.1-8b", llama3.FAMILY.presets["llama3.1-8b"]["rope_parameters"], 131072),
+    ],
+)
+def test_a_length_beyond_what_scaling_covers_warns(preset: str, scaling: dict | None, covered: int) -> None:
+    config = apply_rope(config_of(preset), rope_scaling=scaling)
+    assert context_warning(config, covered) is None
+    warning = context_warning(config, covered + 1)
+    assert warning is not None and f"{covered + 1} is beyond the {covered} positions" in warning
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3"])
+def test_a_scaled_config_builds_a_model_and_its_frequencies_change(rope_type: str) -> None:
+    config = config_of("tiny-llama3")
+    scaling: dict[str, Any] = (
+        {"rope_type": rope_type, "factor": 16.0} if rope_type != "default" else {"rope_type": "default"}
+    )
+    if rope_type == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    frequencies = [
+        LlamaForCausalLM(each).model.rotary_emb.inv_freq for each in (config, apply_rope(config, rope_scaling=scaling))
+    ]
+    assert frequencies[0].shape == frequencies[1].shape == (16,)
+    assert not torch.equal(*frequencies)
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling", "line"),
+    [
+        (None, {"rope_type": "nonsense"}, "rope_type 'nonsense' is unknown; choose from default, linear"),
+        (None, {"factor": 4.0}, "rope_type None is unknown"),
+        (None, {"rope_type": "linear"}, "factor is None; give a number of at least 1"),
+        (None, {"rope_type": "linear", "factor": 0.5}, "factor is 0.5; give a number of at least 1"),
+        (None, {"rope_type": "linear", "factor": "4"}, "factor is '4'; give a number"),
+        (None, {"rope_type": "default", "rope_theta": "5e5"}, "rope_theta is '5e5'; give a number"),
+        (None, {"rope_type": "llama3", "factor": 4.0}, "low_freq_factor"),
+        (1e6, {"rope_type": "default", "rope_theta": 5e5}, "differ; give one"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused(theta: float | None, scaling: dict, line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        apply_rope(config_of("llama3-8b"), theta, scaling)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
