@@ -1,0 +1,209 @@
+"""Distributed attention inside a Hugging Face causal language model: three lines in a user's own script.
+
+    context = hf.enable(model, group)
+    batch = hf.shard_batch(context, input_ids, labels)
+    loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.attention import SequenceContext, attention, make_context
+from lightseq.data import IGNORE_INDEX
+from lightseq.kernels import KernelSpec
+from lightseq.layout import shard
+from lightseq.schedule_cost import AttentionShape
+
+IMPLEMENTATION: Final = "lightseq"
+LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+def enable(
+    model: PreTrainedModel,
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    schedule: str = "auto",
+    kernel: str = "auto",
+    transport: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    length: int = 65536,
+    deterministic: bool = False,
+) -> SequenceContext:
+    """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
+
+    dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
+    `schedule="auto"` is chosen for. Raises ValueError for what attention cannot honour: dropout, sliding windows, an
+    architecture without the attention interface; the patched model refuses masks with holes or padding on the left, inputs
+    without global positions, and labels that it would shift inside a shard.
+    """
+    check_supported(model)
+    config = model.config
+    parameter = next(model.parameters())
+    device = device or parameter.device
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    context = make_context(
+        _process_group(group),
+        device,
+        KernelSpec(device.type, capability, dtype or parameter.dtype, head_dim, deterministic),
+        AttentionShape(length, heads, config.num_key_value_heads, head_dim),
+        schedule,
+        kernel,
+        transport,
+    )
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
+    model.set_attn_implementation(IMPLEMENTATION)
+    config.use_cache = False
+    for module in _attention_modules(model):
+        module.sequence_context = context
+    model.register_forward_pre_hook(partial(_check_inputs, context, set()), with_kwargs=True)
+    _share_rope_length(model, context)
+    return context
+
+
+def shard_batch(
+    context: SequenceContext, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+) -> dict[str, Tensor]:
+    """This rank's part of a whole batch (batch, length): what the patched model takes, as keyword arguments.
+
+    Labels come as Hugging Face has them, aligned with the ids; they are shifted here, on the whole sequence. Every rank
+    of the group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
+    parallelism or accumulation, replace it by the sum over all. Raises ValueError for a mask other than right padding.
+    """
+    layout, rank = context.layout, context.rank
+    check_right_padding(attention_mask)
+    length = input_ids.shape[1]
+    batch = {
+        "input_ids": shard(input_ids, layout, rank),
+        "position_ids": local_positions(context, length, input_ids.device).expand(len(input_ids), -1),
+    }
+    if labels is not None:
+        if attention_mask is not None:
+            labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        local = shard(shifted, layout, rank, fill=IGNORE_INDEX)
+        batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": (shifted != IGNORE_INDEX).sum()}
+    return batch
+
+
+def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
+    """Global positions of this rank's tokens, int64 (1, local). Padding takes the last position there is."""
+    padded = context.layout.padded_length(length)
+    return context.layout.positions(context.rank, padded).clamp_max(length - 1).unsqueeze(0).to(device)
+
+
+def check_right_padding(attention_mask: Tensor | None) -> None:
+    """Raises ValueError unless every row of a mask is ones followed by zeros, which causal attention never looks at."""
+    if attention_mask is None:
+        return
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
+    if (attention_mask.diff(dim=1) > 0).any() or (attention_mask[:, 0] == 0).any():
+        raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises ValueError for models whose attention could only be honoured in part."""
+    config = model.config
+    if not _attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"{type(model).__name__} does not use the attention interface of transformers")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ValueError(f"attention_dropout is {config.attention_dropout}; set it to 0 in the model's config")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and _uses_sliding_window(config)):
+        raise ValueError("the model has sliding-window attention, for which there is no kernel; use a full-attention model")
+
+
+def _uses_sliding_window(config: Any) -> bool:
+    return getattr(config, "use_sliding_window", True)
+
+
+def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the sequence axis alone")
+        return group.get_group()
+    if group is None:
+        assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+        return dist.group.WORLD
+    return group
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "layer_idx")]
+
+
+def _attention_function(
+    module: nn.Module,
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention. It passes no mask: `_check_inputs` has seen it before."""
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
+    q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
+    context = module.sequence_context
+    assert isinstance(context, SequenceContext)
+    return attention(q, k, v, context, scaling)[0], None
+
+
+def _check_inputs(
+    context: SequenceContext, seen: set[tuple[int, ...]], _model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Runs before the model's forward, where a wrong input would train on nonsense without any error."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not bool((mask == 1).all()):
+        raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        if context.layout.world > 1:
+            raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
+        return
+    if tuple(positions.shape) not in seen:  # once a shape: looking costs a synchronisation
+        seen.add(tuple(positions.shape))
+        _check_positions(context, positions)
+
+
+def _check_positions(context: SequenceContext, positions: Tensor) -> None:
+    local = positions.shape[-1]
+    want = context.layout.positions(context.rank, local * context.layout.world)
+    got = positions.cpu()
+    last = int(got.max())
+    padded = torch.minimum(want, torch.tensor(max(last, int(want.min()))))
+    if not bool(((got == want) | (got == padded)).all()):
+        raise ValueError(
+            f"position_ids are not those of the {context.layout.kind} layout on rank {context.rank}; use shard_batch"
+        )
+
+
+def _share_rope_length(model: nn.Module, context: SequenceContext) -> None:
+    """RoPE that scales with the length of the sequence must see the whole length on every rank, not its own last token."""
+    for rope in (m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE):
+        rope.forward = partial(_rope_forward, rope.forward, context)  # type: ignore[method-assign]
+
+
+def _rope_forward(
+    forward: Callable[..., tuple[Tensor, Tensor]], context: SequenceContext, x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    last = position_ids.max()
+    dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
+    longer = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
+    cos, sin = forward(x, longer)
+    return cos[:, :-1], sin[:, :-1]

@@ -1,0 +1,130 @@
+"""The processes of a run: who they are, on which device, and how data, sequences and parameters are split among them.
+
+With launch/, the only place that reads environment variables.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `local_size` processes share its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Ranks as data × sequence, and the mesh over which parameters are sharded (or replicated × sharded)."""
+
+    data_ranks: int
+    data_rank: int
+    sequence: DeviceMesh
+    parameters: DeviceMesh
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all, known before any of them has met another."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def start(timeout_seconds: float) -> Iterator[World]:
+    """Joins the processes that torchrun started; without a launcher, a world of this one process."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_seconds),
+        **alone,  # type: ignore[arg-type]
+    )
+    try:
+        yield World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def agree(world: World, prepare: Callable[[], T]) -> T:
+    """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
+
+    The lowest rank that refused prints its one line. `prepare` must not wait for other ranks.
+    """
+    refusal, result = None, None
+    try:
+        result = prepare()
+    except (ValueError, OSError) as error:
+        refusal = " ".join(str(error).split())
+    refusals: list[str | None] = [None] * world.size
+    dist.all_gather_object(refusals, refusal)
+    first = next((rank for rank, line in enumerate(refusals) if line is not None), None)
+    if first is None:
+        assert refusal is None
+        return result  # type: ignore[return-value]
+    if world.rank == first:
+        where = f" (rank {first} on {socket.gethostname()})" if first else ""
+        print(f"error: {refusals[first]}{where}", flush=True, file=sys.stderr)
+    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
+    raise SystemExit(2)
+
+
+def check_devices(world: World) -> None:
+    """Raises ValueError where two processes would share a GPU."""
+    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process a GPU "
+            "(--nproc_per_node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
+        )
+
+
+def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int:
+    """Ranks that share a sequence: all, unless told otherwise. Raises ValueError where they do not divide the world."""
+    size = sequence_parallel_size or world.size
+    if world.size % size:
+        divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
+        raise ValueError(
+            f"--sequence_parallel_size {size} does not divide the {world.size} processes; give one of {divisors}"
+        )
+    return size
+
+
+def make_meshes(world: World, sequence_size: int, fsdp_mode: str) -> Meshes:
+    """Neighbouring ranks share a sequence, so that its blocks travel inside a host as far as they can.
+
+    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts, ddp
+    keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
+    """
+    kind = world.device.type
+    data_ranks = world.size // sequence_size
+    both = init_device_mesh(kind, (data_ranks, sequence_size), mesh_dim_names=("data", "sequence"))
+    shards = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
+    if fsdp_mode == "full_shard":
+        parameters = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    else:
+        parameters = init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return Meshes(data_ranks, world.rank // sequence_size, both["sequence"], parameters)

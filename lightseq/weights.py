@@ -1,0 +1,190 @@
+"""Weights in and out: Hugging Face directories (safetensors, whole or in shards), and fresh ones drawn per parameter.
+
+A model is built on the meta device and split before it has memory. Each rank then reads or draws its own part alone.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model's structure without memory; parameters float32, the dtype of master weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Gives every parameter its (local, not yet initialised) memory and every buffer its value."""
+    model.to_empty(device=device)
+    if model.config.tie_word_embeddings:  # to_empty gave the two ends of the tie memory of their own
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if hasattr(child, "inv_freq"):  # rotary frequencies are computed, never stored
+                setattr(module, name, type(child)(config=model.config).to(device))
+    computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers(recurse=False)}
+    left = [name for name, buffer in model.named_buffers() if id(buffer) not in computed]
+    if left:
+        raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
+
+
+def initialize(model: PreTrainedModel, seed: int) -> None:
+    """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
+
+    Every parameter is drawn whole from a generator of its own, then cut: one at a time, on the parameter's device.
+    """
+    spread = model.config.initializer_range
+    for name, parameter in model.named_parameters():
+        shape = parameter.shape
+
+        def draw(name: str = name, shape: torch.Size = shape, device: torch.device = parameter.device) -> Tensor:
+            if name.endswith("bias"):
+                return torch.zeros(shape, device=device)
+            if len(shape) == 1:
+                return torch.ones(shape, device=device)
+            generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
+
+        whole = draw()
+        _fill(parameter, lambda index, whole=whole: whole[index])
+
+
+def load(model: PreTrainedModel, source: Path | str) -> None:
+    """Reads each rank's part of every parameter from a local directory or, one download a host, from the hub.
+
+    Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
+    """
+    directory = source if isinstance(source, Path) else download(source)
+    files = _tensor_files(directory)
+    tied = model.config.tie_word_embeddings
+    parameters = dict(model.named_parameters())
+    aliases = {"lm_head.weight"} if tied else set()
+    extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
+    missing = [n for n in parameters if n not in files]
+    if missing or extra:
+        raise ValueError(f"{directory}: missing {missing[:3] or 'nothing'}, without a place {extra[:3] or 'nothing'}")
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, parameter in parameters.items():
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            part = opened[file].get_slice(name)
+            if tuple(part.get_shape()) != tuple(parameter.shape):
+                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(parameter.shape)}")
+            _fill(parameter, part.__getitem__)
+
+
+def download(hub_id: str) -> Path:
+    """The local copy of a hub repository's safetensors. Raises ValueError where it cannot be had."""
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{hub_id} cannot be fetched ({type(error).__name__}); give a local directory, or add --random_init to "
+            "train the architecture from fresh weights"
+        ) from error
+
+
+def save_pretrained(
+    model: PreTrainedModel, directory: Path, dtype: torch.dtype, tokenizer_from: Path | None = None
+) -> None:
+    """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes."""
+    main = dist.get_rank() == 0
+    written: dict[str, str] = {}
+    pending: dict[str, Tensor] = {}
+    if main:
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def flush() -> None:
+        file = f"model-{len(set(written.values())) + 1:05d}.safetensors"
+        save_file(pending, directory / file, metadata={"format": "pt"})
+        written.update(dict.fromkeys(pending, file))
+        pending.clear()
+
+    for name, whole in whole_parameters(model):
+        if main:
+            pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+            if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
+                flush()
+    if main:
+        if pending:
+            flush()
+        _write_index(directory, written)
+        config = model.config.__class__.from_dict(model.config.to_dict() | {"dtype": str(dtype).split(".")[1]})
+        config.architectures, config.use_cache = [type(model).__mro__[0].__name__.removeprefix("FSDP")], True
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        if tokenizer_from is not None:
+            _copy_tokenizer(tokenizer_from, directory)
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter (tied ones once), gathered from all ranks; each rank goes through all of them."""
+    for name, parameter in model.named_parameters():
+        data = parameter.detach()
+        yield name, data.full_tensor() if isinstance(data, DTensor) else data
+
+
+def _fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
+    data = parameter.detach()
+    if isinstance(data, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
+        local = data.to_local()
+    else:
+        shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
+    if local.numel():
+        local.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))))
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name → file that holds it."""
+    if (directory / INDEX).is_file():
+        names = json.loads((directory / INDEX).read_text())["weight_map"]
+        files = {name: directory / Path(file).name for name, file in names.items()}
+        absent = sorted({file.name for file in files.values() if not file.is_file()})
+        if absent:
+            raise ValueError(f"{directory / INDEX} names {absent[0]}, which is not there; copy the whole directory")
+        return files
+    if (directory / WEIGHTS).is_file():
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
+    raise ValueError(f"{directory} holds no {WEIGHTS}; save the model as safetensors, or add --random_init")
+
+
+def _write_index(directory: Path, written: dict[str, str]) -> None:
+    files = sorted(set(written.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / WEIGHTS)
+        return
+    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+    for file, name in names.items():
+        (directory / file).rename(directory / name)
+    size = sum((directory / name).stat().st_size for name in names.values())
+    index = {"metadata": {"total_size": size}, "weight_map": {k: names[f] for k, f in written.items()}}
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            (directory / file.name).write_bytes(file.read_bytes())
