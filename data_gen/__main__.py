@@ -1,0 +1,104 @@
+"""Writes training data, drawn at random or read from text.
+
+python3 -m data_gen synthetic --kind needle --documents 100 --length 4096 --output data/needle
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from data_gen.output import up_to, with_bar, write
+from data_gen.sources import Skipped, expand, texts_of
+from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
+from lightseq.tokens import first_line, load_tokenizer
+
+TEXT_HELP = """\
+SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is
+not hidden), a quoted glob, hf:NAME or hf:NAME:SPLIT (a Hugging Face data set, streamed), or stdlib (the modules of the
+running Python's standard library, without its tests). Each document ends with the tokenizer's end-of-document id.
+Files that cannot be read are left out and counted."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of descriptions."""
+
+
+def parser() -> argparse.ArgumentParser:
+    root = Parser(prog="data_gen", description=__doc__, formatter_class=_Raw)
+    commands = root.add_subparsers(dest="command", required=True)
+    described = "\n".join(f"  {name}: {kind.help}" for name, kind in KINDS.items())
+    synthetic = commands.add_parser(
+        "synthetic", help="tokens drawn at random", description=f"kinds:\n{described}", formatter_class=_Raw
+    )
+    synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="the structure, see above")
+    synthetic.add_argument("--documents", type=int, required=True, help="how many documents")
+    synthetic.add_argument("--length", type=int, required=True, help="tokens of each document")
+    synthetic.add_argument("--vocab_size", type=int, default=512, help="ids are below this (default: %(default)s)")
+    synthetic.add_argument("--seed", type=int, default=0, help="same seed, same documents (default: %(default)s)")
+    text = commands.add_parser("text", help="text through a tokenizer", description=TEXT_HELP, formatter_class=_Raw)
+    text.add_argument("sources", metavar="SOURCE", nargs="+", help="where the texts come from, see above")
+    text.add_argument(
+        "--tokenizer", default="byte", help="byte (256 bytes and an end id), a directory or a hub id (default: byte)"
+    )
+    text.add_argument("--column", default="text", help="column of rows that holds the text (default: %(default)s)")
+    text.add_argument("--max_tokens", type=int, help="stop here, cutting the last document (default: take everything)")
+    for command in (synthetic, text):
+        command.add_argument("--output", type=Path, required=True, help="a directory to make, or a file ending .pkl")
+        command.add_argument("--force", action="store_true", help="replace the output if it exists")
+    return root
+
+
+def make_synthetic(arguments: argparse.Namespace) -> str:
+    spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
+    check(spec)
+    about: dict[str, object] = {"tokenizer": None, "source": f"synthetic {spec.kind}", "seed": spec.seed, "skipped": {}}
+    extra = {"needle_depth": needle_depths(spec)} if spec.kind == "needle" else {}
+    drawn = with_bar((document(spec, index) for index in range(spec.documents)), spec.documents)
+    return write(arguments.output, drawn, spec.vocab_size, lambda: about, extra, arguments.force)
+
+
+def make_text(arguments: argparse.Namespace) -> str:
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise ValueError(f"--max_tokens {arguments.max_tokens} is no size; give 1 or more, or leave it out")
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    sources = expand(arguments.sources)
+    skipped = Skipped()
+
+    def texts() -> Iterator[str]:
+        for source in sources:
+            yield from texts_of(source, arguments.column, skipped)
+
+    def about() -> Mapping[str, object]:
+        origin = " ".join(arguments.sources)
+        return {"tokenizer": tokenizer.name, "source": origin, "seed": None, "skipped": dict(skipped.counts)}
+
+    tokenised = with_bar(up_to(arguments.max_tokens, (tokenizer.encode(text) for text in texts())))
+    try:
+        closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
+    finally:  # where every file is unreadable, this says why there is nothing to write
+        for story in skipped.stories:
+            print(f"data_gen: left out: {story}", file=sys.stderr)
+    return closing + (f"; left out: {skipped}" if skipped.counts else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = parser().parse_args(argv)
+        print({"synthetic": make_synthetic, "text": make_text}[arguments.command](arguments))
+    except (ValueError, OSError) as error:
+        print(f"data_gen: error: {first_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

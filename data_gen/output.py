@@ -1,0 +1,60 @@
+"""How documents are written: a token directory, or a pickle of lists where the path ends in .pkl."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightseq.tokens import IntArray, plural, write_token_directory, written_whole
+
+
+def with_bar(documents: Iterable[IntArray], total: int | None = None) -> Iterator[IntArray]:
+    """Counts documents on a terminal's stderr, and shows nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield from progress.track(documents, total=total)
+
+
+def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
+    """Stops at max_tokens exactly, by cutting the last document."""
+    left = max_tokens
+    for ids in documents:
+        yield ids if left is None else ids[:left]
+        if left is not None and (left := left - len(ids)) <= 0:
+            return
+
+
+def write(
+    path: Path,
+    documents: Iterable[IntArray],
+    vocab_size: int,
+    about: Callable[[], Mapping[str, object]],
+    extra: Mapping[str, object],
+    force: bool,
+) -> str:
+    """Writes what is asked for and returns the closing line; `extra` goes into either kind, `about` into meta.json."""
+    if path.suffix == ".pkl":
+        count, tokens = write_pickle(path, documents, extra, force)
+        kind = "lists"
+    else:
+        meta = write_token_directory(path, documents, vocab_size, lambda: {**about(), **extra}, force)
+        count, tokens, kind = meta["documents"], meta["tokens"], meta["dtype"]
+    return f"{plural(count, 'document')}, {plural(tokens, 'token')} ({kind}) in {path}"
+
+
+def write_pickle(
+    path: Path, documents: Iterable[IntArray], extra: Mapping[str, object], force: bool
+) -> tuple[int, int]:
+    """The form of the original experiments, `{'input_ids': [[...], ...]}`; it is held in memory whole."""
+    with written_whole(path, force) as partial:
+        input_ids = [ids.tolist() for ids in documents]
+        if not input_ids:
+            raise ValueError(f"no document to write to {path}; the sources hold no text")
+        with partial.open("wb") as file:
+            pickle.dump({"input_ids": input_ids, **extra}, file)
+    return len(input_ids), sum(map(len, input_ids))

@@ -1,0 +1,106 @@
+"""Synthetic documents with a structure that is known: what each kind means and how it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Document i depends on the seed and on i alone, so a larger set begins with the smaller one."""
+
+    kind: str
+    documents: int
+    length: int
+    vocab_size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    help: str
+    draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
+    least_length: int = 2
+    least_vocab_size: int = 2
+
+
+def draw_uniform(generator: Generator, length: int, vocab_size: int) -> Ids:
+    return generator.integers(0, vocab_size, length)
+
+
+def draw_zipf(generator: Generator, length: int, vocab_size: int) -> Ids:
+    return np.searchsorted(_zipf_cumulative(vocab_size), generator.random(length), side="right")
+
+
+@lru_cache(maxsize=1)
+def _zipf_cumulative(vocab_size: int) -> NDArray[np.float64]:
+    cumulative = np.cumsum(1.0 / np.arange(1, vocab_size + 1))
+    cumulative /= cumulative[-1]  # ends at exactly 1, so no draw below 1 falls outside the vocabulary
+    return cumulative
+
+
+def draw_copy(generator: Generator, length: int, vocab_size: int) -> Ids:
+    half = generator.integers(0, vocab_size, (length + 1) // 2)
+    return np.concatenate([half, half])[:length]
+
+
+def draw_needle(generator: Generator, length: int, vocab_size: int) -> Ids:
+    position = _draw_needle_position(generator, length)
+    hay_ids = vocab_size // 2
+    ids = generator.integers(0, hay_ids, length)
+    key, value = generator.integers(hay_ids, vocab_size, 2)
+    ids[[position, -2]] = key
+    ids[[position + 1, -1]] = value
+    return ids
+
+
+def _draw_needle_position(generator: Generator, length: int) -> int:
+    return int(generator.integers(0, length - 3))  # the pair ends before the question, which is the last two tokens
+
+
+KINDS: Mapping[str, Kind] = {
+    "uniform": Kind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
+    "zipf": Kind("independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf),
+    "copy": Kind(
+        "uniform ids, and the second half repeats the first: learnt by looking half a document back", draw_copy
+    ),
+    "needle": Kind(
+        "a key and its value, both from the upper half of the vocabulary, stand at a random depth in uniform ids "
+        "of the lower half; the document ends with the key and the value again (depths: needle_depth in the output)",
+        draw_needle,
+        least_length=5,
+        least_vocab_size=4,
+    ),
+}
+
+
+def check(spec: Synthetic) -> None:
+    kind = KINDS[spec.kind]
+    least = {"documents": 1, "length": kind.least_length, "vocab_size": kind.least_vocab_size, "seed": 0}
+    for name, smallest in least.items():
+        if getattr(spec, name) < smallest:
+            raise ValueError(f"--{name} {getattr(spec, name)} is too small for {spec.kind}; give {smallest} or more")
+    if spec.vocab_size > 1 << 31:
+        raise ValueError(f"--vocab_size {spec.vocab_size} does not fit 32-bit ids; give {1 << 31} or less")
+
+
+def generator_of(spec: Synthetic, index: int) -> Generator:
+    return np.random.default_rng((spec.seed, index))
+
+
+def document(spec: Synthetic, index: int) -> Ids:
+    return KINDS[spec.kind].draw(generator_of(spec, index), spec.length, spec.vocab_size)
+
+
+def needle_depths(spec: Synthetic) -> list[float]:
+    """Where each document's key stands: 0 at the start, 1 right before the question."""
+    positions = (_draw_needle_position(generator_of(spec, index), spec.length) for index in range(spec.documents))
+    return [round(position / max(1, spec.length - 4), 4) for position in positions]

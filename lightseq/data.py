@@ -1,0 +1,303 @@
+"""What a training run reads: examples with labels shifted once, and batches that depend on their index alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightseq.tokens import (
+    META,
+    TEXT_SUFFIXES,
+    IntArray,
+    TokenDirectory,
+    Tokenizer,
+    iterate_texts,
+    load_tokenizer,
+    open_token_directory,
+    plural,
+    read_pickle,
+)
+
+IGNORE_INDEX = -100
+Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
+
+
+@dataclass(frozen=True)
+class Example:
+    """At most `length` tokens; labels[i] is the token after input_ids[i], or IGNORE_INDEX."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+
+class Examples(Protocol):
+    """Random access to examples; `notes` says in sentences what was cut or left out."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
+    """Tokens start to start + length of a document; labels come aligned with ids and are shifted here, nowhere else."""
+    stop = min(start + length, len(ids))
+    shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
+    targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
+    shifted[: len(targets)] = targets
+    return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
+
+
+def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"{where} holds the token id {int(outside[0])}, outside the model's vocabulary of {vocab_size}; "
+            "tokenize with the model's tokenizer or take a model with a larger vocabulary"
+        )
+
+
+@dataclass(frozen=True)
+class WindowExamples:
+    """Windows of a token directory; none crosses a document, and none is without a target."""
+
+    source: TokenDirectory
+    length: int
+    vocab_size: int
+    first_window: NDArray[np.int64]  # the index of each document's first window, and the number of windows
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return int(self.first_window[-1])
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        document = int(np.searchsorted(self.first_window, index, side="right")) - 1
+        ids = self.source.document(document)
+        start = (index - int(self.first_window[document])) * self.length
+        with_border_target = ids[start : start + self.length + 1]
+        check_ids(with_border_target, self.vocab_size, f"{self.source.path} document {document}")
+        return window(ids, ids, start, self.length)
+
+
+def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
+    source = open_token_directory(path)
+    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{path / META}: the corpus")
+    sizes = np.diff(source.offsets)
+    # n tokens have n - 1 targets: a last window of one token alone would have none
+    windows = np.maximum(0, -(-(sizes - 1) // length))
+    short = int((sizes < 2).sum())
+    notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
+    if not windows.any():
+        raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
+    first_window = np.concatenate([np.zeros(1, np.int64), np.cumsum(windows)])
+    return WindowExamples(source, length, vocab_size, first_window, notes)
+
+
+@dataclass(frozen=True)
+class SequenceExamples:
+    """One example a sequence, cut at the length."""
+
+    sequences: Sequence[Aligned]
+    length: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> Example:
+        ids, labels = self.sequences[index]
+        return window(ids, labels, 0, self.length)
+
+
+def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> SequenceExamples:
+    """Leaves out what has no target, and counts that and what the length cuts off."""
+    kept: list[Aligned] = []
+    short = cut_sequence_count = cut_token_count = 0
+    for ids, labels in pairs:
+        if len(ids) < 2:
+            short += 1
+            continue
+        cut_sequence_count += len(ids) > length
+        cut_token_count += max(0, len(ids) - length)
+        kept_ids = ids[: length + 1].astype(np.int32)  # a copy: a view would keep the tokens that are cut
+        kept.append((kept_ids, kept_ids if labels is ids else labels[: length + 1].astype(np.int32)))
+    if not kept:
+        raise ValueError(f"{path} has no sequence of at least two tokens, so nothing to predict")
+    notes = []
+    if short:
+        notes.append(f"{path}: {plural(short, 'sequence')} of fewer than two tokens left out")
+    if cut_sequence_count:
+        cut = f"{plural(cut_sequence_count, 'sequence')} of {len(kept):,} cut at {length:,} tokens"
+        notes.append(f"{path}: {cut}, {plural(cut_token_count, 'token')} dropped")
+    return SequenceExamples(kept, length, tuple(notes))
+
+
+def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
+    def checked() -> Iterator[Aligned]:
+        for index, (ids, labels) in enumerate(read_pickle(path)):
+            check_ids(ids, vocab_size, f"{path} sequence {index}")
+            check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
+            yield ids, labels
+
+    return cut_sequences(path, checked(), length)
+
+
+@dataclass(frozen=True)
+class TextExamples:
+    """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
+
+    path: Path
+    texts: Sequence[str]
+    tokenizer: Tokenizer
+    length: int
+    vocab_size: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        ids = self.tokenizer.encode(self.texts[index])
+        check_ids(ids, self.vocab_size, f"{self.path} text {index}")
+        return window(ids, ids, 0, self.length)
+
+
+def open_texts(
+    path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, lazy: bool, progress: bool
+) -> TextExamples | SequenceExamples:
+    rows = list(iterate_texts(path))
+    texts = [text for text in rows if text]
+    if not texts:
+        raise ValueError(f"{path} holds no text")
+    left_out = (f"{path}: {plural(len(rows) - len(texts), 'empty text')} left out",) if len(rows) > len(texts) else ()
+    if lazy:
+        cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False counts what is cut"
+        examples = TextExamples(path, texts, tokenizer, length, vocab_size, (*left_out, cut))
+        examples[0]  # a tokenizer too large for the model shows here, not hours later
+        return examples
+
+    def tokenised() -> Iterator[Aligned]:
+        for index, text in enumerate(_track(texts, f"tokenising {path.name}", progress)):
+            ids = tokenizer.encode(text)
+            check_ids(ids, vocab_size, f"{path} text {index}")
+            yield ids, ids
+
+    sequences = cut_sequences(path, tokenised(), length)
+    return SequenceExamples(sequences.sequences, length, left_out + sequences.notes)
+
+
+def _track(texts: Sequence[str], description: str, progress: bool) -> Iterable[str]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(texts, description, console=console, disable=not (progress and console.is_terminal))
+
+
+def open_examples(
+    path: str | Path,
+    length: int,
+    vocab_size: int,
+    tokenizer: str | Tokenizer | None = None,
+    lazy: bool = True,
+    progress: bool = True,
+) -> Examples:
+    """Opens a token directory, a .pkl, or text; whatever is wrong with it is one line of ValueError, here and now."""
+    assert length > 0, length
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+    if path.is_dir():
+        return open_windows(path, length, vocab_size)
+    if path.suffix == ".pkl":
+        return open_pickle(path, length, vocab_size)
+    if path.suffix not in TEXT_SUFFIXES:
+        kinds = ", ".join(TEXT_SUFFIXES)
+        raise ValueError(
+            f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
+        )
+    if tokenizer is None:
+        raise ValueError(f"{path} is text and there is no tokenizer; give --tokenizer a directory, a hub id, or byte")
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return open_texts(path, length, vocab_size, loaded, lazy, progress)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
+
+    input_ids: torch.Tensor  # [batch_size, length] int64
+    labels: torch.Tensor  # [batch_size, length] int64
+    valid_tokens: int
+
+
+@lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
+def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    order = np.random.default_rng((seed, epoch)).permutation(count)
+    order.setflags(write=False)
+    return order
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """An endless line of examples, epoch after epoch; a batch is a place in that line, so resuming needs no state.
+
+    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them.
+    Bounded by epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    """
+
+    examples: Examples
+    length: int
+    batch_size: int  # sequences of one data rank in one forward
+    data_ranks: int = 1
+    accumulation: int = 1
+    epochs: float | None = None  # None: endless, the trainer counts steps
+    seed: int = 0
+    shuffle: bool = True
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.accumulation * self.data_ranks * self.batch_size
+
+    @property
+    def end(self) -> int | None:
+        """The first place past the last epoch."""
+        return None if self.epochs is None else max(1, round(self.epochs * len(self.examples)))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that read every epoch to its end."""
+        assert self.end is not None, "an endless stream has no number of steps"
+        return -(-self.end // self.sequences_per_step)
+
+    def epochs_after(self, steps: int) -> float:
+        places = steps * self.sequences_per_step
+        return (places if self.end is None else min(places, self.end)) / len(self.examples)
+
+    def example(self, place: int) -> Example | None:
+        if self.end is not None and place >= self.end:
+            return None
+        epoch, index = divmod(place, len(self.examples))
+        return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
+
+    def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
+        assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
+        first = ((step * self.accumulation + accumulation_index) * self.data_ranks + data_rank) * self.batch_size
+        input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
+        labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
+        for row in range(self.batch_size):
+            if (example := self.example(first + row)) is not None:
+                input_ids[row, : len(example.input_ids)] = example.input_ids
+                labels[row, : len(example.labels)] = example.labels
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORE_INDEX).sum()))

@@ -1,0 +1,216 @@
+"""Facts about data_gen: each kind has the structure it promises, and what is written is what lightseq reads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from data_gen.__main__ import main
+from data_gen.sources import Skipped, expand, texts_of
+from data_gen.synthetic import KINDS, Synthetic, document, needle_depths
+from lightseq.data import open_examples
+from lightseq.tokens import ByteTokenizer, open_token_directory
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def drawn(kind: str, length: int, vocab_size: int, count: int = 20, seed: int = 0) -> list[np.ndarray]:
+    spec = Synthetic(kind, count, length, vocab_size, seed)
+    return [document(spec, index) for index in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_fills_its_length_with_ids_of_its_vocabulary(kind: str) -> None:
+    for length in (5, 8, 101):
+        for ids in drawn(kind, length, vocab_size=11):
+            assert ids.shape == (length,) and ids.min() >= 0 and ids.max() < 11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_and_the_index_alone_decide_a_document(kind: str) -> None:
+    few, many = drawn(kind, 64, 100, count=3), drawn(kind, 64, 100, count=9)
+    assert all((a == b).all() for a, b in zip(few, many, strict=False))
+    assert (many[0] != many[1]).any() and (many[0] != drawn(kind, 64, 100, seed=1)[0]).any()
+
+
+def test_copy_repeats_its_first_half() -> None:
+    for length, half in ((8, 4), (9, 5)):
+        ids = drawn("copy", length, 1000)[0]
+        assert (ids[half:] == ids[: length - half]).all() and len(set(ids[:half].tolist())) > 1
+
+
+def test_uniform_is_flat_and_zipf_falls_with_the_id() -> None:
+    uniform = np.bincount(drawn("uniform", 100_000, 4, count=1)[0], minlength=4) / 100_000
+    zipf = np.bincount(drawn("zipf", 100_000, 4, count=1)[0], minlength=4) / 100_000
+    harmonic = 1 + 1 / 2 + 1 / 3 + 1 / 4
+    assert np.abs(uniform - 0.25).max() < 0.01
+    assert np.abs(zipf - 1 / np.arange(1, 5) / harmonic).max() < 0.01
+
+
+def test_a_needle_stands_once_in_the_hay_at_its_depth_and_is_asked_for_at_the_end() -> None:
+    spec = Synthetic("needle", 200, 16, 40, 5)
+    depths = needle_depths(spec)
+    for index in range(spec.documents):
+        ids = document(spec, index)
+        position = round(depths[index] * (spec.length - 4))
+        assert (ids[position : position + 2] == ids[-2:]).all()
+        hay = np.delete(ids, [position, position + 1, 14, 15])
+        assert hay.max() < 20 <= min(ids[-2:])
+    assert min(depths) == 0.0 and max(depths) == 1.0
+
+
+def test_a_needle_fits_the_shortest_document() -> None:
+    for ids in drawn("needle", 5, 4):
+        assert ids[-2:].tolist() in (ids[0:2].tolist(), ids[1:3].tolist())
+
+
+def test_a_token_directory_is_read_as_it_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "needle"
+    made = ["synthetic", "--kind", "needle", "--documents", 4, "--length", 10, "--vocab_size", 70_000, "--seed", 3]
+    assert run(*made, "--output", output) == 0
+    assert capsys.readouterr().out == f"4 documents, 40 tokens (uint32) in {output}\n"
+    spec, source = Synthetic("needle", 4, 10, 70_000, 3), open_token_directory(output)
+    assert all((source.document(i) == document(spec, i)).all() for i in range(4))
+    assert source.meta["seed"] == 3 and source.meta["needle_depth"] == needle_depths(spec)
+
+
+def test_a_pickle_has_the_form_of_the_original_and_the_same_tokens(tmp_path: Path) -> None:
+    made = ["synthetic", "--kind", "needle", "--documents", 3, "--length", 10]
+    assert run(*made, "--output", tmp_path / "data.pkl") == run(*made, "--output", tmp_path / "data") == 0
+    content, source = pickle.loads((tmp_path / "data.pkl").read_bytes()), open_token_directory(tmp_path / "data")
+    assert content["input_ids"] == [source.document(i).tolist() for i in range(3)]
+    assert content["needle_depth"] == source.meta["needle_depth"]
+    assert len(open_examples(tmp_path / "data.pkl", 8, 512)) == 3
+
+
+def corpus(folder: Path) -> Path:
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.txt").write_text("alpha")
+    (folder / "sub" / "b.md").write_text("beta ∑")
+    (folder / "rows.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    (folder / "empty.py").write_text("")
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (folder / ".git" / "hidden").write_text("hidden")
+    return folder
+
+
+def test_a_folder_is_read_in_name_order_and_what_is_left_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = corpus(tmp_path / "corpus"), tmp_path / "out"
+    assert run("text", folder, "--tokenizer", "byte", "--output", output) == 0
+    source = open_token_directory(output)
+    texts = [ByteTokenizer().decode(source.document(i)) for i in range(source.meta["documents"])]
+    assert texts == ["alpha", "one", "two", "beta ∑"]
+    assert source.meta["skipped"] == {"empty": 2, "not UTF-8": 1} and source.meta["tokenizer"] == "byte"
+    shown = capsys.readouterr()
+    assert shown.out.endswith("left out: 2 empty, 1 not UTF-8\n") and "picture.png" in shown.err
+
+
+def test_a_file_that_breaks_off_keeps_the_rows_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "tw')
+    assert run("text", tmp_path / "rows.jsonl", "--output", tmp_path / "out") == 0
+    assert open_token_directory(tmp_path / "out").meta["skipped"] == {"unreadable": 1}
+    assert "line 2" in (shown := capsys.readouterr().err) and "; 1 row before it kept" in shown
+
+
+def test_globs_and_columns_choose_what_is_read(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus")
+    assert expand([f"{folder}/**/*.md", f"{folder}/a.*"]) == [folder / "sub" / "b.md", folder / "a.txt"]
+    (tmp_path / "rows.jsonl").write_text('{"text": "no", "body": "yes"}\n')
+    assert list(texts_of(tmp_path / "rows.jsonl", "body", Skipped())) == ["yes"]
+
+
+def test_max_tokens_is_met_exactly(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus")
+    assert run("text", folder, "--max_tokens", 8, "--output", tmp_path / "out") == 0
+    source = open_token_directory(tmp_path / "out")
+    assert [source.document(i).tolist() for i in range(2)] == [[*b"alpha", 256], [*b"on"]]
+    assert source.meta["tokens"] == 8
+
+
+def test_the_standard_library_is_read_without_its_tests(tmp_path: Path) -> None:
+    files = [path for path in expand(["stdlib"]) if isinstance(path, Path)]
+    assert "argparse.py" in {path.name for path in files} and files == sorted(files)
+    assert not [path for path in files if {"test", "tests", "site-packages"} & set(path.parts[-4:])]
+    assert run("text", "stdlib", "--max_tokens", 200_000, "--output", tmp_path / "out") == 0
+    assert len(open_examples(tmp_path / "out", 4096, 512)) > 40
+
+
+def test_a_data_set_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str, streaming: bool) -> Iterator[dict[str, str]]:
+        asked.append((name, split, streaming))
+        return iter([{"text": "one"}, {"text": "two"}])
+
+    fake = ModuleType("datasets")
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert run("text", "hf:org/name:validation", "hf:other", "--output", tmp_path / "out") == 0
+    assert asked == [("org/name", "validation", True), ("other", "train", True)]
+    assert open_token_directory(tmp_path / "out").meta["documents"] == 4
+
+
+def test_a_hub_set_without_the_datasets_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert run("text", "hf:org/name", "--output", tmp_path / "out") == 2
+    assert "pip install datasets" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+SYNTHETIC = ("synthetic", "--kind", "needle", "--documents", 2, "--length", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "required: command"),
+        (("synthetic", "--kind", "haystack"), "haystack"),
+        ((*SYNTHETIC, "--documents", 0), "--documents 0"),
+        ((*SYNTHETIC, "--length", 4), "--length 4"),
+        ((*SYNTHETIC, "--vocab_size", 3), "--vocab_size 3"),
+        ((*SYNTHETIC, "--vocab_size", 1 << 40), "32-bit"),
+        ((*SYNTHETIC, "--seed", -1), "--seed -1"),
+        (("text", "nowhere/at/all"), "nowhere/at/all"),
+        (("text", "stdlib", "--max_tokens", 0), "--max_tokens 0"),
+        (("text", "stdlib", "--colunm", "x"), "--colunm"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(
+    arguments: tuple[object, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, "--output", tmp_path / "out") == 2 if arguments else run() == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("data_gen: error: ") and shown.err.count("\n") == 1
+    assert said in shown.err and list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for output in (tmp_path / "data", tmp_path / "data.pkl"):
+        assert run(*SYNTHETIC, "--output", output) == 0
+        assert run(*SYNTHETIC, "--output", output) == 2
+        assert "--force" in capsys.readouterr().err
+        assert run(*SYNTHETIC, "--documents", 3, "--output", output, "--force") == 0
+        assert len(open_examples(output, 8, 512)) == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "data.pkl"]
+
+
+def test_sources_without_any_text_write_nothing_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"body": "a"}))
+    assert run("text", tmp_path / "rows.jsonl", "--output", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert "has no column 'text'; it has: body" in shown and "no document to write" in shown
+    assert not (tmp_path / "out").exists()
