@@ -84,7 +84,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> 
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
     if q.shape[1] != k.shape[1]:
-        raise ValueError(f"as many keys as queries are needed: {shapes}; turn the key/value cache off (use_cache=False)")
+        raise ValueError(
+            f"as many keys as queries are needed: {shapes}; turn the key/value cache off (use_cache=False)"
+        )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
     if q.shape[1] % context.layout.chunks_per_rank:

@@ -27,8 +27,8 @@ class Transport(Protocol):
 class SendRecvTransport:
     """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.name = "nccl" if device.type == "cuda" else "gloo"
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.name = name
         self.bytes_sent = 0
         self._group = group
         self._peers = dist.get_process_group_ranks(group)
@@ -53,7 +53,7 @@ class SendRecvTransport:
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """`auto`, or the backend by name. Raises ValueError for one that this device has no use for."""
-    transport = SendRecvTransport(group, device)
-    if name not in ("auto", transport.name):
-        raise ValueError(f"transport {name} does not run on {device.type}; use {transport.name}, or auto")
-    return transport
+    here = "nccl" if device.type == "cuda" else "gloo"
+    if name not in ("auto", here):
+        raise ValueError(f"transport {name} does not run on {device.type}; use {here}, or auto")
+    return SendRecvTransport(here, group, device)

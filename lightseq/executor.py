@@ -53,7 +53,12 @@ class Exchange:
     """The moves of one pass: sends local chunks and finished results, keeps what arrived for the next step."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, transport: Transport, local: dict[str, Chunks], templates: dict[str, Bundle]
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        local: dict[str, Chunks],
+        templates: dict[str, Bundle],
     ) -> None:
         self._rank, self._transport, self._local = rank, transport, local
         self._templates = templates  # what one chunk of an item looks like
@@ -91,7 +96,12 @@ class Exchange:
             if move.src == self._rank:
                 sends += [(move.dst, x.contiguous()) for x in self._outgoing(move)]
             elif move.dst == self._rank:
-                landing.append((move, tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._templates[move.item])))
+                landing.append(
+                    (
+                        move,
+                        tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._templates[move.item]),
+                    )
+                )
                 receives += [(move.src, x) for x in landing[-1][1]]
         wait = self._transport.exchange(sends, receives)
 
@@ -157,7 +167,9 @@ def attention_backward(
     schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of the local chunks, in the inputs' dtypes; partial gradients add up in float32 or wider."""
-    grads = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (q, k, v)]
+    grads = [
+        torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (q, k, v)
+    ]
     chunks = {"q": Chunks(schedule, rank, [q, dout, out, lse]), "kv": Chunks(schedule, rank, [k, v])}
     home = {"dq": Chunks(schedule, rank, grads[:1]), "dkv": Chunks(schedule, rank, grads[1:])}
     templates = {
@@ -224,4 +236,3 @@ def _most_results_per_chunk(steps: Sequence[Step], layout: Layout, rank: int) ->
                     if layout.home(chunk) == rank:
                         counts[chunk, tile.heads] = counts.get((chunk, tile.heads), 0) + 1
     return max(counts.values())
-

@@ -1,8 +1,8 @@
 """Distributed attention inside a Hugging Face causal language model: three lines in a user's own script.
 
-    context = hf.enable(model, group)
-    batch = hf.shard_batch(context, input_ids, labels)
-    loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
+context = hf.enable(model, group)
+batch = hf.shard_batch(context, input_ids, labels)
+loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ def enable(
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
     `schedule="auto"` is chosen for. Raises ValueError for what attention cannot honour: dropout, sliding windows, an
-    architecture without the attention interface; the patched model refuses masks with holes or padding on the left, inputs
-    without global positions, and labels that it would shift inside a shard.
+    architecture without the attention interface; the patched model refuses masks with holes or padding on the left,
+    inputs without global positions, and labels that it would shift inside a shard.
     """
     check_supported(model)
     config = model.config
@@ -65,7 +65,7 @@ def enable(
     model.set_attn_implementation(IMPLEMENTATION)
     config.use_cache = False
     for module in _attention_modules(model):
-        module.sequence_context = context
+        module.sequence_context = context  # type: ignore[assignment]
     model.register_forward_pre_hook(partial(_check_inputs, context, set()), with_kwargs=True)
     _share_rope_length(model, context)
     return context
@@ -121,7 +121,9 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"attention_dropout is {config.attention_dropout}; set it to 0 in the model's config")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and _uses_sliding_window(config)):
-        raise ValueError("the model has sliding-window attention, for which there is no kernel; use a full-attention model")
+        raise ValueError(
+            "the model has sliding-window attention, for which there is no kernel; use a full-attention model"
+        )
 
 
 def _uses_sliding_window(config: Any) -> bool:
@@ -194,7 +196,7 @@ def _check_positions(context: SequenceContext, positions: Tensor) -> None:
 
 
 def _share_rope_length(model: nn.Module, context: SequenceContext) -> None:
-    """RoPE that scales with the length of the sequence must see the whole length on every rank, not its own last token."""
+    """RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token."""
     for rope in (m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE):
         rope.forward = partial(_rope_forward, rope.forward, context)  # type: ignore[method-assign]
 

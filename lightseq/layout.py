@@ -15,9 +15,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class Layout:
     """The sequence is cut into `chunk_count` chunks of equal length; every rank holds `chunks_per_rank` of them.
 
-    contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so that
-    every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the tokens
-    r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431).
+    contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
+    that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431).
     """
 
     kind: Kind

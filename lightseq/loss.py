@@ -41,7 +41,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight_VD, dtype=dloss.dtype)  # sums over chunks stay in float32
         for h, labels, lse, dh in _chunks(ctx.chunk_tokens, hidden_ND, labels_N, lse_N, dhidden):
             dlogits = torch.exp(F.linear(h, weight_VD).to(dloss.dtype) - lse.unsqueeze(-1))
-            dlogits.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -torch.ones_like(lse).unsqueeze(-1))
+            dlogits[torch.arange(len(h), device=h.device), labels.clamp_min(0)] -= 1.0
             dlogits *= torch.where(labels == IGNORE_INDEX, 0.0, dloss).unsqueeze(-1)
             narrow = dlogits.to(h.dtype)
             torch.mm(narrow, weight_VD, out=dh)

@@ -49,6 +49,12 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def make_deterministic() -> None:
+    """The same bits from the same inputs, on GPU too: deterministic kernels, a workspace that cuBLAS does not vary."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 @contextmanager
 def start(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process."""
@@ -73,7 +79,8 @@ def start(timeout_seconds: float) -> Iterator[World]:
 def agree(world: World, prepare: Callable[[], T]) -> T:
     """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
 
-    The lowest rank that refused prints its one line. `prepare` must not wait for other ranks.
+    The lowest rank that refused prints its one line. `prepare` waits for no other rank, or
+    fails alike on all.
     """
     refusal, result = None, None
     try:
@@ -116,8 +123,8 @@ def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int
 def make_meshes(world: World, sequence_size: int, fsdp_mode: str) -> Meshes:
     """Neighbouring ranks share a sequence, so that its blocks travel inside a host as far as they can.
 
-    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts, ddp
-    keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
+    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts,
+    ddp keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
     """
     kind = world.device.type
     data_ranks = world.size // sequence_size

@@ -69,7 +69,7 @@ def parallelize(
 
 
 def shard_parameters(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2 per layer, the rest as one unit. Float32 shards, gathered in the compute dtype; gradients summed in float32.
+    """FSDP2 per layer, the rest as one unit. Float32 shards, gathered in the compute dtype; gradients add in float32.
 
     The sum is the gradient: the loss is divided by the global number of valid tokens before the backward pass.
     """

@@ -21,7 +21,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """Forward and backward of one layer. FLOPs count the causal half; `busy` is the mean rank's share of the critical path."""
+    """Forward and backward of one layer. FLOPs count the causal half; `busy` is the mean rank's part of the path."""
 
     flops: float
     critical_flops: float

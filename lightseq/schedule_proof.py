@@ -22,7 +22,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
-    """Follows every bundle. An operand lives for the step after its move; a result leaves in the step after its tile."""
+    """Follows every bundle. An operand lives one step after its move, a result leaves in the step after its tile."""
     layout = schedule.layout
     arrived: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
     owed: set[tuple[int, str, int, int]] = set()

@@ -55,5 +55,5 @@ def _price(schedule: Schedule) -> list[str]:
     moved = (c.forward_bytes + c.backward_bytes) / shard / schedule.world
     return [
         f"busy {100 * c.busy:.1f}% of the critical path",
-        f"moved per rank, forward and backward: {moved:.2f} times its own keys and values (bf16, 32 query and 8 KV heads)",
+        f"moved per rank, forward and backward: {moved:.2f} times its keys and values (bf16, 32 query, 8 KV heads)",
     ]

@@ -51,20 +51,18 @@ def initialize(model: PreTrainedModel, seed: int) -> None:
 
     Every parameter is drawn whole from a generator of its own, then cut: one at a time, on the parameter's device.
     """
-    spread = model.config.initializer_range
     for name, parameter in model.named_parameters():
-        shape = parameter.shape
+        _fill(parameter, _draw(name, parameter, seed, model.config.initializer_range).__getitem__)
 
-        def draw(name: str = name, shape: torch.Size = shape, device: torch.device = parameter.device) -> Tensor:
-            if name.endswith("bias"):
-                return torch.zeros(shape, device=device)
-            if len(shape) == 1:
-                return torch.ones(shape, device=device)
-            generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-            return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 
-        whole = draw()
-        _fill(parameter, lambda index, whole=whole: whole[index])
+def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float) -> Tensor:
+    shape, device = parameter.shape, parameter.device
+    if name.endswith("bias"):
+        return torch.zeros(shape, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 
 
 def load(model: PreTrainedModel, source: Path | str) -> None:

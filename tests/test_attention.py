@@ -1,4 +1,4 @@
-"""Distributed attention against whole-sequence attention in float64: every schedule, any world, head count and length."""
+"""Distributed attention against whole-sequence attention in float64: every schedule, world, head count and length."""
 
 import pytest
 import torch

@@ -27,7 +27,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
 def _inputs(mask_case: tuple, heads: tuple[int, int], dim: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
     _, queries, keys = mask_case
     g = torch.Generator().manual_seed(seed)
-    shapes = [(2, queries, heads[0], dim), (2, keys, heads[1], dim), (2, keys, heads[1], dim), (2, queries, heads[0], dim)]
+    shapes = [
+        (2, queries, heads[0], dim),
+        (2, keys, heads[1], dim),
+        (2, keys, heads[1], dim),
+        (2, queries, heads[0], dim),
+    ]
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(device) for shape in shapes]
 
 

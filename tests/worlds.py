@@ -54,7 +54,7 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
         dist.barrier()
         dist.destroy_process_group()
         queue.put((rank, None, value))
-    except BaseException:  # whatever it was, the parent must hear of it  # noqa: BLE001
+    except BaseException:  # whatever it was, the parent must hear of it
         queue.put((rank, traceback.format_exc(), None))
         os._exit(1)
 

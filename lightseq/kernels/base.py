@@ -27,18 +27,25 @@ class KernelSpec:
 class Kernel(Protocol):
     """Computes one tile.
 
-    out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the scaled
-    scores. The backward takes the *global* out and lse of its queries, whatever part of the keys it is given.
+    out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
+    scaled scores. The backward takes the *global* out and lse of its queries, whatever part of the keys it is given.
     """
 
-    name: str
-    causal_alignment: Literal["bottom_right", "square"]  # square: causal only where there are as many keys as queries
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def causal_alignment(self) -> Literal["bottom_right", "square"]:
+        """square: causal masks only where there are as many keys as queries."""
+        ...
 
     def why_not(self, spec: KernelSpec) -> str | None:
         """None if it can run here, otherwise the reason in a few words."""
         ...
 
-    def forward(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self, dout_BSHD: Tensor, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, out_BSHD: Tensor, lse_BHS: Tensor,

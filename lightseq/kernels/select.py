@@ -40,7 +40,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
         if reason := kernel.why_not(spec):
             raise ValueError(f"kernel {name} cannot run here: {reason}; choose another, or auto")
         return Selection(kernel)
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for candidate in _order(spec):
         kernel = KERNELS[candidate](spec)
         reason = kernel.why_not(spec)

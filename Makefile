@@ -1,0 +1,73 @@
+# Installs, trains, tests and checks; `make help` lists the targets.
+#
+# PYTHON=/path/to/python uses that interpreter as it is. Without it, .venv is made and filled once, and again when the
+# requirements change.
+PYTHON ?=
+STEPS  ?= 100
+LENGTH ?= 2048
+NPROC  ?=
+OUTPUT ?= outputs/tiny-llama3
+ARGS   ?=
+
+ifeq ($(PYTHON),)
+RUN   := .venv/bin/python
+READY := .venv/.installed
+else
+RUN   := $(PYTHON)
+READY :=
+endif
+# Where the interpreter's own command line tools are (shellcheck is one).
+TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+
+.PHONY: help train test test-all test-gpu check clean
+
+help:
+	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
+	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(one a GPU, else 2)"
+	@echo "make test       the tests that need no GPU and no patience; ARGS='-k name' goes to pytest"
+	@echo "make test-all   the slow ones too"
+	@echo "make test-gpu   those that need GPUs"
+	@echo "make check      ruff, mypy, shellcheck"
+	@echo "make clean      remove caches and $(OUTPUT); keeps .venv and data/"
+	@echo "PYTHON=PATH     use this interpreter and install nothing"
+
+.venv/.installed: requirements.txt constraints.txt pyproject.toml
+	@echo "install: torch and the rest into .venv (some minutes the first time)"
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightseq needs Python 3.11 or newer; name one with PYTHON=PATH")'
+	@python3 -m venv .venv
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+data/stdlib/meta.json: | $(READY)
+	@echo "data: the sources of Python's standard library, as bytes, into data/stdlib"
+	@$(RUN) -m data_gen text stdlib --tokenizer byte --output data/stdlib
+
+train: $(READY) data/stdlib/meta.json
+	@echo "train: tiny-llama3, $(STEPS) steps of one $(LENGTH)-token sequence, into $(OUTPUT)"
+	@bf16=$$($(RUN) -c 'import torch; print("--bf16" if torch.cuda.is_available() else "")'); \
+	PYTHON=$(RUN) NPROC=$(NPROC) launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init \
+	    --data_path data/stdlib --model_max_length $(LENGTH) --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 \
+	    --lr_scheduler_type cosine --logging_steps 1 --save_strategy steps --save_steps $(STEPS) \
+	    --output_dir $(OUTPUT) --overwrite_output_dir $$bf16
+	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
+	@$(RUN) -m analysis $(OUTPUT)
+
+# One process: the tests start worlds of several processes themselves.
+test: $(READY)
+	@$(RUN) -m pytest -q -m "not gpu and not slow" $(ARGS)
+
+test-all: $(READY)
+	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)
+
+test-gpu: $(READY)
+	@$(RUN) -m pytest -q -m gpu $(ARGS)
+
+check: $(READY)
+	@echo "check: format"; $(RUN) -m ruff format --check .
+	@echo "check: lint"; $(RUN) -m ruff check .
+	@echo "check: types"; $(RUN) -m mypy lightseq analysis
+	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/*.sbatch .ci/run
+
+clean:
+	rm -rf $(OUTPUT) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find lightseq llama2 llama3 data_gen analysis tests -name __pycache__ -prune -exec rm -rf {} +

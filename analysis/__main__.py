@@ -1,0 +1,46 @@
+"""Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from .figures import draw
+from .runs import described, read_runs
+from .summary import summarize, tables
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="analysis",
+        usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
+        description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
+    )
+    out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
+    out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        runs = read_runs(arguments.runs)
+        pictures = draw(runs, arguments.output or arguments.runs[0])
+    except (ValueError, OSError) as error:
+        print(f"analysis: error: {error}", file=sys.stderr)
+        return 2
+    for note in (note for run in runs for note in run.notes):
+        print(f"analysis: note: {note}", file=sys.stderr)
+    for run in runs:
+        if text := described(run):
+            print(f"{run.label}: {text}")
+    Console().print(*tables([summarize(run) for run in runs]))
+    for picture in pictures:
+        print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

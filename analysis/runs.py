@@ -1,0 +1,133 @@
+"""Knows a run's files: `metrics.jsonl`, one object a logged step or evaluation, and `run.json`, what was run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+Record = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its logged training steps and evaluations, in order, and what its `run.json` says."""
+
+    label: str
+    directory: Path
+    steps: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+    about: Mapping[str, object]
+    notes: tuple[str, ...]
+
+    def column(self, key: str) -> np.ndarray:
+        """One number a logged step; NaN where the run knew none."""
+        return column(self.steps, key)
+
+    def knows(self, key: str) -> bool:
+        return bool(np.isfinite(self.column(key)).any())
+
+
+def column(records: Sequence[Record], key: str) -> np.ndarray:
+    values = [record.get(key) for record in records]
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    return [read_run(path, label) for path, label in zip(directories, labels(directories), strict=True)]
+
+
+def labels(directories: Sequence[Path]) -> list[str]:
+    """Each directory's name, with as many of its parents as it takes to tell it from the others."""
+    parts = [path.resolve().parts for path in directories]
+    for path, own in zip(directories, parts, strict=True):
+        if parts.count(own) > 1:
+            raise ValueError(f"{path} is given twice; name each run once")
+
+    def shortest(own: tuple[str, ...]) -> str:
+        depths = range(1, len(own) + 1)
+        return next("/".join(own[-n:]) for n in depths if sum(other[-n:] == own[-n:] for other in parts) == 1)
+
+    return [shortest(own) for own in parts]
+
+
+def read_run(directory: Path, label: str) -> Run:
+    path = directory / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no metrics.jsonl in {directory}; name the --output_dir of a training run")
+    records, notes = read_records(path)
+    steps, repeated = latest([record for record in records if "eval_loss" not in record])
+    evaluations, _ = latest([record for record in records if "eval_loss" in record])
+    if not steps:
+        raise ValueError(f"{path} has no training step yet; wait for the run's first logged step")
+    if repeated:
+        notes.append(f"{label}: {repeated} steps were logged twice, as a resumed run does; the later ones are drawn")
+    return Run(label, directory, steps, evaluations, read_about(directory / "run.json"), tuple(notes))
+
+
+def read_records(path: Path) -> tuple[list[Record], list[str]]:
+    """Every record of a metrics file; a last line cut off by the end of its run is left out and noted."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} is empty; the run has logged no step")
+    records: list[Record] = []
+    notes: list[str] = []
+    for number, line in numbered:
+        try:
+            records.append(checked(json.loads(line)))
+        except json.JSONDecodeError as error:
+            if number != numbered[-1][0]:
+                raise ValueError(
+                    f"{path} line {number} is not JSON ({error.msg}); remove the line or run again"
+                ) from None
+            notes.append(f"{path}: the last line is cut off, as when a run is killed while writing; it is left out")
+        except ValueError as error:
+            raise ValueError(f"{path} line {number} {error}") from None
+    return records, notes
+
+
+def checked(value: object) -> Record:
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        raise ValueError('is not a record: it should be an object with a whole number "step"')
+    for key, number in value.items():
+        if number is not None and not isinstance(number, int | float):
+            raise ValueError(f'has {number!r} for "{key}"; it should be a number or null')
+    return value
+
+
+def latest(records: Sequence[Record]) -> tuple[tuple[Record, ...], int]:
+    """The last written record of each step, in the order of the steps, and how many gave way to a later one."""
+    by_step = {step: record for record in records if (step := record["step"]) is not None}
+    return tuple(by_step[step] for step in sorted(by_step)), len(records) - len(by_step)
+
+
+def read_about(path: Path) -> Mapping[str, object]:
+    """What was run; nothing where the run left no `run.json`, since the metrics speak for themselves."""
+    if not path.is_file():
+        return {}
+    try:
+        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error.msg}, line {error.lineno}); remove it to draw without it"
+        ) from None
+    if not isinstance(about, dict):
+        raise ValueError(f"{path} is not a JSON object; remove it to draw without it")
+    return about
+
+
+def described(run: Run) -> str:
+    """One line on what was run, from what `run.json` holds of it: the choices made, else the configuration's own."""
+    config = run.about.get("config")
+    known = {**(config if isinstance(config, dict) else {}), **run.about}
+    words = (
+        ("model_name_or_path", "{}"),
+        ("model_max_length", "{} tokens"),
+        ("world_size", "{} ranks"),
+        ("schedule", "schedule {}"),
+        ("kernel", "kernel {}"),
+        ("transport", "transport {}"),
+    )
+    return ", ".join(form.format(known[key]) for key, form in words if isinstance(known.get(key), str | int))

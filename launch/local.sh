@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs a family's training command on every GPU of this host, or on two CPU processes where it has none:
+#   launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init --data_path data/stdlib --output_dir outputs/tiny
+# NPROC=4 sets the number of processes; PYTHON=/path/to/python the interpreter (.venv's where there is one, else python3).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+refuse() {
+    echo "launch/local.sh: error: $1" >&2
+    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3 TRAINING_FLAG..." >&2
+    exit 2
+}
+
+case "${1:-}" in
+llama2 | llama3) family=$1 && shift ;;
+"") refuse "name the model family first" ;;
+*) refuse "unknown model family '$1'" ;;
+esac
+
+python=${PYTHON:-}
+if [[ -z $python ]]; then
+    python=python3
+    [[ -x $root/.venv/bin/python ]] && python=$root/.venv/bin/python
+fi
+
+processes=${NPROC:-}
+if [[ -z $processes ]]; then
+    processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)') ||
+        refuse "$python cannot import torch; run 'make train' once, which installs it, or set PYTHON"
+fi
+[[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "NPROC '$processes' is not a number of processes"
+
+# Left unset, the launcher would give each process one thread whatever the host has, and warn about it.
+threads=$(($(nproc) / processes))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+
+command=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$processes" "$root/$family/train.py" "$@")
+echo "launch: ${command[*]@Q}" >&2
+exec "${command[@]}"

@@ -1,0 +1,104 @@
+"""Saves a run so that it goes on as if never stopped, beside the model as a Hugging Face directory.
+
+checkpoint-N/ opens with `from_pretrained`; checkpoint-N/state/ holds float32 master weights and optimizer state, split
+as the ranks are (torch.distributed.checkpoint); trainer_state.json what fits in a line.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightseq.weights import save_pretrained
+
+STATE, FACTS = "state", "trainer_state.json"
+
+
+def save(
+    output_dir: Path,
+    step: int,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    facts: dict[str, Any],
+    dtype: torch.dtype,
+    keep: int | None,
+    tokenizer_from: Path | None,
+) -> Path:
+    """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it."""
+    final, partial = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.partial"
+    main = dist.get_rank() == 0
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    save_pretrained(model, partial, dtype, tokenizer_from)
+    dist.barrier()
+    dcp.save(_tensors(model, optimizer), checkpoint_id=partial / STATE)
+    if main:
+        (partial / FACTS).write_text(json.dumps({"step": step, **facts}) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        for old in checkpoints(output_dir)[: -keep if keep else 0]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted((p for p in found if (p / FACTS).is_file()), key=lambda p: int(p.name.split("-")[1]))
+
+
+def find(output_dir: Path, asked: str) -> Path:
+    """The checkpoint that --resume_from_checkpoint names. Raises ValueError if there is none."""
+    if asked == "True":
+        found = checkpoints(output_dir)
+        if not found:
+            raise ValueError(f"--resume_from_checkpoint True: {output_dir} holds no whole checkpoint; leave it out")
+        return found[-1]
+    if not (Path(asked) / FACTS).is_file():
+        raise ValueError(f"--resume_from_checkpoint {asked} holds no {FACTS}; name a checkpoint-N directory")
+    return Path(asked)
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((directory / FACTS).read_text())
+    return facts
+
+
+def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Fills weights and optimizer state in place, each rank its own part."""
+    _make_state(optimizer)
+    tensors = _tensors(model, optimizer)
+    dcp.load(tensors, checkpoint_id=directory / STATE)
+
+
+def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything a run consists of, by name; parameters that are tied appear once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+    return found
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,152 @@
+"""What a run leaves behind to be read: run.json, metrics.jsonl, and mirrors of the latter."""
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+PACKAGES: Final = ("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One logged step. Times and the loss are means over the steps since the last one, memory is the worst rank's."""
+
+    step: int  # optimizer steps done
+    loss: float  # mean over valid tokens of -log p
+    grad_norm: float  # before clipping, over all parameters
+    learning_rate: float
+    tokens: int  # positions of a step, padding included, all ranks
+    valid_tokens: int  # of them with a target
+    training_tokens_percent: float
+    step_seconds: float
+    data_seconds: float  # of them spent waiting for data
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float  # per process where there is no GPU
+    model_tflops_per_gpu: float
+    mfu: float | None  # 0 to 1 of the chip's dense bf16 peak; None where that is not known
+    hfu: float | None  # the same, with what is recomputed
+    peak_memory_allocated_bytes: int | None  # None without a GPU
+    peak_memory_reserved_bytes: int | None
+    host_rss_bytes: int
+    comm_bytes: int  # sent by attention in a step, all ranks
+
+
+class Sink(Protocol):
+    """Something that receives every record besides metrics.jsonl."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a line, flushed line by line. A resumed run continues after its checkpoint's step."""
+
+    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = ()) -> None:
+        self.path, self._sinks = directory / METRICS, sinks
+        kept = [r for r in read_records(self.path) if r["step"] <= first_step] if first_step else []
+        self._file = self.path.open("w")
+        for record in kept:
+            self._line(record)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._line(record)
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl; a last line that a killed run left unfinished is passed over."""
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+class TensorBoard:
+    """Mirrors the records into `runs/` for tensorboard."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "runs"))  # type: ignore[no-untyped-call]
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, record["step"])  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """Mirrors the records to a Weights & Biases run."""
+
+    def __init__(self, directory: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(directory), name=directory.name)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+
+MIRRORS: Final[dict[str, Callable[[Path], Sink]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def check_mirror(name: str) -> None:
+    """Raises ValueError where the package that --report_to asks for is not installed."""
+    try:
+        if name != "none":
+            version(name)
+    except PackageNotFoundError:
+        raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
+
+
+def write_run(directory: Path, facts: Mapping[str, Any]) -> None:
+    (directory / RUN).write_text(json.dumps({**facts, "versions": versions()}, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        return {"device": p.name, "memory_bytes": p.total_memory, "host": platform.node()}
+    return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
+
+
+def memory(device: torch.device) -> tuple[int, int, int]:
+    """Peak allocated, peak reserved (0 on CPU) and host resident bytes of this process."""
+    rss = psutil.Process().memory_info().rss
+    if device.type != "cuda":
+        return 0, 0, rss
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), rss
+
+
+def reduce_over_ranks(
+    sums: list[float | Tensor], worst: list[float], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Sums and maxima over all ranks, two collectives and one synchronisation."""
+    total = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in sums])
+    highest = torch.tensor(worst, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return total.tolist(), highest.tolist()

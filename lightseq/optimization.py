@@ -1,0 +1,89 @@
+"""The optimizer step: which parameters decay, the rate of a step, true global clipping, float16 loss scaling."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from lightseq.config import TrainConfig, warmup_steps
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101) or SGD; weight decay on matrices alone, not on norms and biases."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if config.optim == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    fused = True if config.optim == "adamw_torch_fused" else None
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+
+
+class LearningRate:
+    """The learning rate as a function of the step, so that resuming needs no state."""
+
+    def __init__(self, config: TrainConfig, total_steps: int) -> None:
+        probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+        schedule = get_scheduler(
+            config.lr_scheduler_type,
+            probe,
+            num_warmup_steps=warmup_steps(config, total_steps),
+            num_training_steps=total_steps,
+        )
+        assert isinstance(schedule, LambdaLR)
+        self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Sets the rate of optimizer step `step` (from 0) and returns it."""
+        rate = self._peak * self._share(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of every gradient, as plain tensors that share its memory."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def global_norm(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
+    """L2 norm over all parameters and all ranks, a scalar on the device."""
+    squared = torch.nn.utils.get_total_norm(grads).square()
+    dist.all_reduce(squared, group=shards)
+    return squared.sqrt()
+
+
+def clip(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients down to a global norm, without looking at it on the host. A max_norm of 0 leaves them alone."""
+    if max_norm:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp_max(1.0))
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for float16 (arXiv 1710.03740): halved at an overflow, doubled after 2000 clean steps."""
+
+    scale: float = 2.0**16
+    clean_steps: int = 0
+    growth_interval: int = 2000
+
+    def unscale(self, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
+        """The true norm, and whether the step may be taken. Waits for the device."""
+        norm = norm / self.scale
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            torch._foreach_mul_(grads, 1.0 / self.scale)
+            self.clean_steps += 1
+        else:
+            self.scale, self.clean_steps = max(self.scale / 2, 1.0), 0
+        if self.clean_steps == self.growth_interval:
+            self.scale, self.clean_steps = self.scale * 2, 0
+        return norm, finite

@@ -1,0 +1,117 @@
+"""Everything a run can refuse, looked at before any process waits for another and before anything is written."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from lightseq import checkpoint, weights
+from lightseq.config import TrainConfig
+from lightseq.data import BatchStream, Examples, open_examples
+from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.kernels import KernelSpec, select
+from lightseq.mesh import World, check_devices, check_sequence_size
+from lightseq.metrics import METRICS, RUN, check_mirror
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's inputs, found and checked."""
+
+    model_config: LlamaConfig
+    weights: Path | None  # None: drawn from the seed
+    stream: BatchStream
+    eval_stream: BatchStream | None
+    total_steps: int
+    sequence_size: int
+    data_rank: int
+    resume_from: Path | None
+    notes: tuple[str, ...]  # what the user should know, said once
+
+
+def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
+    """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
+    check_devices(world)
+    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
+    check_mirror(config.report_to)
+    output_dir = Path(config.output_dir)
+    resume_from = _check_output_dir(output_dir, config)
+    source = resolve(family, config.model_name_or_path, config.random_init)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    _check_kernel(config, model_config, world.device)
+    directory = weights.download(source.weights) if isinstance(source.weights, str) else source.weights
+    tokenizer = config.tokenizer or (str(directory) if directory else None)
+
+    def examples(path: str) -> Examples:
+        return open_examples(
+            path, config.model_max_length, model_config.vocab_size, tokenizer, config.lazy_preprocess, world.is_main
+        )
+
+    data_ranks = world.size // sequence_size
+    stream = BatchStream(
+        examples(config.data_path),
+        config.model_max_length,
+        config.per_device_train_batch_size,
+        data_ranks,
+        config.gradient_accumulation_steps,
+        epochs=None if config.max_steps else config.num_train_epochs,
+        seed=config.seed,
+    )
+    eval_stream = None
+    if config.eval_data_path and config.eval_strategy != "no":
+        eval_stream = BatchStream(
+            examples(config.eval_data_path),
+            config.model_max_length,
+            config.per_device_eval_batch_size,
+            data_ranks,
+            epochs=1,
+            shuffle=False,
+        )
+    warning = context_warning(model_config, config.model_max_length)
+    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    return Inputs(
+        model_config,
+        directory,
+        stream,
+        eval_stream,
+        config.max_steps or stream.steps,
+        sequence_size,
+        world.rank // sequence_size,
+        resume_from,
+        notes + ((f"warning: {warning}",) if warning else ()),
+    )
+
+
+def clear(output_dir: Path) -> None:
+    """Removes what an earlier run left in its directory, and nothing else."""
+    for name in (RUN, METRICS):
+        (output_dir / name).unlink(missing_ok=True)
+    for directory in [*output_dir.glob("checkpoint-*"), output_dir / "profile", output_dir / "runs"]:
+        if directory.is_dir():
+            shutil.rmtree(directory)
+
+
+def _check_output_dir(output_dir: Path, config: TrainConfig) -> Path | None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
+    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
+    if config.resume_from_checkpoint:
+        return checkpoint.find(output_dir, config.resume_from_checkpoint)
+    holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
+    if holds_run and not config.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir {output_dir} already holds a run; name another, continue it with "
+            "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
+        )
+    return None
+
+
+def _check_kernel(config: TrainConfig, model_config: LlamaConfig, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype = getattr(torch, config.compute_dtype)
+    head_dim = model_config.head_dim or model_config.hidden_size // model_config.num_attention_heads
+    select(config.kernel, KernelSpec(device.type, capability, dtype, head_dim, config.deterministic))

@@ -1,0 +1,75 @@
+"""What a person sees of a run: what was chosen, a progress bar with loss and tokens/s, and where everything is."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+QUIET_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
+
+
+class Terminal:
+    """Rank 0 speaks, the others are silent. A bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, speaks: bool, total_steps: int, first_step: int) -> None:
+        self._speaks, self._total, self._first = speaks, total_steps, first_step
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_line = 0.0
+
+    def header(self, facts: Mapping[str, str], notes: Sequence[str]) -> None:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            self._console.print(f"  {name.ljust(width)}  {value}", markup=False)
+        for note in notes:
+            self._console.print(f"  {note}", markup=False)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        if "eval_loss" in record:
+            self._console.print(f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}", markup=False)
+            return
+        status = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if self._console.is_terminal:
+            self._bar().update(self._task or TaskID(0), completed=record["step"], status=status)
+            return
+        now, step = time.monotonic(), record["step"]
+        if step in (self._first + 1, self._total) or now - self._last_line > QUIET_SECONDS:
+            self._last_line = now
+            seconds = record["step_seconds"]
+            self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def summary(self, checkpoint: Path | None, metrics: Path, losses: Sequence[float]) -> None:
+        if losses:
+            first, last = losses[0], losses[-1]
+            change = f"fell by {first - last:.4f}" if last < first else f"rose by {last - first:.4f}"
+            self._console.print(f"loss {change}, from {first:.4f} to {last:.4f}", markup=False)
+        self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
+        self._console.print(f"metrics     {metrics}", markup=False)
+
+    def _bar(self) -> Progress:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(), TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._task = self._progress.add_task("train", total=self._total, completed=self._first, status="")
+            self._progress.start()
+        return self._progress

@@ -1,0 +1,272 @@
+"""Trains a model across ranks: from the words of a command line to a saved model and its metrics."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq import checkpoint, weights
+from lightseq.config import TrainConfig, help_text, parse
+from lightseq.data import Batch
+from lightseq.family import Family
+from lightseq.flops import total_parameters
+from lightseq.hf import local_positions
+from lightseq.layout import shard
+from lightseq.loss import IGNORE_INDEX
+from lightseq.mesh import Meshes, World, agree, is_main_process, make_deterministic, make_meshes, start
+from lightseq.metrics import MIRRORS, MetricsFile, StepRecord, hardware, write_run
+from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
+from lightseq.parallelize import Techniques, parallelize
+from lightseq.prepare import Inputs, clear, prepare
+from lightseq.profiling import StepProfile
+from lightseq.terminal import Terminal
+from lightseq.window import StepResult, Window, Work
+
+
+def main(family: Family, argv: Sequence[str] | None = None) -> None:
+    """The program behind llama2/train.py and llama3/train.py. Exits 2, with one line, on input that it refuses."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    program = f"{family.name}/train.py"
+    if {"-h", "--help"} & set(words):
+        if is_main_process():
+            print(help_text(program))
+        return
+    with start(_timeout(words, program)) as world:
+        config = agree(world, lambda: parse(words, program))
+        inputs = agree(world, lambda: prepare(config, family, world))
+        command = f"{program} {shlex.join(words)}"
+        Trainer(config, inputs, world, command).train()
+
+
+def _timeout(words: list[str], program: str) -> float:
+    """Needed before the ranks can agree on anything; what is wrong with the words is said once they can."""
+    try:
+        return parse(words, program).step_timeout
+    except ValueError:
+        return TrainConfig.step_timeout
+
+
+class Trainer:
+    """One run on one rank."""
+
+    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, command: str) -> None:
+        self.config, self.inputs, self.world = config, inputs, world
+        self.output_dir = Path(config.output_dir)
+        self.dtype = getattr(torch, config.compute_dtype)
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        if config.deterministic:
+            make_deterministic()
+        self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
+        self.model = weights.build_on_meta(inputs.model_config)
+        techniques = Techniques(
+            length=config.model_max_length,
+            schedule=config.schedule,
+            kernel=config.kernel,
+            transport=config.transport,
+            remat=config.remat_policy,
+            compute_dtype=self.dtype,
+            compile=config.torch_compile,
+            deterministic=config.deterministic,
+        )
+        self.loss_model, self.context = agree(
+            world, lambda: parallelize(self.model, self.meshes, world.device, techniques)
+        )
+        weights.materialize(self.model, world.device)
+        agree(world, self._fill_weights)
+        self.optimizer = make_optimizer(self.model, config)
+        self.learning_rate = LearningRate(config, inputs.total_steps)
+        self.scaler = LossScaler() if config.fp16 else None
+        self.first_step = self._resume()
+        self.terminal = Terminal(world.is_main, inputs.total_steps, self.first_step)
+        self.metrics = self._open_output(command)
+
+    def _fill_weights(self) -> None:
+        if self.inputs.resume_from is not None:
+            return  # the checkpoint's follow
+        if self.inputs.weights is None:
+            weights.initialize(self.model, self.config.seed)
+        else:
+            weights.load(self.model, self.inputs.weights)
+
+    def _resume(self) -> int:
+        """Steps done before this run."""
+        if self.inputs.resume_from is None:
+            return 0
+        checkpoint.restore(self.inputs.resume_from, self.model, self.optimizer)
+        facts = checkpoint.read_facts(self.inputs.resume_from)
+        if self.scaler is not None and facts.get("scaler"):
+            self.scaler = LossScaler(**facts["scaler"])
+        return int(facts["step"])
+
+    def _open_output(self, command: str) -> MetricsFile | None:
+        if not self.world.is_main:
+            return None
+        if self.config.overwrite_output_dir and self.inputs.resume_from is None:
+            clear(self.output_dir)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        write_run(self.output_dir, self._facts(command))
+        self.terminal.header(self.describe(), self.inputs.notes)
+        sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
+        return MetricsFile(self.output_dir, self.first_step, sinks)
+
+    def _facts(self, command: str) -> dict[str, Any]:
+        """run.json: what it takes to run this again, and to judge its figures."""
+        return {
+            "command": command,
+            "schedule": self.context.schedule.name,
+            "kernel": self.context.selection.kernel.name,
+            "kernels_passed_over": dict(self.context.selection.passed_over),
+            "transport": self.context.transport.name,
+            "remat": self.config.remat_policy,
+            "world_size": self.world.size,
+            "data_ranks": self.meshes.data_ranks,
+            "sequence_ranks": self.inputs.sequence_size,
+            "total_steps": self.inputs.total_steps,
+            "resumed_from": str(self.inputs.resume_from) if self.inputs.resume_from else None,
+            "notes": list(self.inputs.notes),
+            "hardware": hardware(self.world.device),
+            "config": self.config.to_json(),
+            "model_config": self.inputs.model_config.to_dict(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen, in the order in which a reader asks."""
+        c, m = self.config, self.inputs.model_config
+        start_weights = self.inputs.resume_from or self.inputs.weights or f"random, seed {c.seed}"
+        return {
+            "model": f"{c.model_name_or_path}, {total_parameters(m):,} parameters, {start_weights}",
+            "data": f"{c.data_path}, {len(self.inputs.stream.examples):,} examples",
+            "ranks": f"{self.world.size} ({self.meshes.data_ranks} data x {self.inputs.sequence_size} sequence) on "
+            f"{hardware(self.world.device)['device']}",
+            "sequence": f"{c.model_max_length:,} tokens, {self.inputs.stream.sequences_per_step} a step",
+            "precision": f"{c.compute_dtype} compute, float32 master weights",
+            "schedule": self.context.schedule.name,
+            "kernel": str(self.context.selection),
+            "transport": self.context.transport.name,
+            "remat": c.remat_policy,
+            "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
+                           "ddp": "a copy on every rank"}[c.fsdp_mode],
+        }  # fmt: skip
+
+    def train(self) -> None:
+        """Runs to the last step, logging, evaluating and saving on the way."""
+        profile = StepProfile(self.config.profile_steps, self.output_dir, self.world)
+        saved, losses = self.inputs.resume_from, []
+        window, last = Window(self.context.transport.bytes_sent), self.inputs.total_steps
+        for done in range(self.first_step + 1, last + 1):
+            profile.before(done)
+            window.results.append(self._step(done - 1))
+            profile.after(done)
+            if done % self.config.logging_steps == 0 or done == last:
+                losses.append(self._record(done, window).loss)
+                window = Window(self.context.transport.bytes_sent)
+            with window.paused():
+                if self._due(done, self.config.eval_strategy, self.config.eval_steps):
+                    self._log({"step": done, "eval_loss": self.evaluate()})
+                ends = done == last and self.config.save_strategy != "no"
+                if ends or self._due(done, self.config.save_strategy, self.config.save_steps):
+                    saved = self._save(done)
+        profile.close()
+        self.terminal.close()
+        if self.metrics is not None:
+            self.terminal.summary(saved, self.metrics.path, losses)
+
+    def _step(self, step: int) -> StepResult:
+        """Optimizer step `step`, counted from 0. Waits for the device only under float16."""
+        begin = time.perf_counter()
+        batches = [
+            self.inputs.stream.batch(step, a, self.inputs.data_rank)
+            for a in range(self.config.gradient_accumulation_steps)
+        ]
+        data_seconds = time.perf_counter() - begin
+        valid = sum(batch.valid_tokens for batch in batches)
+        divisor = self._over_data_ranks(valid).clamp_min(1)
+        scale = self.scaler.scale if self.scaler else 1.0
+        loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        for batch in batches:
+            share = self.loss_model(*self.shard(batch)) / divisor
+            (share * scale).backward()
+            loss += share.detach()
+        rate = self.learning_rate.apply(self.optimizer, step)
+        norm = self._update()
+        return StepResult(loss, norm, rate, valid, data_seconds)
+
+    def _update(self) -> Tensor:
+        """Clips, steps and clears; returns the gradients' global norm before clipping."""
+        grads = local_gradients(self.model.parameters())
+        norm = global_norm(grads, self.meshes.parameters["shard"].get_group())
+        take = True
+        if self.scaler is not None:
+            norm, take = self.scaler.unscale(grads, norm)
+        if take:
+            clip(grads, norm, self.config.max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's ids, positions and labels of a whole batch, on its device."""
+        layout, rank, device = self.context.layout, self.context.rank, self.world.device
+        ids = shard(batch.input_ids, layout, rank)
+        labels = shard(batch.labels, layout, rank, fill=IGNORE_INDEX)
+        positions = local_positions(self.context, batch.input_ids.shape[1], device).expand(len(ids), -1)
+        return ids.to(device, non_blocking=True), positions, labels.to(device, non_blocking=True)
+
+    def evaluate(self) -> float:
+        """Mean loss over every valid token of the evaluation data."""
+        stream = self.inputs.eval_stream
+        assert stream is not None, "evaluation was refused without data"
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        valid = 0
+        self.loss_model.eval()
+        with torch.no_grad():
+            for step in range(stream.steps):
+                batch = stream.batch(step, 0, self.inputs.data_rank)
+                total += self.loss_model(*self.shard(batch))
+                valid += batch.valid_tokens
+        self.loss_model.train()
+        dist.all_reduce(total)
+        return float(total / self._over_data_ranks(valid).clamp_min(1))
+
+    def _over_data_ranks(self, count: int) -> Tensor:
+        """A count of one sequence-parallel group summed over all of them, on the device."""
+        total = torch.tensor(count if self.context.rank == 0 else 0, device=self.world.device)
+        if self.meshes.data_ranks > 1:
+            dist.all_reduce(total)
+        else:
+            total.fill_(count)
+        return total
+
+    def _record(self, step: int, window: Window) -> StepRecord:
+        c, transport = self.config, self.context.transport
+        work = Work(self.inputs.model_config, c.model_max_length, self.inputs.stream.sequences_per_step, c.remat_policy)
+        record = window.record(step, work, self.world, transport.bytes_sent, self.context.rank == 0)
+        self._log(asdict(record))
+        return record
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+            self.terminal.show(record)
+
+    def _due(self, done: int, strategy: str, every: int) -> bool:
+        """Whether something happens after `done` steps; an epoch ends with the step that reads its last example."""
+        if strategy == "steps":
+            return done % every == 0
+        epochs = self.inputs.stream.epochs_after
+        return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
+
+    def _save(self, step: int) -> Path:
+        facts = {"scaler": vars(self.scaler) if self.scaler else None, "config": self.config.to_json()}
+        tokenizer_from = self.inputs.weights
+        return checkpoint.save(
+            self.output_dir, step, self.model, self.optimizer, facts, self.dtype, self.config.save_total_limit,
+            tokenizer_from,
+        )  # fmt: skip

@@ -1,0 +1,15 @@
+"""Trains a Llama 2 across ranks.
+
+python3 -m torch.distributed.run --nproc_per_node=4 llama2/train.py --help
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # runs uninstalled, and hides no package behind this folder
+
+from lightseq.trainer import main
+from llama2 import FAMILY
+
+if __name__ == "__main__":
+    main(FAMILY)
