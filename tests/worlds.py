@@ -17,8 +17,9 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
 
     `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback.
     """
-    context = mp.get_context("forkserver")  # importing torch and transformers once, not once a process
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
+    context = mp.get_context("spawn" if device == "cuda" else "forkserver")
+    if device == "cpu":  # import torch and transformers once, not once a process; they may initialise CUDA, though
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
     queue = context.SimpleQueue()
     port = _free_port()
     processes = [

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.reference import ReferenceKernel
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -107,6 +108,8 @@ class CudnnKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if q.shape[1] == k.shape[1] == 1:  # the one shape that cuDNN refuses
+            return ReferenceKernel().forward(q, k, v, causal, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             _swap(q), _swap(k), _swap(v), None, True, 0.0, causal, False, scale=scale
         )
@@ -115,6 +118,8 @@ class CudnnKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[1] == k.shape[1] == 1:
+            return ReferenceKernel().backward(dout, q, k, v, out, lse, causal, scale)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         lse_BHS1 = rearrange(lse, "b h s -> b h s 1").contiguous()
         grads = aten._scaled_dot_product_cudnn_attention_backward(

@@ -1,0 +1,201 @@
+"""Whole-model parity: training across ranks equals plain transformers on one process, loss by loss, gradient by gradient.
+
+The reference is `LlamaForCausalLM` on the raw, unpadded sequences with its own loss and its own shift of the labels.
+"""
+
+import math
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+import llama2
+import llama3
+from lightseq import weights
+from lightseq.config import TrainConfig
+from lightseq.data import permutation
+from lightseq.family import preset_config
+from lightseq.mesh import World
+from lightseq.prepare import prepare
+from lightseq.schedule import SCHEDULES
+from lightseq.trainer import Trainer
+
+LENGTH = 61  # divides by no number of chunks
+# With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.
+SIZES = (61, 9, 40, 3, 61, 22, 2, 55)
+LEARNING_RATE, CLIP, STEPS = 1e-3, 0.5, 10
+CPU = torch.device("cpu")
+FAMILIES = {"tiny-llama2": llama2.FAMILY, "tiny-llama3": llama3.FAMILY}
+
+
+class Case(NamedTuple):
+    model: str
+    schedule: str
+    data_ranks: int
+    accumulation: int
+    remat: str = "attention"
+    fsdp: str = "full_shard"
+
+
+class Result(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the first step, before clipping
+
+
+def _sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 512, size) for size in SIZES]
+
+
+def _plain(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
+    model = weights.build_on_meta(config)
+    weights.materialize(model, device)
+    weights.initialize(model, seed=42)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def reference(model_name: str, sequences_per_step: int, steps: int, device: torch.device = CPU) -> Result:
+    """One process, one sequence after the other, no padding, nothing of ours but the initial weights and the order."""
+    model, data = _plain(preset_config(FAMILIES[model_name], model_name), device), _sequences()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        places = range(step * sequences_per_step, (step + 1) * sequences_per_step)
+        picked = [data[permutation(len(data), 42, p // len(data))[p % len(data)]] for p in places]
+        targets = sum(len(ids) - 1 for ids in picked)
+        total = 0.0
+        for ids in picked:
+            batch = torch.from_numpy(ids)[None].to(device)
+            share = model(input_ids=batch, labels=batch).loss * ((len(ids) - 1) / targets)
+            share.backward()
+            total += share.item()
+        losses.append(total)
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(losses, norms, gradients)
+
+
+def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
+    """The product's own trainer on the ranks of a test."""
+    world_size = dist.get_world_size()
+    config = TrainConfig(
+        model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/out",
+        model_max_length=LENGTH, max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
+        max_grad_norm=CLIP, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
+        sequence_parallel_size=world_size // case.data_ranks, overwrite_output_dir=True, fsdp=case.fsdp,
+        per_device_train_batch_size=1 if case.accumulation > 1 else 2,
+    )  # fmt: skip
+    world = World(rank, world_size, rank, world_size, device)
+    trainer = Trainer(config, prepare(config, FAMILIES[case.model], world), world, "test")
+    gradients: dict[str, Tensor] = {}
+    update = trainer._update
+
+    def remember() -> Tensor:
+        if not gradients:
+            gradients.update({n: p.grad.full_tensor().clone() for n, p in trainer.model.named_parameters()})
+        return update()
+
+    trainer._update = remember  # type: ignore[method-assign]
+    losses, norms = [], []
+    for step in range(steps):
+        result = trainer._step(step)
+        total = result.loss.clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        norms.append(result.grad_norm.item())
+    return Result(losses, norms, gradients)
+
+
+def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: str) -> list[str]:
+    """What differs, as readable lines; empty when all is well."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else CPU
+    wrong: list[str] = []
+    references: dict[tuple[str, int], Result] = {}
+    for case in cases:
+        got = train(rank, folder, case, steps, device)
+        if rank:
+            continue
+        sequences = case.data_ranks * case.accumulation * (1 if case.accumulation > 1 else 2)
+        key = (case.model, sequences)
+        want = references.setdefault(key, None) or reference(*key, steps, device)
+        references[key] = want
+        label = f"{case} on {dist.get_world_size()} ranks"
+        for name, expected in want.gradients.items():
+            error = ((got.gradients[name] - expected).norm() / expected.norm()).item()
+            if not error < 1e-5:
+                wrong.append(f"{label}: gradient of {name} off by {error:.1e}")
+        for what, mine, theirs in (("loss", got.losses, want.losses), ("gradient norm", got.norms, want.norms)):
+            error = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+            if not error < 1e-5:
+                wrong.append(f"{label}: {what} off by {error:.1e}: {mine} against {theirs}")
+    return wrong
+
+
+def _run(tmp_path: Path, world: int, cases: list[Case], steps: int, device_type: str = "cpu") -> None:
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [ids.tolist() for ids in _sequences()]}))
+    wrong = spawn(world, compare, str(tmp_path), cases, steps, device_type, device=device_type)[0]
+    assert not wrong, "\n".join(wrong)
+
+
+def _everything(world: int) -> list[Case]:
+    meshes = [d for d in range(1, world + 1) if world % d == 0]
+    return [
+        Case(model, schedule, data_ranks, accumulation)
+        for model in FAMILIES
+        for schedule in SCHEDULES
+        for data_ranks in meshes
+        for accumulation in (1, 3)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_model_schedule_mesh_and_accumulation_equals_one_process(world: int, tmp_path: Path) -> None:
+    _run(tmp_path, world, _everything(world), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Path) -> None:
+    _run(tmp_path, world, [Case(m, s, 1, 1) for m in FAMILIES for s in SCHEDULES], STEPS)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
+    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world."""
+    data_ranks = 2 if world == 4 else 1
+    cases = [Case("tiny-llama3" if i % 2 else "tiny-llama2", s, data_ranks, 1) for i, s in enumerate(SCHEDULES)]
+    cases += [
+        Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
+        Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),
+    ]
+    _run(tmp_path, world, cases, steps=1)
+
+
+def test_ten_steps_equal_one_process(tmp_path: Path) -> None:
+    _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], STEPS)
+
+
+@pytest.mark.gpu(4)
+def test_training_on_four_gpus_equals_one(tmp_path: Path) -> None:
+    """In float32, where the kernel is the plain one: everything around it, over nccl."""
+    cases = [Case("tiny-llama3" if i % 2 else "tiny-llama2", s, 1 + i % 2, 1) for i, s in enumerate(SCHEDULES)]
+    _run(tmp_path, 4, [*cases, Case("tiny-llama3", "zigzag", 1, 3, fsdp="")], steps=1, device_type="cuda")
+
+
+def test_the_reference_itself_learns() -> None:
+    """A reference that does not move would agree with anything that does not either."""
+    losses = reference("tiny-llama2", 2, STEPS).losses
+    assert losses[0] == pytest.approx(math.log(512), rel=0.02) and losses[-1] < losses[0] - 0.05
