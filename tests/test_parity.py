@@ -1,4 +1,4 @@
-"""Whole-model parity: training across ranks equals plain transformers on one process, loss by loss, gradient by gradient.
+"""Whole-model parity: training across ranks equals plain transformers on one process, losses and gradients alike.
 
 The reference is `LlamaForCausalLM` on the raw, unpadded sequences with its own loss and its own shift of the labels.
 """

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from lightseq.__main__ import main
 from lightseq.layout import KINDS, Layout, shard, unshard
 from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, make_schedule
 from lightseq.schedule_cost import AttentionShape, cheapest, cost
@@ -146,3 +147,10 @@ def test_a_drawing_shows_every_tile(name: str) -> None:
     text = render(schedule)
     assert text.count("q") > sum(len(tiles) for step in schedule.forward for tiles in step.tiles)
     assert "rank 3" in text and "busy" in text
+
+
+def test_the_command_draws_a_table_and_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--schedule", "balanced", "--ranks", "8"]) == 0
+    assert "balanced: 8 ranks" in capsys.readouterr().out
+    assert main(["schedule", "--schedule", "balanced", "--ranks", "0"]) == 2
+    assert capsys.readouterr().err == "error: a layout needs at least one rank, not 0\n"

@@ -5,6 +5,7 @@ flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cu
 """
 
 import importlib
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, Literal
@@ -95,6 +96,11 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     lowest = (9, 0)
+
+    def _load(self) -> ModuleType:
+        # It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect.
+        warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
+        return super()._load()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)

@@ -1,0 +1,94 @@
+"""The optimizer step: rates as transformers has them, true global clipping, loss scaling that skips what overflowed."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import get_scheduler
+from worlds import spawn
+
+from lightseq.config import CHOICES, TrainConfig
+from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, make_optimizer
+
+CONFIG = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", learning_rate=0.1, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("name", CHOICES["lr_scheduler_type"])
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 3}, {"warmup_ratio": 0.25}])
+def test_rates_are_those_of_transformers_and_need_no_history(name: str, warmup: dict) -> None:
+    if name == "constant" and warmup:
+        pytest.skip("constant has no warm-up and refuses one")
+    config = dataclasses.replace(CONFIG, lr_scheduler_type=name, **warmup)
+    optimizer = make_optimizer(nn.Linear(2, 2), config)
+    steps = {"warmup_steps": 3, "warmup_ratio": 5}.get(next(iter(warmup), ""), 0)
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = get_scheduler(name, theirs, num_warmup_steps=steps, num_training_steps=20)
+    expected = []
+    for _ in range(20):
+        expected.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        schedule.step()
+    ours = LearningRate(config, total_steps=20)
+    for step in reversed(range(20)):  # in any order
+        assert ours.apply(optimizer, step) == pytest.approx(expected[step])
+        assert all(group["lr"] == pytest.approx(expected[step]) for group in optimizer.param_groups)
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    decays = {id(p): g["weight_decay"] for g in make_optimizer(model, CONFIG).param_groups for p in g["params"]}
+    assert {n: decays[id(p)] for n, p in model.named_parameters()} == {
+        "0.weight": 0.5, "1.weight": 0.5, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, kind, fused",
+    [("adamw_torch", torch.optim.AdamW, None), ("adamw_torch_fused", torch.optim.AdamW, True),
+     ("sgd", torch.optim.SGD, None)],
+)  # fmt: skip
+def test_the_optimizer_is_the_one_asked_for(name: str, kind: type, fused: bool | None) -> None:
+    optimizer = make_optimizer(nn.Linear(2, 2), dataclasses.replace(CONFIG, optim=name))
+    assert type(optimizer) is kind and optimizer.defaults.get("fused") == fused
+
+
+def _norms(rank: int) -> float:
+    """Every rank holds other gradients; the last one may hold none at all."""
+    g = torch.Generator().manual_seed(rank)
+    grads = [torch.randn(5, generator=g), torch.randn(0 if rank else 3, 2, generator=g)]
+    norm = global_norm(grads, dist.group.WORLD)
+    everything = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, torch.cat([x.flatten() for x in grads]))
+    assert norm.item() == pytest.approx(torch.cat(everything).norm().item(), rel=1e-6)
+    clip(grads, norm, 0.5)
+    assert global_norm(grads, dist.group.WORLD).item() == pytest.approx(0.5, rel=1e-5)
+    return norm.item()
+
+
+def test_the_norm_spans_all_ranks_and_clipping_reaches_it() -> None:
+    assert len(set(spawn(3, _norms))) == 1
+
+
+def test_clipping_leaves_small_gradients_and_a_limit_of_zero_alone() -> None:
+    for limit in (10.0, 0.0):
+        grads = [torch.tensor([3.0, 4.0])]
+        clip(grads, torch.tensor(5.0), limit)
+        assert grads[0].tolist() == [3.0, 4.0]
+
+
+def test_an_overflow_halves_the_scale_and_forbids_the_step() -> None:
+    scaler = LossScaler(scale=1024.0)
+    grads = [torch.tensor([1024.0, float("inf")])]
+    norm, take = scaler.unscale(grads, torch.tensor(float("inf")))
+    assert not take and scaler.scale == 512.0 and scaler.clean_steps == 0 and not torch.isfinite(norm)
+
+
+def test_clean_steps_unscale_and_in_the_end_double_the_scale() -> None:
+    scaler = LossScaler(scale=1024.0, growth_interval=2)
+    for expected in (1024.0, 2048.0):
+        grads = [torch.tensor([3.0, 4.0]) * scaler.scale]
+        norm, take = scaler.unscale(grads, torch.tensor(5.0) * scaler.scale)
+        assert take and norm.item() == 5.0 and grads[0].tolist() == [3.0, 4.0]
+        assert scaler.scale == expected
