@@ -75,10 +75,23 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fills weights and optimizer state in place, each rank its own part."""
+    """Fills weights and optimizer state in place, each rank its own part. Raises ValueError for another model's."""
     _make_state(optimizer)
     tensors = _tensors(model, optimizer)
+    _check_fit(directory, tensors)
     dcp.load(tensors, checkpoint_id=directory / STATE)
+
+
+def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
+    saved = dcp.FileSystemReader(directory / STATE).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        size = list(getattr(saved.get(name), "size", ()))
+        if name not in saved or size != list(tensor.shape):
+            found = f"{name} of shape {size}" if name in saved else f"no {name}"
+            raise ValueError(
+                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; "
+                "resume with the model and the optimizer that it was saved with"
+            )
 
 
 def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

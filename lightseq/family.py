@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig
 
+from lightseq.tokens import first_line
+
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
+HUB_SECONDS: Final = 10.0  # that the hub may take to answer
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
+    _check_hub(family, name)
     return Source(_read_config(name), None if random_init else name)
 
 
@@ -70,6 +75,11 @@ def check_config(config: Any, name: str) -> LlamaConfig:
     if window or any(kind != "full_attention" for kind in layer_types):
         found = f"sliding_window {window}" if window else f"layer_types {sorted(set(layer_types))}"
         raise ValueError(f"{name} has {found}; every layer must attend to the whole sequence, so use another model")
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if shared < 1 or heads % shared:
+        raise ValueError(
+            f"{name} has {heads} attention heads for {shared} key/value heads; use a model where they divide"
+        )
     _check_rope_type(dict(config.rope_parameters or {}), name)
     return config
 
@@ -145,9 +155,27 @@ def _read_config(source: Path | str) -> LlamaConfig:
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        remedy = "check the directory or hub id, and the network"
-        raise ValueError(f"--model_name_or_path {source}: its config cannot be read ({reason}); {remedy}") from error
+        raise ValueError(
+            f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"
+        ) from error
     return check_config(config, f"--model_name_or_path {source}")
+
+
+def _check_hub(family: Family, hub_id: str) -> None:
+    """Asks for a repository's config once, within seconds; transformers would ask again and again for minutes."""
+    if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_SECONDS)
+    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+        if hub_id in family.aliases:
+            fresh = "add --random_init to train its architecture from fresh weights"
+        else:
+            fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
+        raise ValueError(
+            f"--model_name_or_path {hub_id} is no directory here and cannot be fetched from the hub "
+            f"({type(error).__name__}: {first_line(error)}); check the id and the network, or {fresh}"
+        ) from error
 
 
 def _unknown_name(family: Family, name: str) -> str:

@@ -24,6 +24,8 @@ from lightseq.schedule_cost import AttentionShape
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+# What some models and data collators pass to attention, and what a kernel that dropped it would get wrong.
+NOT_HONOURED: Final = ("sliding_window", "softcap", "s_aux", "cu_seq_lens_q")
 
 
 def enable(
@@ -42,8 +44,8 @@ def enable(
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
     `schedule="auto"` is chosen for. Raises ValueError for what attention cannot honour: dropout, sliding windows, an
-    architecture without the attention interface; the patched model refuses masks with holes or padding on the left,
-    inputs without global positions, and labels that it would shift inside a shard.
+    architecture without the attention interface; the patched model refuses masks, inputs without global positions, a
+    key/value cache, and labels that it would shift inside a shard. Enabling a model again replaces its context.
     """
     check_supported(model)
     config = model.config
@@ -64,10 +66,7 @@ def enable(
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
     config.use_cache = False
-    for module in _attention_modules(model):
-        module.sequence_context = context  # type: ignore[assignment]
-    model.register_forward_pre_hook(partial(_check_inputs, context, set()), with_kwargs=True)
-    _share_rope_length(model, context)
+    _attach(model, context)
     return context
 
 
@@ -78,7 +77,8 @@ def shard_batch(
 
     Labels come as Hugging Face has them, aligned with the ids; they are shifted here, on the whole sequence. Every rank
     of the group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
-    parallelism or accumulation, replace it by the sum over all. Raises ValueError for a mask other than right padding.
+    parallelism or accumulation, replace it by the sum over all. Tokens that a mask leaves out are no targets. Raises
+    ValueError for a mask other than right padding.
     """
     layout, rank = context.layout, context.rank
     check_right_padding(attention_mask)
@@ -92,7 +92,8 @@ def shard_batch(
             labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         local = shard(shifted, layout, rank, fill=IGNORE_INDEX)
-        batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": (shifted != IGNORE_INDEX).sum()}
+        valid = (shifted != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
+        batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
 
 
@@ -119,6 +120,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} does not use the attention interface of transformers")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"attention_dropout is {config.attention_dropout}; set it to 0 in the model's config")
+    if not getattr(config, "is_causal", True):
+        raise ValueError("the model attends in both directions (is_causal is False); use a causal model")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and _uses_sliding_window(config)):
         raise ValueError(
@@ -153,23 +156,50 @@ def _attention_function(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention. It passes no mask: `_check_inputs` has seen it before."""
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
+    if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
+        raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; leave it out")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
-    context = module.sequence_context
-    assert isinstance(context, SequenceContext)
+    context = getattr(module, "sequence_context", None)
+    if not isinstance(context, SequenceContext):
+        raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
     return attention(q, k, v, context, scaling)[0], None
 
 
-def _check_inputs(
-    context: SequenceContext, seen: set[tuple[int, ...]], _model: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> None:
+def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
+    """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled.
+
+    Inputs are checked on the way into the base model too, which some call without its head.
+    """
+    guarded = {model, model.base_model}
+    # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
+    ropes = [m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE]
+    installed = hasattr(model, "sequence_context")
+    for module in (*guarded, *ropes, *_attention_modules(model)):
+        module.sequence_context = context  # type: ignore[assignment]
+    for module in guarded:
+        module.checked_shapes = set()  # type: ignore[assignment]
+        if not installed:
+            module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    for rope in ropes:
+        if not installed:
+            rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
+
+
+def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Runs before the model's forward, where a wrong input would train on nonsense without any error."""
+    context, checked = model.sequence_context, model.checked_shapes
+    assert isinstance(context, SequenceContext) and isinstance(checked, set)
+    if len(args) > 1:
+        raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ValueError("there is no key/value cache; to generate, load the saved model into plain transformers")
     mask = kwargs.get("attention_mask")
-    if mask is not None and not bool((mask == 1).all()):
+    if mask is not None and (mask.ndim != 2 or not bool((mask == 1).all())):
         raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
@@ -177,33 +207,30 @@ def _check_inputs(
     if positions is None:
         if context.layout.world > 1:
             raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
-        return
-    if tuple(positions.shape) not in seen:  # once a shape: looking costs a synchronisation
-        seen.add(tuple(positions.shape))
+    elif positions.is_cpu or tuple(positions.shape) not in checked:  # looking at a GPU costs a synchronisation
         _check_positions(context, positions)
+        checked.add(tuple(positions.shape))
 
 
 def _check_positions(context: SequenceContext, positions: Tensor) -> None:
-    local = positions.shape[-1]
-    want = context.layout.positions(context.rank, local * context.layout.world)
+    layout, local = context.layout, positions.shape[-1]
+    if local % layout.chunks_per_rank:
+        raise ValueError(f"{local} local tokens are not {layout.chunks_per_rank} chunks a rank; use shard_batch")
+    want = layout.positions(context.rank, local * layout.world)
     got = positions.cpu()
     last = int(got.max())
     padded = torch.minimum(want, torch.tensor(max(last, int(want.min()))))
     if not bool(((got == want) | (got == padded)).all()):
         raise ValueError(
-            f"position_ids are not those of the {context.layout.kind} layout on rank {context.rank}; use shard_batch"
+            f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch"
         )
 
 
-def _share_rope_length(model: nn.Module, context: SequenceContext) -> None:
-    """RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token."""
-    for rope in (m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE):
-        rope.forward = partial(_rope_forward, rope.forward, context)  # type: ignore[method-assign]
-
-
 def _rope_forward(
-    forward: Callable[..., tuple[Tensor, Tensor]], context: SequenceContext, x: Tensor, position_ids: Tensor
+    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
+    context = rope.sequence_context
+    assert isinstance(context, SequenceContext)
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
     longer = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)

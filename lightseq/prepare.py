@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from transformers import LlamaConfig
@@ -41,8 +42,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     source = resolve(family, config.model_name_or_path, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     _check_kernel(config, model_config, world.device)
-    directory = weights.download(source.weights) if isinstance(source.weights, str) else source.weights
-    tokenizer = config.tokenizer or (str(directory) if directory else None)
+    tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
 
     def examples(path: str) -> Examples:
         return open_examples(
@@ -69,6 +69,12 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
             epochs=1,
             shuffle=False,
         )
+    total_steps = config.max_steps or stream.steps
+    if config.profile_steps is not None and config.profile_steps[0] > total_steps:
+        first, last = config.profile_steps
+        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    # Last, for it can take hours: everything else has been looked at.
+    directory = weights.download(source.weights) if isinstance(source.weights, str) else source.weights
     warning = context_warning(model_config, config.model_max_length)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     return Inputs(
@@ -76,12 +82,17 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         directory,
         stream,
         eval_stream,
-        config.max_steps or stream.steps,
+        total_steps,
         sequence_size,
         world.rank // sequence_size,
         resume_from,
         notes + ((f"warning: {warning}",) if warning else ()),
     )
+
+
+def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
+    """Whether a run goes on in the directory of the one that it resumes."""
+    return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
 def clear(output_dir: Path) -> None:
@@ -99,15 +110,23 @@ def _check_output_dir(output_dir: Path, config: TrainConfig) -> Path | None:
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
-    if config.resume_from_checkpoint:
-        return checkpoint.find(output_dir, config.resume_from_checkpoint)
+    asked = config.resume_from_checkpoint
+    resume_from = checkpoint.find(output_dir, asked) if asked else None
+    if continues(resume_from, output_dir):
+        newest = checkpoint.checkpoints(output_dir)[-1]
+        if newest.name != resume_from.name:
+            raise ValueError(
+                f"--resume_from_checkpoint {asked}: {output_dir} holds the later {newest.name}; continue that one with "
+                "--resume_from_checkpoint True, or give another --output_dir"
+            )
+        return resume_from
     holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
     if holds_run and not config.overwrite_output_dir:
         raise ValueError(
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
-    return None
+    return resume_from
 
 
 def _check_kernel(config: TrainConfig, model_config: LlamaConfig, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Trains a model across ranks: from the words of a command line to a saved model and its metrics."""
 
+import json
 import shlex
 import sys
 import time
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
@@ -24,9 +27,10 @@ from lightseq.mesh import Meshes, World, agree, is_main_process, make_determinis
 from lightseq.metrics import MIRRORS, MetricsFile, StepRecord, hardware, write_run
 from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
 from lightseq.parallelize import Techniques, parallelize
-from lightseq.prepare import Inputs, clear, prepare
+from lightseq.prepare import Inputs, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
+from lightseq.tokens import first_line
 from lightseq.window import StepResult, Window, Work
 
 
@@ -83,17 +87,23 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.scaler = LossScaler() if config.fp16 else None
-        self.first_step = self._resume()
+        self.first_step = agree(world, self._resume)
         self.terminal = Terminal(world.is_main, inputs.total_steps, self.first_step)
-        self.metrics = self._open_output(command)
+        self.metrics = agree(world, lambda: self._open_output(command))
 
     def _fill_weights(self) -> None:
         if self.inputs.resume_from is not None:
             return  # the checkpoint's follow
         if self.inputs.weights is None:
             weights.initialize(self.model, self.config.seed)
-        else:
+            return
+        try:
             weights.load(self.model, self.inputs.weights)
+        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+            raise ValueError(
+                f"--model_name_or_path {self.inputs.weights}: its weights cannot be read ({first_line(error)}); "
+                "copy or download them again"
+            ) from error
 
     def _resume(self) -> int:
         """Steps done before this run."""
@@ -108,9 +118,14 @@ class Trainer:
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
             return None
-        if self.config.overwrite_output_dir and self.inputs.resume_from is None:
+        if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
             clear(self.output_dir)
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--output_dir {self.output_dir} cannot be made ({error.strerror}); name another"
+            ) from error
         write_run(self.output_dir, self._facts(command))
         self.terminal.header(self.describe(), self.inputs.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
@@ -232,6 +247,9 @@ class Trainer:
                 total += self.loss_model(*self.shard(batch))
                 valid += batch.valid_tokens
         self.loss_model.train()
+        for module in self.loss_model.modules():
+            if isinstance(module, FSDPModule):  # gathered parameters wait for a backward pass, which never comes
+                module.reshard()
         dist.all_reduce(total)
         return float(total / self._over_data_ranks(valid).clamp_min(1))
 

@@ -36,11 +36,11 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
     model.to_empty(device=device)
     if model.config.tie_word_embeddings:  # to_empty gave the two ends of the tie memory of their own
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if hasattr(child, "inv_freq"):  # rotary frequencies are computed, never stored
-                setattr(module, name, type(child)(config=model.config).to(device))
-    computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers(recurse=False)}
+    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    for rope in ropes:  # its frequencies are computed, never stored; the module stays, for it may be patched
+        for name, buffer in type(rope)(config=model.config).named_buffers():
+            setattr(rope, name, buffer.to(device))
+    computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
     left = [name for name, buffer in model.named_buffers() if id(buffer) not in computed]
     if left:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
@@ -61,7 +61,8 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float) -> Tenso
         return torch.zeros(shape, device=device)
     if len(shape) == 1:
         return torch.ones(shape, device=device)
-    generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    # Seed and name become one 32-bit number: of a larger one the generator of CPUs takes the lower half alone.
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 
 
@@ -111,6 +112,8 @@ def save_pretrained(
     pending: dict[str, Tensor] = {}
     if main:
         directory.mkdir(parents=True, exist_ok=True)
+        for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
+            old.unlink(missing_ok=True)  # an index left from an earlier model would be read in place of this one
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"

@@ -115,17 +115,20 @@ def test_a_directory_gives_its_config_and_its_weights_unless_they_are_random(tmp
 
 def test_a_hub_id_whose_weights_are_wanted_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llama3.2-1b")
+    monkeypatch.setattr(family, "get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr(family.AutoConfig, "from_pretrained", lambda name, local_files_only: config)
     assert resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", False) == family.Source(config, "unsloth/Llama-3.2-1B")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str, local_files_only: bool) -> None:
-        raise OSError("We couldn't connect.\nCheck your connection.")
+    def unreachable(url: str, timeout: float) -> None:
+        assert timeout < 60
+        raise RuntimeError("We couldn't connect.\nCheck your connection.")
 
-    monkeypatch.setattr(family.AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(ValueError, match=r"^--model_name_or_path a/b: .*couldn't connect.*and the network$"):
-        resolve(llama3.FAMILY, "a/b", False)
+    monkeypatch.setattr(family, "get_hf_file_metadata", unreachable)
+    for name, remedy in (("a/b", "give --random_init and a preset"), ("unsloth/Llama-3.2-1B", "add --random_init")):
+        with pytest.raises(ValueError, match=rf"^--model_name_or_path {name} .*couldn't connect\).*{remedy}.*$"):
+            resolve(llama3.FAMILY, name, False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,481 @@
+"""Distributed attention inside a Hugging Face model: what a loop may pass, what is refused, and what runs when."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from worlds import spawn
+
+from lightseq import executor, hf, weights
+from lightseq.attention import SequenceContext
+from lightseq.layout import unshard
+from lightseq.mesh import World, make_meshes
+from lightseq.parallelize import LossModel, Techniques, parallelize
+from lightseq.remat import POLICIES
+from lightseq.schedule import SCHEDULES
+
+VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
+CPU = torch.device("cpu")
+# Weights this large make attention sharp, so that a wrong position or a lost key shows.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+
+
+def llama(seed: int = 1, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval()
+
+
+def ids(batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(context: SequenceContext, local: Tensor, length: int) -> Tensor:
+    """The whole tensor from the parts of the context's ranks."""
+    parts = [torch.empty_like(local) for _ in range(context.layout.world)]
+    dist.all_gather(parts, local.detach().contiguous(), group=context.group)
+    return unshard(parts, context.layout, length)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+def check_training(
+    model: PreTrainedModel, want: PreTrainedModel, context: SequenceContext, batch: Tensor, labels: Tensor,
+    mask: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Loss and gradients, summed over the context's ranks, are those of a plain model on the whole batch."""
+    model.zero_grad()
+    want.zero_grad()
+    expected = want(input_ids=batch, labels=labels, attention_mask=mask).loss
+    expected.backward()
+    loss = model(**hf.shard_batch(context, batch, labels, mask)).loss
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=context.group)
+    name = context.schedule.name
+    assert abs(total - expected) < 1e-5, f"{name}: loss {total} against {expected}"
+    for (parameter, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        dist.all_reduce(p.grad, group=context.group)
+        assert relative(p.grad, q.grad) < 1e-5, f"{name}: gradient of {parameter} off by {relative(p.grad, q.grad)}"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ---- labels, positions and padding ---------------------------------------------------------------------------------
+
+
+def border_labels(batch: Tensor, context: SequenceContext) -> Tensor:
+    """The only targets are the first tokens of chunks, which the last token of the chunk before predicts."""
+    size = context.layout.padded_length(LENGTH) // context.layout.chunk_count
+    labels = torch.full_like(batch, -100)
+    labels[:, size::size] = batch[:, size::size]
+    return labels
+
+
+def labels_and_positions(rank: int) -> None:
+    batch, want = ids(), llama()
+    for schedule in SCHEDULES:
+        model = llama()
+        context = hf.enable(model, schedule=schedule)
+        labels = border_labels(batch, context)
+        check_training(model, want, context, batch, batch)
+        check_training(model, want, context, batch, labels)
+        shifted_inside = torch.nn.functional.pad(
+            hf.shard(labels, context.layout, rank, fill=-100)[:, 1:], (0, 1), value=-100
+        )
+        kept = whole(context, shifted_inside, LENGTH).ne(-100).sum()
+        if context.layout.kind == "contiguous" and context.layout.chunks_per_rank == 1:
+            assert kept == 0, "a shift inside the shard would lose every one of these targets"
+        positions = whole(context, hf.shard_batch(context, batch)["position_ids"], LENGTH)
+        assert torch.equal(positions, torch.arange(LENGTH).expand(2, -1)), schedule
+        refuses_local_positions(model, context, batch)
+
+
+def refuses_local_positions(model: PreTrainedModel, context: SequenceContext, batch: Tensor) -> None:
+    inputs = hf.shard_batch(context, batch, batch)
+    local = torch.arange(inputs["input_ids"].shape[1]).expand(2, -1)
+    if not torch.equal(local, inputs["position_ids"]):  # on a contiguous layout's first rank they are the same
+        for _ in range(2):  # no wrong input is right the second time
+            refused(lambda: model(**inputs | {"position_ids": local}), f"those of the {context.layout.kind} layout")
+    refused(lambda: model(input_ids=inputs["input_ids"]), "position_ids are missing")
+    refused(lambda: model.base_model(input_ids=inputs["input_ids"]), "position_ids are missing")
+
+
+def refused(call: Callable[[], Any], line: str) -> None:
+    """In a worker, where pytest.raises would do the same with less to say about which rank it was."""
+    try:
+        call()
+    except ValueError as error:
+        assert line in str(error), error
+        return
+    raise AssertionError(f"not refused: {line}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
+    spawn(world, labels_and_positions)
+
+
+def right_padding(rank: int) -> None:
+    batch, lengths = ids(3), torch.tensor([LENGTH, 17, 1])
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    labels = batch.masked_fill(mask == 0, -100)
+    want = llama()
+    with torch.no_grad():
+        expected = want(input_ids=batch, attention_mask=mask).logits
+    for schedule in SCHEDULES:
+        model = llama()
+        context = hf.enable(model, schedule=schedule)
+        check_training(model, want, context, batch, labels, mask)
+        inputs = hf.shard_batch(context, batch, batch, mask)
+        assert inputs["num_items_in_batch"] == (lengths - 1).sum(), "a padded token is no target"
+        with torch.no_grad():
+            logits = whole(context, model(**inputs).logits, LENGTH)
+        assert relative(logits[mask == 1], expected[mask == 1]) < 1e-5, schedule
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_right_padding_is_that_of_plain_transformers(world: int) -> None:
+    spawn(world, right_padding)
+
+
+def test_a_batch_without_any_target_has_loss_zero_and_no_nan(alone: None) -> None:
+    model = llama()
+    context = hf.enable(model)
+    loss = model(**hf.shard_batch(context, ids(), torch.full((2, LENGTH), -100))).loss
+    loss.backward()
+    assert loss == 0
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+# ---- rotary positions ----------------------------------------------------------------------------------------------
+
+ROPES: dict[str, dict[str, Any]] = {
+    "plain theta": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+# 16 is the context: one token more, as padding would be, changes dynamic RoPE, and only a shorter sequence resets it.
+LENGTHS = (16, 13, LENGTH, 20, 71, 16, 10, 33)
+
+
+def rope_models(config: LlamaConfig, schedule: str) -> Iterator[tuple[PreTrainedModel, SequenceContext]]:
+    """Patched with its weights, and as the trainer does it: patched before it has memory. Patching changes a config."""
+    model = weights.build_on_meta(copy.deepcopy(config))
+    weights.materialize(model, CPU)
+    weights.initialize(model, seed=3)
+    yield model, hf.enable(model, schedule=schedule)
+    model = weights.build_on_meta(copy.deepcopy(config))
+    context = hf.enable(model, schedule=schedule, device=CPU)
+    weights.materialize(model, CPU)
+    weights.initialize(model, seed=3)
+    yield model, context
+
+
+def rope_scaling(rank: int) -> None:
+    for name, rope in ROPES.items():
+        config = LlamaConfig(**SIZES | {"max_position_embeddings": 16, "rope_parameters": rope})
+        for schedule in ("ring", "prefix"):
+            for model, context in rope_models(config, schedule):
+                want = LlamaForCausalLM(copy.deepcopy(config))
+                want.load_state_dict(model.state_dict())
+                for length in LENGTHS if name == "dynamic" else (LENGTH,):
+                    with torch.no_grad():
+                        expected = want(input_ids=ids(length=length)).logits
+                        got = whole(context, model(**hf.shard_batch(context, ids(length=length))).logits, length)
+                    error = relative(got, expected)
+                    assert error < 1e-5, f"{name}, {schedule}: off by {error:.1e} at length {length}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_scaled_rotary_positions_equal_one_process(world: int) -> None:
+    spawn(world, rope_scaling)
+
+
+# ---- precision, groups, twice --------------------------------------------------------------------------------------
+
+
+def double_precision(rank: int) -> None:
+    """In eval mode without gradients and in training mode with them."""
+    want, batch = llama().double(), ids()
+    expected = want(input_ids=batch).logits
+    expected.square().mean().backward()
+    for schedule in SCHEDULES:
+        model = llama().double()
+        context = hf.enable(model, schedule=schedule)
+        with torch.no_grad():
+            got = whole(context, model(**hf.shard_batch(context, batch)).logits, LENGTH)
+        assert got.dtype == torch.float64
+        assert relative(got, expected) < 1e-10, schedule
+        positions = hf.local_positions(context, context.layout.padded_length(LENGTH), CPU)
+        logits = model.train()(**hf.shard_batch(context, batch)).logits
+        (logits.square() * (positions < LENGTH).unsqueeze(-1)).sum().div(expected.numel()).backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            assert relative(p.grad, q.grad) < 1e-10, schedule
+
+
+def test_double_precision_reaches_every_digit() -> None:
+    spawn(3, double_precision)
+
+
+def groups(rank: int) -> None:
+    """Two groups of two ranks, each with a batch of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group in (mesh["sequence"], pairs[rank // 2]):
+        model = llama()
+        context = hf.enable(model, group)
+        assert context.layout.world == 2
+        check_training(model, llama(), context, ids(seed=rank // 2), ids(seed=rank // 2))
+    refused(lambda: hf.enable(llama(), mesh), "the mesh has 2 axes ('data', 'sequence')")
+
+
+def test_a_mesh_axis_or_a_group_holds_the_sequence() -> None:
+    spawn(4, groups)
+
+
+def enabled_twice(rank: int) -> None:
+    rope = {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}
+    model, want = llama(**rope), llama(**rope)
+    first = hf.enable(model, schedule="ring")
+    check_training(model, want, first, ids(), ids())
+    second = hf.enable(model, schedule="zigzag")
+    check_training(model, want, second, ids(), ids())
+    reduced: list[int] = []
+    original = hf.dist.all_reduce
+    hf.dist.all_reduce = lambda *args, **kwargs: (reduced.append(1), original(*args, **kwargs))[1]
+    with torch.no_grad():
+        model(**hf.shard_batch(second, ids()))
+    hf.dist.all_reduce = original
+    assert len(reduced) == 1, "the whole length is asked for once"
+    assert len(model._forward_pre_hooks) == len(model.base_model._forward_pre_hooks) == 1
+    refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens are not 2 chunks a rank")
+    refused(lambda: model(**hf.shard_batch(first, ids(length=52))), "those of the zigzag layout")
+
+
+def test_enabling_again_replaces_the_first_and_stacks_nothing() -> None:
+    spawn(2, enabled_twice)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask, line",
+    [
+        ([[0, 1, 1, 1], [1, 1, 1, 1]], "on the left"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "holes"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "on the left"),
+        ([[[[1]]]], "attention_mask has 4 dimensions"),
+    ],
+)
+def test_masks_that_causal_attention_cannot_honour_are_refused(alone: None, mask: list, line: str) -> None:
+    context = hf.enable(llama())
+    for kind in (torch.long, torch.bool, torch.float32):
+        with pytest.raises(ValueError, match=line):
+            hf.shard_batch(context, ids(2, 4), attention_mask=torch.tensor(mask).to(kind))
+
+
+@pytest.mark.parametrize(
+    "extra, line",
+    [
+        ({"labels": ids(1, 8)}, "labels would be shifted inside the shard"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 7])}, "a shard takes no attention_mask"),
+        ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "a shard takes no attention_mask"),
+        ({"use_cache": True}, "key/value cache"),
+        ({"past_key_values": object()}, "key/value cache"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids are not those"),
+        ({"position_ids": torch.arange(8)[None] + 1}, "position_ids are not those"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
+    ],
+)
+def test_inputs_that_would_train_on_nonsense_are_refused(alone: None, extra: dict[str, Any], line: str) -> None:
+    model = llama()
+    context = hf.enable(model)
+    inputs = hf.shard_batch(context, ids(1, 8))
+    model(**inputs)
+    with pytest.raises(ValueError, match=line):
+        model(**inputs | extra)
+
+
+def test_positional_arguments_are_refused_for_they_could_hold_a_mask(alone: None) -> None:
+    model = llama()
+    hf.enable(model)
+    model(ids(1, 8))
+    with pytest.raises(ValueError, match="by keyword"):
+        model(ids(1, 8), torch.tensor([[0] + [1] * 7]))
+
+
+def test_generation_is_refused_in_a_clear_line(alone: None) -> None:
+    model = llama()
+    hf.enable(model)
+    with pytest.raises(ValueError, match=r"key/value cache.*plain transformers"):
+        model.generate(input_ids=ids(1, 8), max_new_tokens=2, do_sample=False)
+
+
+def test_an_unpatched_model_with_the_config_of_a_patched_one_is_refused(alone: None) -> None:
+    model = llama()
+    hf.enable(model)
+    with pytest.raises(ValueError, match="shares its config"):
+        LlamaForCausalLM(model.config)(input_ids=ids(1, 8))
+
+
+def other(kind: type, config: type, **changes: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return kind(config(**SIZES | changes))
+
+
+@pytest.mark.parametrize(
+    "model, line",
+    [
+        (other(LlamaForCausalLM, LlamaConfig, attention_dropout=0.1), "attention_dropout is 0.1"),
+        (other(LlamaForCausalLM, LlamaConfig, is_causal=False), "both directions"),
+        (other(MistralForCausalLM, MistralConfig, sliding_window=8), "sliding-window"),
+        (
+            other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "sliding-window",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_models_whose_attention_would_be_honoured_in_part_are_refused(
+    alone: None, model: PreTrainedModel, line: str
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        hf.enable(model)
+    assert model.config._attn_implementation != hf.IMPLEMENTATION, "a refused model stays as it was"
+
+
+@pytest.mark.parametrize(
+    "kind, config, changes",
+    [(MistralForCausalLM, MistralConfig, {"sliding_window": None}), (Qwen2ForCausalLM, Qwen2Config, {})],
+)
+def test_full_attention_models_of_other_names_are_exact(alone: None, kind: type, config: type, changes: dict) -> None:
+    model = kind(config(**SIZES | changes)).eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids()).logits
+        context = hf.enable(model)
+        assert relative(model(**hf.shard_batch(context, ids())).logits, expected) < 1e-5
+
+
+# ---- what runs when ------------------------------------------------------------------------------------------------
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += op is torch.ops.c10d._allgather_base_.default
+        return op(*args, **kwargs or {})
+
+
+@contextmanager
+def counted_attention() -> Iterator[list[int]]:
+    """A list that grows by one whenever attention runs forward."""
+    ran, forward = [], executor.attention_forward
+
+    def counting(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        ran.append(1)
+        return forward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "attention_forward", counting)
+        yield ran
+
+
+def prepared(remat: str, **techniques: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
+    """A model as the trainer makes it, over all ranks, and one batch for it."""
+    world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
+    model = weights.build_on_meta(LlamaConfig(**SIZES | techniques.pop("config", {})))
+    meshes = make_meshes(world, world.size, "full_shard")
+    loss_model, context = parallelize(model, meshes, CPU, Techniques(length=LENGTH, remat=remat, **techniques))
+    weights.materialize(model, CPU)
+    weights.initialize(model, seed=3)
+    batch = hf.shard_batch(context, ids(), ids())
+    return loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
+
+
+def remat(rank: int) -> None:
+    layers, gradients = SIZES["num_hidden_layers"], {}
+    for policy in POLICIES:
+        model, batch = prepared(policy)
+        for step in range(2):  # the first step of FSDP is not like the others
+            model.zero_grad()
+            with counted_attention() as ran, Gathers() as forward:
+                loss = model(*batch)
+            assert (len(ran), forward.count) == (layers, layers + 1), f"{policy}: forward of step {step}"
+            with counted_attention() as ran, Gathers() as backward:
+                loss.backward()
+            again = layers if policy == "full" else 0
+            assert (len(ran), backward.count) == (again, layers), f"{policy}: backward of step {step}"
+        gradients[policy] = {name: p.grad.to_local() for name, p in model.named_parameters()}
+    for name, expected in gradients["none"].items():
+        assert expected.any(), name
+        assert torch.equal(gradients["attention"][name], expected), name
+        assert torch.equal(gradients["full"][name], expected), name
+
+
+def test_attention_is_recomputed_only_under_full_and_a_layer_gathered_once_a_pass() -> None:
+    spawn(2, remat)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
+def test_a_compiled_layer_runs_attention_once(alone: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, batch = prepared("none", config={"num_hidden_layers": 1})
+    compiled, _ = prepared("attention", config={"num_hidden_layers": 1}, compile=True)
+    plain(*batch).backward()
+    with counted_attention() as ran:
+        compiled(*batch).backward()
+    assert len(ran) == 1
+    for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert relative(p.grad.to_local(), q.grad.to_local()) < 1e-5

@@ -1,0 +1,135 @@
+"""The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightseq.loss import IGNORE_INDEX, cross_entropy_sum
+
+TOKENS, HIDDEN, WORDS = 50, 16, 37
+CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
+
+
+def inputs(dtype: torch.dtype = torch.float64, ignored: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (2, 25, D), weight (V, D), labels (2, 25) of which some have no target."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=g, dtype=torch.float64)
+    weight = torch.randn(WORDS, HIDDEN, generator=g, dtype=torch.float64)
+    labels = torch.randint(WORDS, (2, TOKENS // 2), generator=g)
+    labels[torch.rand(labels.shape, generator=g) < ignored] = IGNORE_INDEX
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("upstream", [1.0, -0.37])
+def test_value_and_gradients_are_those_of_torch(chunk_tokens: int, upstream: float) -> None:
+    hidden, weight, labels = inputs()
+    assert 0 < (labels == IGNORE_INDEX).sum() < TOKENS
+    want = plain(hidden, weight, labels)
+    got = cross_entropy_sum(hidden, weight, labels, chunk_tokens)
+    assert got.dtype == torch.float64 and got.shape == ()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    expected = torch.autograd.grad(want * upstream, (hidden, weight))
+    for g, w in zip(torch.autograd.grad(got * upstream, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_no_valid_label_gives_zero_and_zero_gradients(chunk_tokens: int) -> None:
+    hidden, weight, labels = inputs(torch.float32, ignored=1.1)
+    loss = cross_entropy_sum(hidden, weight, labels, chunk_tokens)
+    loss.backward()
+    assert loss == 0
+    assert hidden.grad is not None and not hidden.grad.any()  # `any` is true of NaN
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_hidden_states_without_a_target_get_no_gradient_and_the_others_do() -> None:
+    hidden, weight, labels = inputs()
+    cross_entropy_sum(hidden, weight, labels, 7).backward()
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad.abs().sum(-1) > 0, labels != IGNORE_INDEX)
+
+
+def test_a_frozen_head_or_frozen_hidden_states_are_left_alone() -> None:
+    hidden, weight, labels = inputs()
+    expected = torch.autograd.grad(plain(hidden, weight, labels), (hidden, weight))
+    (alone,) = torch.autograd.grad(cross_entropy_sum(hidden, weight.detach(), labels, 7), hidden)
+    torch.testing.assert_close(alone, expected[0])
+    (alone,) = torch.autograd.grad(cross_entropy_sum(hidden.detach(), weight, labels, 7), weight)
+    torch.testing.assert_close(alone, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_tokens", [7, 2048])
+def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, chunk_tokens: int) -> None:
+    """Against float64 on the same, already rounded inputs."""
+    hidden, weight, labels = inputs(dtype)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = plain(exact[0], exact[1], labels)
+    truth = [want.detach(), *torch.autograd.grad(want, exact)]
+
+    def errors(loss: Tensor) -> list[float]:
+        assert loss.dtype == torch.float32
+        found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
+
+    ours, theirs = (
+        errors(cross_entropy_sum(hidden, weight, labels, chunk_tokens)),
+        errors(plain(hidden, weight, labels)),
+    )
+    for name, mine, plains in zip(("loss", "hidden", "weight"), ours, theirs, strict=True):
+        assert mine <= 2 * plains + 1e-6, f"{name}: error {mine:.1e}, plain {plains:.1e}"
+
+
+def test_a_tied_weight_collects_the_gradients_of_both_its_ends() -> None:
+    _, _, labels = inputs()
+    ids = torch.randint(WORDS, labels.shape, generator=torch.Generator().manual_seed(1))
+    table = nn.Embedding(WORDS, HIDDEN, dtype=torch.float64)
+    head = nn.Linear(HIDDEN, WORDS, bias=False, dtype=torch.float64)
+    head.weight = table.weight
+    plain(table(ids).tanh(), head.weight, labels).backward()
+    assert table.weight.grad is not None
+    want = table.weight.grad.clone()
+    table.weight.grad = None
+    cross_entropy_sum(table(ids).tanh(), head.weight, labels, 7).backward()
+    torch.testing.assert_close(table.weight.grad, want)
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements that one result of an operator had, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = op(*args, **kwargs or {})
+        if not op.is_view:
+            sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_logits_never_exist_whole() -> None:
+    tokens, words, chunk = 512, 400, 32
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(words, HIDDEN, requires_grad=True)
+    labels = torch.randint(words, (tokens,))
+    with LargestResult() as ours:
+        cross_entropy_sum(hidden, weight, labels, chunk).backward()
+    with LargestResult() as theirs:
+        F.cross_entropy(F.linear(hidden, weight), labels).backward()
+    assert theirs.elements == tokens * words, "what the plain loss makes, and this test would see"
+    assert ours.elements == max(chunk * words, tokens * HIDDEN)

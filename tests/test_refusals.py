@@ -1,0 +1,269 @@
+"""What a training run refuses: one line over all ranks with the value and the remedy, status 2, nothing written."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from test_train_cli import Ended, program
+from transformers import LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 64
+CONFIG = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
+# A run that nothing is wrong with; what a case adds wins. {files} is the folder that `files` makes.
+GOOD = (
+    "--model_name_or_path {files}/model --data_path {files}/data.pkl --output_dir {files}/new "
+    "--model_max_length 32 --max_steps 1 --save_strategy no"
+)
+RANDOM = "--random_init --model_name_or_path"
+
+# Name of the case, what it adds to GOOD, what its line has to say: the value, and the remedy.
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    # the data
+    "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
+    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is of no known kind", "data_gen")),
+    "a directory without tokens": ("--data_path {files}/model", ("has no meta.json", "data_gen")),
+    "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
+    "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
+    "ids outside the vocabulary": ("--data_path {files}/outside.pkl", ("token id 64", "vocabulary of 64", "tokenize")),
+    "no evaluation data": (
+        "--eval_data_path {files}/gone --eval_strategy steps",
+        ("{files}/gone does not exist", "data_gen"),
+    ),
+    "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
+    # the model
+    "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is no directory", "preset", "tiny-llama3")),
+    "unknown preset": (f"{RANDOM} llama3-9b", ("llama3-9b is no", "did you mean llama3-8b?")),
+    "a preset has no weights": ("--model_name_or_path tiny-llama3", ("tiny-llama3 is a preset", "add --random_init")),
+    "the other family's preset": (f"{RANDOM} llama2-7b", ("llama2-7b is no", "preset of llama3")),
+    "directory without a model": (
+        "--model_name_or_path {files}/empty",
+        ("{files}/empty is a directory without", "give"),
+    ),
+    "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare holds no", "--random_init")),
+    "attention dropout": (f"{RANDOM} {{files}}/dropout", ("attention_dropout 0.1", "set it to 0")),
+    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding_window 16", "use another model")),
+    "another architecture": (f"{RANDOM} {{files}}/mistral", ("model_type 'mistral'", "only 'llama'")),
+    "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use a")),
+    "config that is no JSON": (f"{RANDOM} {{files}}/broken", ("{files}/broken", "cannot be read", "another model")),
+    "missing tensor": ("--model_name_or_path {files}/missing", ("{files}/missing", "missing ['lm_head.weight']")),
+    "extra tensor": ("--model_name_or_path {files}/extra", ("{files}/extra", "without a place ['surplus']")),
+    "another shape": ("--model_name_or_path {files}/shape", ("lm_head.weight is [65, 32]", "the model has [64, 32]")),
+    "weights cut short": ("--model_name_or_path {files}/short", ("{files}/short", "cannot be read", "again")),
+    "weights without an index": ("--model_name_or_path {files}/index", ("{files}/index", "cannot be read", "again")),
+    "a hub without a network": (
+        "--model_name_or_path unsloth/Llama-3.2-1B",
+        ("unsloth/Llama-3.2-1B", "cannot be fetched", "network", "add --random_init"),
+    ),
+    "a hub id that is no preset's": (
+        f"{RANDOM} someone/some-llama",
+        ("someone/some-llama", "cannot be fetched", "network", "a preset of llama3", "tiny-llama3"),
+    ),
+    # numbers and names
+    "no length": ("--model_max_length 0", ("--model_max_length 0", "at least 1")),
+    "negative length": ("--model_max_length -5", ("--model_max_length -5", "at least 1")),
+    "no accumulation": ("--gradient_accumulation_steps 0", ("--gradient_accumulation_steps 0", "at least 1")),
+    "ranks that do not divide": ("--sequence_parallel_size 3", ("--sequence_parallel_size 3", "2 processes", "[1, 2]")),
+    "unknown schedule": ("--schedule spiral", ("--schedule 'spiral'", "choose from auto, ring")),
+    "unknown kernel": ("--kernel fa9", ("--kernel 'fa9'", "choose from auto, fa4")),
+    "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
+    "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
+    "unknown flag": ("--learning-rat 1", ("unknown flag --learning-rat", "did you mean --learning_rate?")),
+    "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
+    "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
+    "unknown mirror": ("--report_to carrier_pigeon", ("--report_to 'carrier_pigeon'", "choose from none")),
+    # the output, and what was written before
+    "output that holds a run": (
+        "--output_dir {files}/run",
+        ("{files}/run already holds a run", "--resume_from_checkpoint True", "--overwrite_output_dir"),
+    ),
+    "output that is a file": ("--output_dir {files}/data.pkl", ("data.pkl is a file", "name a directory")),
+    "output below a file": ("--output_dir {files}/data.pkl/out", ("lies below the file", "name another")),
+    "output whose name is too long": ("--output_dir {files}/" + 300 * "x", ("File name too long",)),
+    "output that cannot be made": ("--output_dir /proc/no/such", ("/proc/no/such cannot be made", "name another")),
+    "nothing to resume": (
+        "--output_dir {files}/empty --resume_from_checkpoint True",
+        ("{files}/empty holds no whole checkpoint", "leave it out"),
+    ),
+    "no checkpoint there": ("--resume_from_checkpoint {files}/model", ("{files}/model holds no", "checkpoint-N")),
+    "an older checkpoint": (
+        "--output_dir {files}/run --resume_from_checkpoint {files}/run/checkpoint-1",
+        ("holds the later checkpoint-2", "--resume_from_checkpoint True", "--output_dir"),
+    ),
+    "resumed over another run": (
+        "--output_dir {files}/other --resume_from_checkpoint {files}/run/checkpoint-2",
+        ("{files}/other already holds a run", "--overwrite_output_dir"),
+    ),
+    "another model's checkpoint": (
+        f"{RANDOM} tiny-llama3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
+        ("checkpoint-2 holds model.model.", "resume with the model"),
+    ),
+    "another optimizer's checkpoint": (
+        "--resume_from_checkpoint {files}/other/checkpoint-2",
+        ("checkpoint-2 holds no optimizer.model", "resume with the model and the optimizer"),
+    ),
+}
+
+
+class Hostile:
+    """Unpickled by an unrestricted reader, this runs a command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.folder}/ran",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the cases name, and one run with two checkpoints."""
+    folder = tmp_path_factory.mktemp("refusals")
+    data = {"input_ids": [list(range(20)), list(range(30))]}
+    for name, content in (("data", data), ("outside", {"input_ids": [[1, VOCABULARY]]}), ("hostile", Hostile(folder))):
+        (folder / f"{name}.pkl").write_bytes(pickle.dumps(content))
+    (folder / "cut.pkl").write_bytes(pickle.dumps(data)[:-9])
+    (folder / "file.csv").write_text("1,2\n")
+    (folder / "t.jsonl").write_text('{"text": "words"}\n')
+    (folder / "empty").mkdir()
+    _write_models(folder)
+    flags = "--max_steps 2 --save_strategy steps --save_steps 1"
+    outputs = ("{files}/run", "{files}/other --optim sgd")
+    runs = [f"{GOOD} {flags} --output_dir {output}".format(files=folder) for output in outputs]
+    assert all(end.status == 0 for ends in spawn(2, programs, runs) for end in ends)
+    return folder
+
+
+def _write_models(folder: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(folder / "model")
+    whole = load_file(folder / "model" / "model.safetensors")
+    tensors = {
+        "missing": {name: x for name, x in whole.items() if name != "lm_head.weight"},
+        "extra": whole | {"surplus": torch.zeros(1)},
+        "shape": whole | {"lm_head.weight": torch.zeros(VOCABULARY + 1, 32)},
+    }
+    changes = {
+        "dropout": {"attention_dropout": 0.1},
+        "window": {"sliding_window": 16},
+        "heads": {"num_key_value_heads": 3},
+        "mistral": {"model_type": "mistral"},
+        **{"bare": {}, "short": {}, "index": {}},
+        **{name: {} for name in tensors},
+    }
+    for name, change in changes.items():
+        (folder / name).mkdir()
+        config = json.loads((folder / "model" / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    for name, content in tensors.items():
+        save_file(content, folder / name / "model.safetensors", metadata={"format": "pt"})
+    (folder / "short" / "model.safetensors").write_bytes((folder / "model" / "model.safetensors").read_bytes()[:-9])
+    (folder / "index" / "model.safetensors.index.json").write_text("{}")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+
+
+class Refusal(NamedTuple):
+    """How one program ended on one rank, and what it changed on disk."""
+
+    end: Ended
+    changed: set[tuple[str, int]]
+
+
+def programs(rank: int, runs: list[str]) -> list[Ended]:
+    return [program(rank, "llama3", words) for words in runs]
+
+
+def refused_programs(rank: int, files: str, runs: list[str]) -> list[Refusal]:
+    constants.HF_HUB_OFFLINE = True  # the hub's client reads the environment once, when it is imported
+    found = []
+    for words in runs:
+        before = _tree(Path(files))
+        dist.barrier()
+        try:
+            end = program(rank, "llama3", words)
+        except Exception:  # as wrong as can be, but no other case's fault
+            end = Ended(1, "", traceback.format_exc())
+        found.append(Refusal(end, _tree(Path(files)) ^ before))
+        dist.barrier()
+        shutil.rmtree(f"{files}/new", ignore_errors=True)  # what one case should not have written is in no other's way
+    return found
+
+
+def _tree(folder: Path) -> set[tuple[str, int]]:
+    return {(str(path), path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def refusals(files: Path) -> dict[str, list[Refusal]]:
+    """By case, one for each of two ranks: one world runs them all, which shows too that none leaves it waiting."""
+    runs = [f"{GOOD} {added}".format(files=files) for added, _ in REFUSED.values()]
+    by_rank = spawn(2, refused_programs, str(files), runs)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(REFUSED)}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
+    case: str, files: Path, refusals: dict[str, list[Refusal]]
+) -> None:
+    found = refusals[case]
+    assert [refusal.end.status for refusal in found] == [2, 2], found
+    said = "".join(refusal.end.err for refusal in found)
+    assert said.startswith("error: ") and said.count("\n") == 1 and said.endswith("\n"), said
+    for part in REFUSED[case][1]:
+        assert part.format(files=files) in said
+    assert not any(refusal.end.out for refusal in found)
+    assert not any(refusal.changed for refusal in found)
+
+
+def test_the_ways_out_of_a_directory_that_holds_a_run_are_open(files: Path) -> None:
+    flags = f"--output_dir {files}/other --optim sgd --max_steps 3 --save_strategy steps --save_steps 1"
+    output = f"{GOOD.format(files=files)} {flags}"
+    ends = spawn(2, programs, [f"{output} --resume_from_checkpoint True", f"{output} --overwrite_output_dir"])
+    assert [end.status for rank_ends in ends for end in rank_ends] == [0, 0, 0, 0]
+    resumed, anew = (end.out for end in ends[0])
+    assert "step 3/3" in resumed and "step 1/3" not in resumed
+    assert "step 1/3" in anew
+    assert sorted(path.name for path in (files / "other").glob("checkpoint*")) == [f"checkpoint-{i}" for i in (1, 2, 3)]
+
+
+def _start(program: list[str], words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *program, *words.split()]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_launcher_shows_the_line_of_its_workers_once(files: Path) -> None:
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "llama3/train.py"]
+    done = _start(launched, f"{GOOD} --kernel fa4 --learning_rate 1".format(files=files))
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("error: kernel fa4 cannot run here") == 1
+    assert not (files / "new").exists()
+
+
+def test_without_a_launcher_the_line_is_all_there_is(files: Path) -> None:
+    done = _start(["llama2/train.py"], f"{GOOD} --model_name_or_path winglian/Llama-2-3b-hf".format(files=files))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --model_name_or_path winglian/Llama-2-3b-hf") and done.stderr.count("\n") == 1
+    assert "add --random_init" in done.stderr
+
+
+def test_a_single_process_refuses_what_its_world_cannot_do(files: Path) -> None:
+    done = _start(["-m", "llama3.train"], f"{GOOD} --sequence_parallel_size 2".format(files=files))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --sequence_parallel_size 2 does not divide the 1 processes; give one of [1]\n"

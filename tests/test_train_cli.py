@@ -1,0 +1,368 @@
+"""A training run from its command line to its files: both programs, resuming, checkpoints, evaluation, metrics."""
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+import llama2
+import llama3
+from data_gen.__main__ import main as data_gen
+from lightseq import trainer, weights
+from lightseq.checkpoint import read_facts
+from lightseq.mesh import World
+from lightseq.metrics import read_records
+from lightseq.tokens import read_pickle
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
+LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {  # the families differ where these do
+    "llama2": LlamaConfig(**TINY, num_key_value_heads=4, tie_word_embeddings=False),
+    "llama3": LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=True),
+}
+# As the experiments before this program called it; the model, data and output follow.
+ORIGINAL = """--fp16 --num_train_epochs 3 --per_device_train_batch_size 1 --per_device_eval_batch_size 1
+    --gradient_accumulation_steps 1 --evaluation_strategy no --save_strategy steps --save_steps 1000
+    --save_total_limit 1 --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type "cosine"
+    --logging_steps 1 --fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap 'LlamaDecoderLayer'
+    --tf32 False --model_max_length 2048 --gradient_checkpointing True --lazy_preprocess True"""
+
+
+class Ended(NamedTuple):
+    """How a program ended on one rank."""
+
+    status: int
+    out: str
+    err: str
+
+
+def program(rank: int, family: str, words: str) -> Ended:
+    """One training program on this rank, in the process group that the test has joined already."""
+    size = dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    trainer.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            trainer.main(FAMILIES[family], shlex.split(words))
+        except SystemExit as end:
+            status = int(end.code or 0)
+    dist.barrier()
+    return Ended(status, out.getvalue(), err.getvalue())
+
+
+def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
+    return [program(rank, family, words) for words in runs]
+
+
+def train(world: int, family: str, *runs: str) -> list[Ended]:
+    """Training programs one after the other on one world; what rank 0 said."""
+    ends = spawn(world, programs, family, list(runs))
+    for rank, rank_ends in enumerate(ends):
+        for words, end in zip(runs, rank_ends, strict=True):
+            assert end.status == 0, f"{words}: {end.err}"
+            assert rank == 0 or end.out == "", "only rank 0 speaks"
+    return ends[0]
+
+
+class Files(NamedTuple):
+    """What a run reads, and where it may write."""
+
+    root: Path
+
+    def words(self, family: str, output: str, *more: str) -> str:
+        """A short run's command line; later words win."""
+        return " ".join([
+            f"--model_name_or_path {self.root / family} --random_init --data_path {self.root / 'data.pkl'}",
+            f"--output_dir {self.root / output} --model_max_length {LENGTH} --learning_rate 1e-2",
+            *more,
+        ])  # fmt: skip
+
+    def records(self, output: str) -> list[dict[str, Any]]:
+        return read_records(self.root / output / "metrics.jsonl")
+
+    def losses(self, output: str) -> dict[int, float]:
+        """Loss by step; a step that is recorded twice fails."""
+        found = [(r["step"], r["loss"]) for r in self.records(output) if "loss" in r]
+        assert len(dict(found)) == len(found), found
+        return dict(found)
+
+    def checkpoints(self, output: str) -> list[str]:
+        return sorted(path.name for path in (self.root / output).glob("checkpoint*"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    root = tmp_path_factory.mktemp("train")
+    for name, documents in (("data", 8), ("eval", 3)):
+        words = f"synthetic --kind needle --documents {documents} --length {DOCUMENT} --vocab_size {VOCABULARY}"
+        assert data_gen([*words.split(), "--seed", str(documents), "--output", str(root / f"{name}.pkl")]) == 0
+    for family, config in CONFIGS.items():
+        config.save_pretrained(root / family)
+    return Files(root)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_original_command_lines_run(files: Files, family: str) -> None:
+    output = f"original-{family}"
+    end = train(2, family, files.words(family, output, ORIGINAL, "--max_steps 2 --model_max_length 48"))[0]
+    assert "float16 compute" in end.out and "step 2/2" in end.out
+    assert list(files.losses(output)) == [1, 2]
+    assert files.checkpoints(output) == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp16",
+        "--gradient_accumulation_steps 2 --optim sgd",
+        "--gradient_accumulation_steps 2 --sequence_parallel_size 1",
+    ],
+)
+def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Path, flags: str) -> None:
+    flags += " --lr_scheduler_type constant --weight_decay 0.1"
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    train(
+        2,
+        "llama3",
+        files.words("llama3", whole, flags, "--max_steps 8"),
+        files.words("llama3", parts, flags, "--max_steps 5"),  # float16 has overflowed by then, and halved its scale
+        files.words("llama3", parts, flags, "--max_steps 8 --resume_from_checkpoint True"),
+    )
+    assert list(files.losses(parts)) == list(range(1, 9))
+    assert files.losses(parts) == files.losses(whole)  # to the bit
+    scalers = [read_facts(Path(output) / "checkpoint-8")["scaler"] for output in (parts, whole)]
+    assert scalers[0] == scalers[1] and (scalers[0] is not None) is ("--fp16" in flags)
+
+
+def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
+    """A program that is gone after some step, as if its processes had been killed."""
+    step = trainer.Trainer._step
+
+    def last(self: trainer.Trainer, index: int) -> Any:
+        if index == last_step:
+            raise SystemExit(9)
+        return step(self, index)
+
+    trainer.Trainer._step = last  # type: ignore[method-assign]
+    return program(rank, family, words)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None:
+    flags = "--max_steps 6 --save_steps 3 --warmup_steps 2 --lr_scheduler_type cosine"
+    words = files.words("llama2", "killed", flags)
+    assert [end.status for end in spawn(2, dying, "llama2", words, 5)] == [9, 9]
+    assert list(files.losses("killed")) == [1, 2, 3, 4, 5] and files.checkpoints("killed") == ["checkpoint-3"]
+    with (files.root / "killed" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 6, "lo')  # the line that it was writing
+    (files.root / "killed" / "checkpoint-6.partial").mkdir()
+    train(2, "llama2", words + " --resume_from_checkpoint True", files.words("llama2", "unbroken", flags))
+    assert list(files.losses("killed")) == [1, 2, 3, 4, 5, 6]
+    assert files.losses("killed") == files.losses("unbroken")
+    assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_a_run_resumes_into_another_directory(files: Files) -> None:
+    flags = "--max_steps 4 --save_steps 2"
+    train(2, "llama2", files.words("llama2", "first", flags))
+    checkpoint = files.root / "first" / "checkpoint-2"
+    train(2, "llama2", files.words("llama2", "second", flags, f"--resume_from_checkpoint {checkpoint}"))
+    first = files.losses("first")
+    assert files.losses("second") == {3: first[3], 4: first[4]}
+
+
+def test_the_same_seed_gives_the_same_bits(files: Files) -> None:
+    flags = "--max_steps 3 --max_grad_norm 0.1"
+    train(2, "llama3", files.words("llama3", "once", flags))
+    train(2, "llama3", files.words("llama3", "twice", flags), files.words("llama3", "otherwise", flags, "--seed 43"))
+    kept = ("loss", "grad_norm", "learning_rate", "valid_tokens")
+    once, twice = ([[r[key] for key in kept] for r in files.records(name)] for name in ("once", "twice"))
+    assert once == twice and files.losses("otherwise")[1] != files.losses("once")[1]
+    weight_files = [files.root / name / "checkpoint-3" / "model.safetensors" for name in ("once", "twice")]
+    assert weight_files[0].read_bytes() == weight_files[1].read_bytes()
+
+
+def in_shards(rank: int, family: str, runs: list[str]) -> list[Ended]:
+    weights.SHARD_BYTES = 10_000
+    return programs(rank, family, runs)
+
+
+def master_weights(checkpoint: Path, config: LlamaConfig) -> LlamaForCausalLM:
+    """The model whose weights are those a resumed run would go on with."""
+    model = LlamaForCausalLM(config)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    dcp.load(tensors, checkpoint_id=checkpoint / "state", no_dist=True)
+    return model
+
+
+def plain_loss(model: LlamaForCausalLM, data: Path) -> float:
+    """Mean over all targets, one sequence after the other, by nothing but transformers."""
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for ids, _ in read_pickle(data):
+            batch = torch.from_numpy(ids.astype("int64"))[None]
+            total += model(input_ids=batch, labels=batch).loss.item() * (len(ids) - 1)
+            targets += len(ids) - 1
+    return total / targets
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the state is read by one process
+@pytest.mark.parametrize(
+    ("family", "run", "flags"),
+    [
+        ("llama2", programs, "--sequence_parallel_size 1"),
+        ("llama2", programs, "--fsdp ''"),
+        ("llama3", programs, "--gradient_accumulation_steps 2"),
+        ("llama3", in_shards, "--sequence_parallel_size 1"),
+    ],
+)
+def test_a_checkpoint_is_the_trained_model(files: Files, tmp_path: Path, family: str, run: Any, flags: str) -> None:
+    """It opens with transformers, holds the weights to the bit, and training starts from it where it left off."""
+    trained, tuned = str(tmp_path / "trained"), str(tmp_path / "tuned")
+    evaluated = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy steps --per_device_eval_batch_size 2"
+    checkpoint = Path(trained) / "checkpoint-2"
+    start = f"--model_name_or_path {checkpoint} --random_init False --learning_rate 0"
+    runs = [
+        files.words(family, trained, evaluated, flags, "--max_steps 2 --eval_steps 2"),
+        files.words(family, tuned, evaluated, flags, start, "--max_steps 1 --eval_steps 1"),
+    ]
+    assert [end.status for end in spawn(2, run, family, runs)[0]] == [0, 0]
+    assert len(list(checkpoint.glob("*.safetensors"))) == 1 or run is in_shards
+    assert not list(checkpoint.glob("model.safetensors")) or run is programs
+
+    opened = AutoModelForCausalLM.from_pretrained(checkpoint)
+    master = master_weights(checkpoint, CONFIGS[family])
+    assert opened.dtype == torch.float32 and opened.config.use_cache
+    ids = torch.arange(40)[None]
+    assert torch.equal(opened(ids).logits, master(ids).logits)
+    assert (opened.lm_head.weight is opened.model.embed_tokens.weight) is CONFIGS[family].tie_word_embeddings
+
+    (left_off,) = (r["eval_loss"] for r in files.records(trained) if "eval_loss" in r)
+    (start_loss,) = (r["eval_loss"] for r in files.records(tuned) if "eval_loss" in r)
+    assert start_loss == left_off
+    assert left_off == pytest.approx(plain_loss(opened, files.root / "eval.pkl"), rel=1e-6)
+
+
+def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
+    epochs = "--per_device_train_batch_size 4 --num_train_epochs 2"  # of 8 examples: 4 steps
+    ends = train(
+        2,
+        "llama3",
+        files.words("llama3", "newest", "--max_steps 4 --save_steps 1 --save_total_limit 2"),
+        files.words("llama3", "epochs", epochs, "--save_strategy epoch"),
+        files.words("llama3", "none", "--max_steps 1 --save_strategy no"),
+    )
+    assert files.checkpoints("newest") == ["checkpoint-3", "checkpoint-4"]
+    assert files.checkpoints("epochs") == ["checkpoint-2", "checkpoint-4"]
+    assert files.checkpoints("none") == [] and "none saved" in ends[2].out
+
+
+def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
+    flags = f"--per_device_train_batch_size 4 --num_train_epochs 2 --eval_data_path {files.root / 'eval.pkl'}"
+    train(
+        2,
+        "llama2",
+        files.words("llama2", "evaluated", flags, "--eval_strategy epoch --save_strategy no"),
+        files.words("llama2", "unevaluated", flags, "--save_strategy no"),
+    )
+    evaluations = [r for r in files.records("evaluated") if "eval_loss" in r]
+    assert [set(r) for r in evaluations] == [{"step", "eval_loss"}] * 2 and [r["step"] for r in evaluations] == [2, 4]
+    assert list(files.losses("evaluated")) == [1, 2, 3, 4]
+    assert files.losses("evaluated") == files.losses("unevaluated")
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_one(files: Files) -> None:
+    flags = "--max_steps 7 --save_strategy no"
+    train(2, "llama3", files.words("llama3", "each", flags), files.words("llama3", "third", flags, "--logging_steps 3"))
+    each, third = files.losses("each"), files.losses("third")
+    assert list(third) == [3, 6, 7]
+    means = {last: sum(each[step] for step in range(last - 2, last + 1)) / 3 for last in (3, 6)}
+    assert third == pytest.approx({**means, 7: each[7]})
+
+
+def test_every_rank_is_profiled(files: Files) -> None:
+    train(2, "llama3", files.words("llama3", "profiled", "--max_steps 3 --save_strategy no --profile_steps 2:2"))
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((files.root / "profiled" / "profile" / f"rank{rank}.json.gz").read_bytes()))
+        assert any(event["name"] == "lightseq::attention" for event in trace["traceEvents"])
+
+
+def test_tensorboard_gets_what_metrics_jsonl_gets(files: Files) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(1, "llama3", files.words("llama3", "board", "--max_steps 2 --save_strategy no --report_to tensorboard"))
+    events = accumulator.EventAccumulator(str(files.root / "board" / "runs"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("loss")}
+    assert shown == pytest.approx(files.losses("board"))
+
+
+def with_secrets(rank: int, family: str, words: str) -> Ended:
+    os.environ.update(HF_TOKEN="secret-1", WANDB_API_KEY="secret-2", AWS_SECRET_ACCESS_KEY="secret-3")
+    return program(rank, family, words)
+
+
+def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
+    words = files.words("llama3", "told", "--max_steps 2 --seed 7 --schedule balanced")
+    assert [end.status for end in spawn(2, with_secrets, "llama3", words)] == [0, 0]
+    output = files.root / "told"
+    run = json.loads((output / "run.json").read_text())
+    assert run["command"] == f"llama3/train.py {words}" and run["config"]["seed"] == 7
+    assert (run["schedule"], run["kernel"], run["transport"]) == ("balanced", "cpu", "gloo")
+    assert run["versions"]["torch"] == torch.__version__ and run["versions"]["python"] == platform.python_version()
+    assert run["hardware"]["device"] == "cpu" and run["world_size"] == run["sequence_ranks"] == 2
+    assert not [f for f in output.rglob("*") if f.is_file() and b"secret-" in f.read_bytes()]
+    assert not [line for line in (output / "run.json").read_text().splitlines() if "API_KEY" in line]
+
+
+def test_a_record_has_the_promised_keys(files: Files) -> None:
+    train(2, "llama3", files.words("llama3", "keys", "--max_steps 2 --save_strategy no"))
+    promised = """step loss grad_norm learning_rate tokens valid_tokens step_seconds tokens_per_second
+        tokens_per_second_per_gpu model_tflops_per_gpu mfu hfu peak_memory_allocated_bytes peak_memory_reserved_bytes
+        host_rss_bytes data_seconds comm_bytes training_tokens_percent"""
+    for record in files.records("keys"):
+        assert sorted(record) == sorted(promised.split())
+        assert (record["tokens"], record["valid_tokens"]) == (LENGTH, DOCUMENT - 1)
+        assert record["training_tokens_percent"] == pytest.approx(100 * (DOCUMENT - 1) / LENGTH)
+        assert record["tokens_per_second"] == pytest.approx(2 * record["tokens_per_second_per_gpu"])
+        assert record["comm_bytes"] > 0 and record["host_rss_bytes"] > 1e6 and record["mfu"] is None
+
+
+def test_both_forms_of_a_program_start_from_where_they_should(tmp_path: Path) -> None:
+    script, module = [str(ROOT / "llama2" / "train.py")], ["-m", "llama3.train"]
+    started = [
+        subprocess.Popen([sys.executable, *form, "--help"], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for form, cwd in ((script, tmp_path), (module, ROOT))
+    ]
+    for process, family in zip(started, ("llama2", "llama3"), strict=True):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and err == b""
+        assert out.decode().count(f"usage: {family}/train.py") == 1
+
+
+def test_help_is_printed_once() -> None:
+    ends = spawn(2, program, "llama3", "--help")
+    assert ends[0].out.startswith("usage: llama3/train.py") and ends[1] == Ended(0, "", "")

@@ -1,0 +1,319 @@
+"""Weights in and out on any number of ranks: drawn alike, read in parts, saved whole, and what is refused."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from worlds import spawn
+
+from lightseq import weights
+from lightseq.mesh import World, make_meshes
+from lightseq.parallelize import shard_parameters
+
+WORLDS = [1, 2, 3]
+FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]
+VOCABULARY = 97  # a prime: no number of ranks divides it
+CPU = torch.device("cpu")
+
+
+def tiny(tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=90,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+        tie_word_embeddings=tied,
+    )
+
+
+def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedModel:
+    """Split over all ranks, with memory and without values; NaN, so that none left unfilled goes unnoticed."""
+    model = weights.build_on_meta(config)
+    if fsdp is not None:
+        world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
+        layers: Any = model.model.layers
+        shard_parameters(model, layers, make_meshes(world, world.size, fsdp).parameters, torch.float32)
+    weights.materialize(model, CPU)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    return model
+
+
+def drawn(tied: bool) -> dict[str, Tensor]:
+    """Fresh weights on one process, without any sharding."""
+    model = empty(tiny(tied), fsdp=None)
+    weights.initialize(model, seed=5)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def differing(model: PreTrainedModel, want: dict[str, Tensor]) -> list[str]:
+    got = dict(weights.whole_parameters(model))
+    assert got.keys() == want.keys()
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+# ---- fresh ones ----------------------------------------------------------------------------------------------------
+
+
+def initialized(rank: int, want: dict[bool, dict[str, Tensor]]) -> None:
+    for tied, expected in want.items():
+        for fsdp in FSDP_MODES:
+            model = empty(tiny(tied), fsdp)
+            weights.initialize(model, seed=5)
+            assert differing(model, expected) == [], f"tied {tied}, {fsdp}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_fresh_weights_are_the_same_on_any_number_of_ranks(world: int) -> None:
+    spawn(world, initialized, {tied: drawn(tied) for tied in (False, True)})
+
+
+def test_fresh_weights_have_the_spread_of_the_config_and_norms_are_one() -> None:
+    for name, weight in drawn(tied=False).items():
+        if "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:  # the spread of n samples is known to 1/sqrt(2n); five times that never happens
+            assert weight.std().item() == pytest.approx(0.05, rel=5 / math.sqrt(2 * weight.numel())), name
+            assert abs(weight.mean().item()) < 5 * 0.05 / math.sqrt(weight.numel()), name
+
+
+def test_every_parameter_and_every_seed_has_its_own_draw() -> None:
+    config = LlamaConfig(**tiny().to_dict() | {"num_key_value_heads": 4})  # q, k, v and o are of one shape
+    model, other = empty(config, fsdp=None), empty(config, fsdp=None)
+    weights.initialize(model, seed=5)
+    weights.initialize(other, seed=6)
+    square = [p.detach() for p in model.parameters() if p.shape == (64, 64)]
+    assert len(square) == 8
+    assert len({tuple(p[0].tolist()) for p in square}) == 8
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True) if p.ndim > 1)
+
+
+def test_biases_start_at_zero() -> None:
+    config = LlamaConfig(**tiny().to_dict() | {"attention_bias": True})
+    model = empty(config, fsdp=None)
+    weights.initialize(model, seed=5)
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 8 and not any(p.any() for p in biases)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rope_type", ["default", "llama3", "yarn"])
+def test_a_model_built_on_meta_computes_what_one_built_on_cpu_does(tied: bool, rope_type: str) -> None:
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    keys = {"default": (), "llama3": tuple(scaling), "yarn": ("factor", "original_max_position_embeddings")}[rope_type]
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0} | {key: scaling[key] for key in keys}
+    config = LlamaConfig(**tiny(tied).to_dict() | {"rope_parameters": rope, "max_position_embeddings": 64})
+    built, model = LlamaForCausalLM(config), empty(config, fsdp=None)
+    tie = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tie == tied
+    model.load_state_dict(built.state_dict())
+    for (name, got), (_, want) in zip(model.named_buffers(), built.named_buffers(), strict=True):
+        assert torch.equal(got, want), name
+    ids = torch.arange(40).unsqueeze(0)
+    assert torch.equal(model(input_ids=ids).logits, built(input_ids=ids).logits)
+
+
+def test_a_buffer_that_cannot_be_rebuilt_is_refused_by_name() -> None:
+    model = weights.build_on_meta(tiny())
+    model.model.register_buffer("secret", torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"model\.secret"):
+        weights.materialize(model, CPU)
+
+
+# ---- in and out ----------------------------------------------------------------------------------------------------
+
+
+class CountedSlice:
+    """A tensor of a file, of which it is noted how many rows were read."""
+
+    def __init__(self, part: Any, note: Callable[[int], None]) -> None:
+        self.part, self.note = part, note
+
+    def get_shape(self) -> list[int]:
+        return self.part.get_shape()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        read = self.part[index]
+        self.note(len(read))
+        return read
+
+
+class CountedFile:
+    """`safe_open`, noting rows read; it has no way to read a tensor whole."""
+
+    rows: dict[str, int]  # of all files
+
+    def __init__(self, path: Path, framework: str) -> None:
+        self.file = safe_open(path, framework)
+
+    def __enter__(self) -> "CountedFile":
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def get_slice(self, name: str) -> CountedSlice:
+        def note(rows: int) -> None:
+            self.rows[name] = self.rows.get(name, 0) + rows
+
+        return CountedSlice(self.file.get_slice(name), note)
+
+    def keys(self) -> list[str]:
+        return list(self.file.keys())
+
+
+def check_rows_read(model: PreTrainedModel, rows: dict[str, int]) -> None:
+    """Each rank read its own rows once, all ranks together every row once."""
+    for name, parameter in model.named_parameters():
+        data = parameter.detach()
+        assert isinstance(data, DTensor)
+        assert rows.get(name, 0) == len(data.to_local()) <= -(-len(data) // dist.get_world_size()), name
+        total = torch.tensor(rows.get(name, 0))
+        dist.all_reduce(total)
+        assert total == len(data), name
+
+
+def round_trip(rank: int, folder: str, tied: bool, want: dict[str, Tensor]) -> None:
+    """Reads what transformers wrote, noting the rows; writes it again in shards and in one file."""
+    model = empty(tiny(tied))
+    CountedFile.rows = {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(weights, "safe_open", CountedFile)
+    weights.load(model, Path(folder, "in"))
+    patch.undo()
+    assert differing(model, want) == []
+    check_rows_read(model, CountedFile.rows)
+    weights.save_pretrained(model, Path(folder, "whole"), torch.float32)
+    patch.setattr(weights, "SHARD_BYTES", 30_000)
+    weights.save_pretrained(model, Path(folder, "shards"), torch.float32)
+    patch.undo()
+    for name in ("whole", "shards"):
+        dist.barrier()
+        again = empty(tiny(tied), "ddp")
+        weights.load(again, Path(folder, name))
+        assert differing(again, want) == [], name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_weights_go_in_and_out_unchanged_on_any_number_of_ranks(world: int, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny(tied))
+    model.save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    spawn(world, round_trip, str(tmp_path), tied, want)
+    assert [p.name for p in (tmp_path / "whole").glob("*.safetensors")] == [weights.WEIGHTS]
+    files = sorted(p.name for p in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for name in ("whole", "shards"):
+        read, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()), report
+        assert type(read) is LlamaForCausalLM
+        assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied
+        for (parameter, p), q in zip(read.named_parameters(), want.values(), strict=True):
+            assert torch.equal(p, q), f"{name}: {parameter}"
+
+
+def save_over(rank: int, folder: str) -> None:
+    model = empty(tiny())
+    for seed, shard_bytes in ((5, 30_000), (6, 1 << 30), (7, 30_000)):
+        weights.initialize(model, seed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights, "SHARD_BYTES", shard_bytes)
+            weights.save_pretrained(model, Path(folder), torch.float32)
+        dist.barrier()
+        again = empty(tiny())
+        weights.load(again, Path(folder))
+        assert differing(again, dict(weights.whole_parameters(model))) == [], (
+            f"read the weights saved before seed {seed}"
+        )
+        plain = LlamaForCausalLM.from_pretrained(folder)
+        assert differing(again, {name: p.detach() for name, p in plain.named_parameters()}) == []
+
+
+def test_saving_over_an_older_model_leaves_none_of_its_weights(tmp_path: Path) -> None:
+    spawn(1, save_over, str(tmp_path))
+
+
+def save_narrow(rank: int, folder: str) -> None:
+    model = empty(tiny())
+    weights.initialize(model, seed=5)
+    weights.save_pretrained(model, Path(folder), torch.bfloat16)
+    again = empty(tiny())
+    dist.barrier()
+    weights.load(again, Path(folder))
+    rounded = {name: p.to(torch.bfloat16).float() for name, p in weights.whole_parameters(model)}
+    assert differing(again, rounded) == [], "bfloat16 is read into float32 masters"
+
+
+def test_the_saving_dtype_is_recorded_and_held_to(tmp_path: Path) -> None:
+    spawn(2, save_narrow, str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert {x.dtype for x in load_file(tmp_path / weights.WEIGHTS).values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = drawn(tied=False)
+    change(tensors)
+    save_file(tensors, directory / weights.WEIGHTS)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        (lambda x: x.pop("model.layers.1.mlp.up_proj.weight"), r"missing \['model.layers.1.mlp.up_proj.weight'\]"),
+        (lambda x: x.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+        (lambda x: x.update(novel=torch.zeros(2)), r"without a place \['novel'\]"),
+        (
+            lambda x: x.update({"model.norm.weight": torch.ones(63)}),
+            r"model.norm.weight is \[63\], the model has \[64\]",
+        ),
+    ],
+    ids=["missing", "no head", "extra", "misshapen"],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], line: str
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        weights.load(empty(tiny(), fsdp=None), changed(tmp_path, change))
+
+
+def test_what_a_tie_or_the_rotary_positions_leave_behind_is_no_extra_tensor(tmp_path: Path) -> None:
+    """Older checkpoints hold both ends of a tie, and the frequencies."""
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    directory = changed(tmp_path, lambda x: x.update(frequencies))
+    model = empty(tiny(tied=True), fsdp=None)
+    weights.load(model, directory)
+    assert not any(p.isnan().any() for p in model.parameters())
+
+
+def test_a_directory_that_lacks_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+        weights.load(empty(tiny(), fsdp=None), tmp_path)
+    LlamaForCausalLM(tiny()).save_pretrained(tmp_path, max_shard_size="50KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=gone.name):
+        weights.load(empty(tiny(), fsdp=None), tmp_path)
