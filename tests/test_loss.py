@@ -72,7 +72,7 @@ def test_a_frozen_head_or_frozen_hidden_states_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk_tokens", [7, 2048])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 2048])
 def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, chunk_tokens: int) -> None:
     """Against float64 on the same, already rounded inputs."""
     hidden, weight, labels = inputs(dtype)
@@ -91,6 +91,18 @@ def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, 
     )
     for name, mine, plains in zip(("loss", "hidden", "weight"), ours, theirs, strict=True):
         assert mine <= 2 * plains + 1e-6, f"{name}: error {mine:.1e}, plain {plains:.1e}"
+
+
+def test_the_gradient_of_the_weight_adds_up_over_many_chunks_in_float32() -> None:
+    """A bfloat16 sum of equal terms stands still after 256 of them."""
+    tokens = 1024
+    hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+    weight = torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    cross_entropy_sum(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk_tokens=1).backward()
+    assert weight.grad is not None
+    want = torch.full((WORDS, HIDDEN), tokens / WORDS)
+    want[0] -= tokens
+    torch.testing.assert_close(weight.grad.float(), want, rtol=2**-7, atol=0)
 
 
 def test_a_tied_weight_collects_the_gradients_of_both_its_ends() -> None:
