@@ -36,5 +36,5 @@ threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
 command=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$processes" "$root/$family/train.py" "$@")
-echo "launch: ${command[*]@Q}" >&2
+printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" >&2
 exec "${command[@]}"

@@ -83,6 +83,8 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
 
 
 def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
+    if not (directory / STATE / ".metadata").is_file():
+        raise ValueError(f"--resume_from_checkpoint {directory} has lost its {STATE}/; name another checkpoint")
     saved = dcp.FileSystemReader(directory / STATE).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         size = list(getattr(saved.get(name), "size", ()))
@@ -92,6 +94,12 @@ def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
                 f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; "
                 "resume with the model and the optimizer that it was saved with"
             )
+    without_place = [n for n in saved if n not in tensors]
+    if without_place:
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; "
+            "resume with the model and the optimizer that it was saved with"
+        )
 
 
 def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
 def _read_config(source: Path | str) -> LlamaConfig:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"

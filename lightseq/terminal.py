@@ -21,13 +21,12 @@ QUIET_SECONDS: Final = 5.0  # between two lines where there is no terminal to dr
 
 
 class Terminal:
-    """Rank 0 speaks, the others are silent. A bar on a terminal, a line now and then in a log."""
+    """Rank 0's voice; the other ranks never call it. A bar on a terminal, a line now and then in a log."""
 
-    def __init__(self, speaks: bool, total_steps: int, first_step: int) -> None:
-        self._speaks, self._total, self._first = speaks, total_steps, first_step
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self._total, self._first = total_steps, first_step
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
         self._last_line = 0.0
 
     def header(self, facts: Mapping[str, str], notes: Sequence[str]) -> None:
@@ -36,14 +35,17 @@ class Terminal:
             self._console.print(f"  {name.ljust(width)}  {value}", markup=False)
         for note in notes:
             self._console.print(f"  {note}", markup=False)
+        if self._console.is_terminal:  # before the first step, which can take minutes
+            self._start_bar()
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
             self._console.print(f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}", markup=False)
             return
         status = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
-        if self._console.is_terminal:
-            self._bar().update(self._task or TaskID(0), completed=record["step"], status=status)
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.update(task, completed=record["step"], status=status)
             return
         now, step = time.monotonic(), record["step"]
         if step in (self._first + 1, self._total) or now - self._last_line > QUIET_SECONDS:
@@ -52,9 +54,9 @@ class Terminal:
             self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
 
     def summary(self, checkpoint: Path | None, metrics: Path, losses: Sequence[float]) -> None:
         if losses:
@@ -64,12 +66,10 @@ class Terminal:
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         self._console.print(f"metrics     {metrics}", markup=False)
 
-    def _bar(self) -> Progress:
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(), TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
-            self._task = self._progress.add_task("train", total=self._total, completed=self._first, status="")
-            self._progress.start()
-        return self._progress
+    def _start_bar(self) -> None:
+        progress = Progress(
+            TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(), TimeRemainingColumn(), console=self._console,
+        )  # fmt: skip
+        self._bar = progress, progress.add_task("train", total=self._total, completed=self._first, status="first step")
+        progress.start()

@@ -88,7 +88,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.scaler = LossScaler() if config.fp16 else None
         self.first_step = agree(world, self._resume)
-        self.terminal = Terminal(world.is_main, inputs.total_steps, self.first_step)
+        self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.metrics = agree(world, lambda: self._open_output(command))
 
     def _fill_weights(self) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub import constants
+from programs import Ended, program
 from safetensors.torch import load_file, save_file
-from test_train_cli import Ended, program
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare holds no", "--random_init")),
     "attention dropout": (f"{RANDOM} {{files}}/dropout", ("attention_dropout 0.1", "set it to 0")),
+    "no attention heads": (f"{RANDOM} {{files}}/headless", ("its config cannot be read", "give another model")),
     "sliding window": (f"{RANDOM} {{files}}/window", ("sliding_window 16", "use another model")),
     "another architecture": (f"{RANDOM} {{files}}/mistral", ("model_type 'mistral'", "only 'llama'")),
     "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use a")),
@@ -113,6 +114,14 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{RANDOM} tiny-llama3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
         ("checkpoint-2 holds model.model.", "resume with the model"),
     ),
+    "a checkpoint without its state": (
+        "--resume_from_checkpoint {files}/stateless/checkpoint-1",
+        ("checkpoint-1 has lost its state/", "name another"),
+    ),
+    "an optimizer that has no place for what was saved": (
+        "--optim sgd --resume_from_checkpoint {files}/run/checkpoint-2",
+        ("checkpoint-2 holds optimizer.", "resume with the model and the optimizer"),
+    ),
     "another optimizer's checkpoint": (
         "--resume_from_checkpoint {files}/other/checkpoint-2",
         ("checkpoint-2 holds no optimizer.model", "resume with the model and the optimizer"),
@@ -146,6 +155,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outputs = ("{files}/run", "{files}/other --optim sgd")
     runs = [f"{GOOD} {flags} --output_dir {output}".format(files=folder) for output in outputs]
     assert all(end.status == 0 for ends in spawn(2, programs, runs) for end in ends)
+    shutil.copytree(folder / "run" / "checkpoint-1", folder / "stateless" / "checkpoint-1")
+    shutil.rmtree(folder / "stateless" / "checkpoint-1" / "state")
     return folder
 
 
@@ -161,6 +172,7 @@ def _write_models(folder: Path) -> None:
     changes = {
         "dropout": {"attention_dropout": 0.1},
         "window": {"sliding_window": 16},
+        "headless": {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": None},
         "heads": {"num_key_value_heads": 3},
         "mistral": {"model_type": "mistral"},
         **{"bare": {}, "short": {}, "index": {}},

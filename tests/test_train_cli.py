@@ -1,12 +1,9 @@
 """A training run from its command line to its files: both programs, resuming, checkpoints, evaluation, metrics."""
 
-import contextlib
 import gzip
-import io
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +11,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from programs import FAMILIES, Ended, program
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-import llama2
-import llama3
 from data_gen.__main__ import main as data_gen
 from lightseq import trainer, weights
 from lightseq.checkpoint import read_facts
-from lightseq.mesh import World
 from lightseq.metrics import read_records
 from lightseq.tokens import read_pickle
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
 TINY = {
     "vocab_size": VOCABULARY,
@@ -50,29 +43,6 @@ ORIGINAL = """--fp16 --num_train_epochs 3 --per_device_train_batch_size 1 --per_
     --save_total_limit 1 --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type "cosine"
     --logging_steps 1 --fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap 'LlamaDecoderLayer'
     --tf32 False --model_max_length 2048 --gradient_checkpointing True --lazy_preprocess True"""
-
-
-class Ended(NamedTuple):
-    """How a program ended on one rank."""
-
-    status: int
-    out: str
-    err: str
-
-
-def program(rank: int, family: str, words: str) -> Ended:
-    """One training program on this rank, in the process group that the test has joined already."""
-    size = dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"))
-    trainer.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    status, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            trainer.main(FAMILIES[family], shlex.split(words))
-        except SystemExit as end:
-            status = int(end.code or 0)
-    dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
 
 
 def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:

@@ -1,0 +1,39 @@
+"""One of the training programs, run inside a test's process group as a command line would run it."""
+
+import contextlib
+import io
+import shlex
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import llama2
+import llama3
+from lightseq import trainer
+from lightseq.mesh import World
+
+FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
+
+
+class Ended(NamedTuple):
+    """How a program ended on one rank."""
+
+    status: int
+    out: str
+    err: str
+
+
+def program(rank: int, family: str, words: str) -> Ended:
+    """One training program on this rank, in the process group that the test has joined already."""
+    size = dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    trainer.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            trainer.main(FAMILIES[family], shlex.split(words))
+        except SystemExit as end:
+            status = int(end.code or 0)
+    dist.barrier()
+    return Ended(status, out.getvalue(), err.getvalue())
