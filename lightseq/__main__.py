@@ -15,10 +15,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw = commands.add_parser("schedule", help="prove a schedule and draw its table")
     draw.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
     draw.add_argument("--ranks", type=int, required=True, help="ranks that share a sequence")
-    draw.add_argument("--head_groups", type=int, default=1, help="groups of heads that prefix fetches one by one")
+    draw.add_argument(
+        "--head_groups", type=int, default=1, help="groups of heads that are fetched and computed one by one"
+    )
+    draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     words = parser.parse_args(argv)
     try:
-        schedule = make_schedule(words.schedule, words.ranks, words.head_groups)
+        schedule = make_schedule(words.schedule, words.ranks, words.head_groups, words.ulysses_size)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

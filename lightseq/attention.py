@@ -10,7 +10,7 @@ from lightseq import executor
 from lightseq.comm import Transport, make_transport
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.layout import Layout
-from lightseq.schedule import SCHEDULES, Schedule, make_schedule
+from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_cost import AttentionShape, cheapest
 
 
@@ -44,6 +44,8 @@ def make_context(
     schedule: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
+    ulysses_size: int | None = None,
+    head_groups: int | None = None,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
@@ -53,10 +55,12 @@ def make_context(
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     world = dist.get_world_size(group)
     chosen = cheapest(world, shape) if schedule == "auto" else schedule
+    table = make_schedule(chosen, world, head_groups or 1, ulysses_size)
+    check_heads(table, shape.heads, shape.kv_heads)
     name = f"{chosen}-{world}-{len(_CONTEXTS)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
-        schedule=make_schedule(chosen, world),
+        schedule=table,
         rank=dist.get_rank(group),
         group=group,
         selection=select(kernel, spec),
@@ -89,6 +93,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> 
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
+    check_heads(context.schedule, q.shape[2], k.shape[2])
     if q.shape[1] % context.layout.chunks_per_rank:
         raise ValueError(
             f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "

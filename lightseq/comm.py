@@ -1,25 +1,71 @@
-"""Moves bytes between the ranks of a group; knows nothing of attention, and never makes the host wait for a GPU."""
+"""Moves bytes between the ranks of a group; knows nothing of attention, and never makes the host wait for a GPU.
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+What a rank sends lies in its outbox. Every rank's outbox is laid out alike, so a place in one's own names the same
+place in any other: a transport that can reads there, one that cannot is sent the tensor.
+"""
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-Message = tuple[int, Tensor]  # (rank in the group, contiguous tensor)
+
+class Send(NamedTuple):
+    """A tensor of this rank's outbox, for another rank (its number in the group)."""
+
+    dst: int
+    tensor: Tensor
+
+
+class Receive(NamedTuple):
+    """A tensor in the outbox of `src`, as `Transport.at` finds it. Without `into` it may be read where it lies."""
+
+    src: int
+    there: Tensor
+    into: Tensor | None
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Bytes (uint8) to send from. `programs` keeps what the caller works out about places in it."""
+
+    memory: Tensor
+    programs: dict[Any, Any] = field(default_factory=dict)
 
 
 class Transport(Protocol):
-    """Point-to-point messages. Messages between two ranks arrive in the order in which both ends list them."""
+    """One pass of attention opens the outbox, and exchanges step by step what lies in it."""
 
     name: str
     bytes_sent: int  # by this rank, since the transport was made
+    buffer_bytes: int  # device memory held outside torch's caching allocator
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Starts every message and returns a function that waits for them, on the device's stream where there is one.
+    def outbox(self, size: int) -> AbstractContextManager[Outbox]:
+        """At least `size` bytes, the same on every rank, until the context ends."""
+        ...
 
-        The tensors belong to the transport until then.
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        """What lies in another rank's outbox where `here` lies in this rank's: for `Receive`, and of its shape."""
+        ...
+
+    def exchange(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        then: Callable[[list[Tensor]], None] | None = None,
+        fresh: bool = True,
+    ) -> Callable[[], None]:
+        """Starts every message, and returns a function after which what was received may be used.
+
+        Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
+        in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
+        to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
         """
         ...
 
@@ -27,33 +73,190 @@ class Transport(Protocol):
 class SendRecvTransport:
     """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
+    buffer_bytes = 0
+
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.name = name
         self.bytes_sent = 0
-        self._group = group
+        self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._peers = dist.get_process_group_ranks(group)
         if len(self._peers) > 1:
             # A communicator is made at its first collective, which all ranks have to join; a step's messages join some.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        ops = [dist.P2POp(dist.isend, x, self._peers[peer], self._group) for peer, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, self._peers[peer], self._group) for peer, x in receives]
-        self.bytes_sent += sum(x.numel() * x.element_size() for _, x in sends)
+    @contextmanager
+    def outbox(self, size: int) -> Iterator[Outbox]:
+        yield Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        return here
+
+    def exchange(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        then: Callable[[list[Tensor]], None] | None = None,
+        fresh: bool = True,
+    ) -> Callable[[], None]:
+        ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in sends]
+        received = []
+        for src, there, into in receives:
+            into = torch.empty_like(there) if into is None else into
+            if src == self._rank:
+                into.copy_(there)
+            else:
+                ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
+            received.append(into)
+        self.bytes_sent += sum(s.tensor.nbytes for s in sends)
         works = dist.batch_isend_irecv(ops) if ops else []
-        held = [x for _, x in sends]  # alive until the transfer is over
 
         def wait() -> None:
             for work in works:
                 work.wait()
-            held.clear()
+            if then is not None:
+                then(received)
 
         return wait
 
 
+class SymmetricTransport:
+    """Ranks of one host read each other's memory: copy engines fetch on a side stream while kernels compute.
+
+    The outbox is torch symmetric memory. All waiting is done by the devices, at barriers through that memory; NVLink
+    multicast is not used.
+    """
+
+    name = "symmetric"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.bytes_sent = 0
+        self.buffer_bytes = 0
+        self._group, self._device, self._rank = group, device, dist.get_rank(group)
+        self._world = dist.get_world_size(group)
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._grow(1 << 20)
+        self._all_read = self._side.record_event()  # nobody reads the outbox any more
+        self._last_barrier = self._all_read
+
+    def _grow(self, size: int) -> None:
+        torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
+        self._peers: list[Tensor] = []
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+        self._handle = symmetric_memory.rendezvous(self._memory, self._group)
+        self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
+        self._outbox = Outbox(self._memory)
+        self.buffer_bytes = size
+
+    @contextmanager
+    def outbox(self, size: int) -> Iterator[Outbox]:
+        if size > self.buffer_bytes:
+            self._grow(size)
+        torch.cuda.current_stream().wait_event(self._all_read)
+        yield self._outbox
+        with torch.cuda.stream(self._side):
+            self._handle.barrier()
+        self._all_read = self._side.record_event()
+
+    def exchange(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        then: Callable[[list[Tensor]], None] | None = None,
+        fresh: bool = True,
+    ) -> Callable[[], None]:
+        current = torch.cuda.current_stream()
+        self.bytes_sent += sum(s.tensor.nbytes for s in sends)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            if fresh:
+                self._handle.barrier()
+                current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
+                self._last_barrier = self._side.record_event()
+            found: dict[int, Tensor] = {}
+            # Every rank starts with its next neighbour, so that no rank is read by all others at once.
+            for i, (_, there, into) in sorted(enumerate(receives), key=lambda r: (r[1].src - self._rank) % self._world):
+                found[i] = there if into is None else into.copy_(there)
+            if then is not None:
+                then([found[i] for i in range(len(receives))])
+        done = self._side.record_event()
+        in_use = [then]  # and all that it holds: freed before, its memory could be written to while still being read
+
+        def wait() -> None:
+            current.wait_event(done)
+            in_use.clear()
+
+        return wait
+
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        start = here.data_ptr() - self._memory.data_ptr()
+        flat = self._peers[rank][start : start + here.nbytes]
+        return flat.view(here.dtype).view(here.shape)
+
+
+class NoTransport:
+    """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication."""
+
+    name = "none"
+    buffer_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes_sent = 0
+        self._device = device
+        self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
+
+    @contextmanager
+    def outbox(self, size: int) -> Iterator[Outbox]:
+        if size > self._outbox.memory.numel():
+            self._outbox = Outbox(torch.randint(256, (size,), dtype=torch.uint8, device=self._device))
+        yield self._outbox
+
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        return here
+
+    def exchange(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        then: Callable[[list[Tensor]], None] | None = None,
+        fresh: bool = True,
+    ) -> Callable[[], None]:
+        received = [r.there if r.into is None else r.into for r in receives]
+        return lambda: then(received) if then is not None else None
+
+
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """`auto`, or the backend by name. Raises ValueError for one that this device has no use for."""
-    here = "nccl" if device.type == "cuda" else "gloo"
-    if name not in ("auto", here):
-        raise ValueError(f"transport {name} does not run on {device.type}; use {here}, or auto")
-    return SendRecvTransport(here, group, device)
+    """`auto`, or a transport by name. Raises ValueError for one that cannot work here.
+
+    `auto` is gloo on CPU, symmetric where every rank can map the others' memory, nccl otherwise.
+    """
+    if name == "none":
+        return NoTransport(device)
+    here = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)
+    if name not in ("auto", *here):
+        raise ValueError(f"transport {name} does not run on {device.type}; use {' or '.join(here)}, or auto")
+    if name == "symmetric" or (name == "auto" and device.type == "cuda"):
+        reason = why_not_symmetric(group, device)
+        if reason is None:
+            return SymmetricTransport(group, device)
+        if name == "symmetric":
+            raise ValueError(f"transport symmetric cannot run here: {reason}; use nccl, or auto")
+    return SendRecvTransport(here[0], group, device)
+
+
+def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The reason why the ranks of a group cannot read each other's memory; None, on every rank alike, if they can."""
+    mine = (_host(), device.index if device.index is not None else torch.cuda.current_device())
+    everyone: list[tuple[str, int]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts = {host for host, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    strangers = [i for _, i in everyone if i != mine[1] and not torch.cuda.can_device_access_peer(mine[1], i)]
+    reasons: list[str | None] = [None] * len(everyone)
+    mine_why = f"GPU {mine[1]} cannot access GPU {strangers[0]}" if strangers else None
+    dist.all_gather_object(reasons, mine_why, group=group)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _host() -> str:
+    return socket.gethostname()

@@ -1,7 +1,7 @@
 """Which tokens of a sequence live on which rank, and the global position of every local token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,17 +18,23 @@ class Layout:
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
     tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431).
+
+    Where heads too are split, `ulysses` neighbouring ranks take one place in that order together, and each of its
+    chunks is cut once more, into one piece for each of them.
     """
 
     kind: Kind
     world: int
     chunks_per_rank: int = 1
+    ulysses: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"layout {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
         if self.world < 1:
             raise ValueError(f"a layout needs at least one rank, not {self.world}")
+        if self.world % self.ulysses:
+            raise ValueError(f"{self.world} ranks do not divide into groups of {self.ulysses} that share heads")
         if self.kind == "zigzag":
             assert self.chunks_per_rank == 2, "zigzag pairs a chunk with its mirror image"
         if self.kind == "striped":
@@ -38,14 +44,25 @@ class Layout:
     def chunk_count(self) -> int:
         return self.world * self.chunks_per_rank
 
+    @property
+    def outer(self) -> "Layout":
+        """The layout of the places, each of which `ulysses` ranks share."""
+        return replace(self, world=self.world // self.ulysses, ulysses=1)
+
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks of a rank, in the order in which they lie in its local tensors."""
+        if self.ulysses > 1:
+            place, piece = divmod(rank, self.ulysses)
+            return tuple(chunk * self.ulysses + piece for chunk in self.outer.chunks(place))
         if self.kind == "zigzag":
             return (rank, 2 * self.world - 1 - rank)
         return tuple(range(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank))
 
     def home(self, chunk: int) -> int:
         """The rank that holds a chunk."""
+        if self.ulysses > 1:
+            whole, piece = divmod(chunk, self.ulysses)
+            return self.outer.home(whole) * self.ulysses + piece
         if self.kind == "zigzag":
             return min(chunk, 2 * self.world - 1 - chunk)
         return chunk // self.chunks_per_rank
@@ -57,6 +74,9 @@ class Layout:
     def chunk_positions(self, chunk: int, length: int) -> Tensor:
         """Global positions of one chunk's tokens, int64, for a padded length."""
         assert length % self.chunk_count == 0, f"length {length} is not padded to a multiple of {self.chunk_count}"
+        if self.ulysses > 1:
+            whole, piece = divmod(chunk, self.ulysses)
+            return self.outer.chunk_positions(whole, length).chunk(self.ulysses)[piece]
         if self.kind == "striped":
             return torch.arange(chunk, length, self.world)
         size = length // self.chunk_count

@@ -31,7 +31,8 @@ class Tile(NamedTuple):
 class Move(NamedTuple):
     """One bundle of tensors leaving src for dst. Both ends read the same object, so they cannot disagree.
 
-    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse). Results: out (out and lse), dq, dkv.
+    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse). Results: out (out and lse), dq, dkv; `tile`
+    says which of its rank's tiles in the step before made them.
     """
 
     item: str
@@ -39,6 +40,7 @@ class Move(NamedTuple):
     src: int
     dst: int
     heads: int = 0
+    tile: int = 0
 
     @property
     def is_result(self) -> bool:
@@ -56,7 +58,7 @@ class Step:
 Assignment = list[list[tuple[Tile, ...]]]  # [step][rank]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """A distributed attention algorithm: a layout and the steps of its forward and backward pass."""
 
@@ -69,6 +71,11 @@ class Schedule:
     @property
     def world(self) -> int:
         return self.layout.world
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that share each place of the sequence, each with heads of its own."""
+        return self.layout.ulysses
 
 
 # ---- the algorithms: which tiles, nothing else ---------------------------------------------------------------------
@@ -135,6 +142,27 @@ def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
     return [[tiles(rank, heads) for rank in range(layout.world)] for heads in range(head_groups)]
 
 
+def whole(layout: Layout, head_groups: int = 1) -> Assignment:
+    """One place that holds the whole sequence: what is left of a schedule where all ranks share the heads."""
+    everything = layout.chunks(0)
+    return [[(Tile(everything, everything, Mask.CAUSAL, heads),)] for heads in range(head_groups)]
+
+
+def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
+    """The same tiles for `ulysses` ranks in each place, each with its own heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    Over a ring of several places this is the 2-D scheme of USP (arXiv 2405.07719).
+    """
+
+    def pieces(chunks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(chunk * ulysses + piece for chunk in chunks for piece in range(ulysses))
+
+    def split(tile: Tile, u: int) -> Tile:
+        return Tile(pieces(tile.q), pieces(tile.kv), tile.mask, tile.heads * ulysses + u)
+
+    return [[tuple(split(t, u) for t in tiles) for tiles in row for u in range(ulysses)] for row in assignment]
+
+
 def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
     return Tile(q, kv, Mask.CAUSAL if q == kv else Mask.FULL)
 
@@ -155,37 +183,85 @@ SCHEDULES: dict[str, Algorithm] = {
     "zigzag": Algorithm("zigzag", 2, zigzag),
     "balanced": Algorithm("contiguous", 2, balanced),
     "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True),
+    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True),
+    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True),
 }
 
 
-def make_schedule(name: str, world: int, head_groups: int = 1) -> Schedule:
-    """The schedule of that name for a number of ranks. Raises ValueError for a name or head groups it does not have."""
+def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+    """The schedule of that name for a number of ranks.
+
+    `ulysses_size` ranks share a place of the sequence and split its heads: all of them under `ulysses`, half of them
+    under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
+    after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
-    layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank)
-    assignment = algorithm.assign(layout, head_groups) if algorithm.has_head_groups else algorithm.assign(layout)
-    return Schedule(name, layout, head_groups, plan(layout, assignment), plan(layout, assignment, backward=True))
+    ulysses = _ulysses_size(name, world, ulysses_size)
+    layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank, ulysses)
+    outer = layout.outer
+    assignment = algorithm.assign(outer, head_groups) if algorithm.has_head_groups else algorithm.assign(outer)
+    if ulysses > 1:
+        assignment = with_ulysses(assignment, ulysses)
+    passes = plan(layout, assignment), plan(layout, assignment, backward=True)
+    return Schedule(name, layout, head_groups * ulysses, *passes)
+
+
+def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
+    """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
+    groups = schedule.head_groups
+    if heads % groups or (kv_heads % groups and groups % kv_heads):
+        raise ValueError(
+            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {groups}, which {heads} query "
+            f"and {kv_heads} key/value heads do not allow; prefix takes any number"
+        )
+
+
+def _ulysses_size(name: str, world: int, asked: int | None) -> int:
+    if name == "ulysses":
+        if asked not in (None, world):
+            raise ValueError(
+                f"schedule ulysses splits heads over all {world} ranks, not {asked}; usp splits them over a part"
+            )
+        return world
+    size = asked or (world // 2 if name == "usp" else 1)
+    if name == "usp" and not 1 < size < world:
+        raise ValueError(
+            f"schedule usp needs more than one place and more than one rank in each: {world} ranks with ulysses_size "
+            f"{size} are {'ulysses' if size == world else 'prefix'}"
+        )
+    if world % size:
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        raise ValueError(f"ulysses_size {size} does not divide {world} ranks; choose one of {divisors}")
+    return size
 
 
 # ---- what follows from the tiles -----------------------------------------------------------------------------------
 
 
 def plan(layout: Layout, assignment: Assignment, backward: bool = False) -> tuple[Step, ...]:
-    """The moves: remote operands travel one step before their tile, results one step after it."""
+    """The moves: remote operands travel one step before their tile, results one step after it.
+
+    An operand that the next step needs as well stays where it is.
+    """
     rows = [list(row) for row in assignment]
     if any(_operands(layout, rank, tile) for rank, tiles in enumerate(rows[0]) for tile in tiles):
         rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
-    moves: list[set[Move]] = [set() for _ in range(len(rows) + 1)]
+    moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
+    held: set[Move] = set()
     for t, row in enumerate(rows):
+        needed: set[Move] = set()
         for rank, tiles in enumerate(row):
-            for tile in tiles:
+            for i, tile in enumerate(tiles):
                 for item, chunk in _operands(layout, rank, tile):
-                    moves[t - 1].add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
+                    needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
                 for item, chunk in _results(layout, rank, tile, backward):
-                    moves[t + 1].add(Move(item, chunk, rank, layout.home(chunk), tile.heads))
+                    moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
+        moves[t - 1] += needed - held
+        held = needed
     if moves[-1]:
         rows.append([()] * layout.world)  # nothing left to compute: the last results travel
     return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))

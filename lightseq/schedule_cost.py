@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, make_schedule
+from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, check_heads, make_schedule
 
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 
@@ -70,18 +70,18 @@ def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
 
 
 def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
-    """Bytes of one bundle. Summed gradients travel in float32, log-sum-exps always do."""
+    """Bytes of one bundle. Everything travels as kernels make it; log-sum-exps are float32 always."""
     rows = shape.batch * shape.length / schedule.layout.chunk_count
     q = rows * shape.heads / schedule.head_groups * shape.head_dim
-    kv = rows * shape.kv_heads / schedule.head_groups * shape.head_dim
+    kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
     lse = 4 * rows * shape.heads / schedule.head_groups
     e = shape.element_bytes
     sizes = {
         "kv": 2 * kv * e,
         "q": 3 * q * e + lse if backward else q * e,
         "out": q * e + lse,
-        "dq": q * max(e, 4),
-        "dkv": 2 * kv * max(e, 4),
+        "dq": q * e,
+        "dkv": 2 * kv * e,
     }
     return round(sizes[move.item])
 
@@ -103,4 +103,13 @@ def cheapest(world: int, shape: AttentionShape) -> str:
         c = cost(make_schedule(name, world), shape)
         return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
 
-    return min(SCHEDULES, key=price)
+    return min((name for name in SCHEDULES if fits(name, world, shape)), key=price)
+
+
+def fits(name: str, world: int, shape: AttentionShape) -> bool:
+    """Whether a schedule exists for that many ranks and heads."""
+    try:
+        check_heads(make_schedule(name, world), shape.heads, shape.kv_heads)
+    except ValueError:
+        return False
+    return True

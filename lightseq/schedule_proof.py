@@ -22,12 +22,12 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
-    """Follows every bundle. An operand lives one step after its move, a result leaves in the step after its tile."""
+    """Follows every bundle: an operand lives while each next step reads it, a result leaves the step after its tile."""
     layout = schedule.layout
-    arrived: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
-    owed: set[tuple[int, str, int, int]] = set()
+    held: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
+    owed: set[tuple[int, str, int, int, int]] = set()  # (rank, item, chunk, heads, tile)
     for t, step in enumerate(steps):
-        sent = {(m.src, m.item, m.chunk, m.heads) for m in step.moves if m.is_result}
+        sent = {(m.src, m.item, m.chunk, m.heads, m.tile) for m in step.moves if m.is_result}
         received = {(m.dst, m.item, m.chunk, m.heads) for m in step.moves if not m.is_result}
         if len(sent) + len(received) != len(step.moves):
             raise InvalidSchedule(f"{name}, step {t}: the same bundle moves twice")
@@ -39,24 +39,28 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
         if sent != owed:
             raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are owed and not sent, or not owed")
         used, owed = _needs_and_results(layout, step, backward)
-        if used != arrived:
-            missing, idle = sorted(used - arrived), sorted(arrived - used)
-            raise InvalidSchedule(f"{name}, step {t}: operands {missing} are missing, {idle} arrived for nothing")
-        arrived = received
-    if arrived or owed:
-        raise InvalidSchedule(f"{name}: after the last step {sorted(arrived)} are unused and {sorted(owed)} not home")
+        if used - held:
+            raise InvalidSchedule(f"{name}, step {t}: operands {sorted(used - held)} are missing")
+        next_used = _needs_and_results(layout, steps[t + 1], backward)[0] if t + 1 < len(steps) else set()
+        held = used & next_used
+        if received - next_used or received & held:
+            idle = sorted(received - next_used | received & held)
+            raise InvalidSchedule(f"{name}, step {t}: operands {idle} arrive for nothing")
+        held |= received
+    if held or owed:
+        raise InvalidSchedule(f"{name}: after the last step {sorted(held)} are unused and {sorted(owed)} not home")
 
 
 def _needs_and_results(layout: Layout, step: Step, backward: bool) -> tuple[set, set]:
     """Remote operands that a step's tiles read, and results that they make for other ranks."""
     needs, results = set(), set()
     for rank, tiles in enumerate(step.tiles):
-        for tile in tiles:
+        for i, tile in enumerate(tiles):
             q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
             kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
             needs |= {(rank, "q", c, tile.heads) for c in q} | {(rank, "kv", c, tile.heads) for c in kv}
-            results |= {(rank, "dq" if backward else "out", c, tile.heads) for c in q}
-            results |= {(rank, "dkv", c, tile.heads) for c in kv} if backward else set()
+            results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
+            results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
     return needs, results
 
 

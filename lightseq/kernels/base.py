@@ -24,11 +24,15 @@ class KernelSpec:
     deterministic: bool = False
 
 
+GradientRoom = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, dk, dv
+
+
 class Kernel(Protocol):
     """Computes one tile.
 
     out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
     scaled scores. The backward takes the *global* out and lse of its queries, whatever part of the keys it is given.
+    `into` is memory, of any strides, that a kernel may write its result to; it returns that same tensor if it did.
     """
 
     @property
@@ -44,25 +48,30 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self, dout_BSHD: Tensor, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, out_BSHD: Tensor, lse_BHS: Tensor,
-        causal: bool, scale: float,
+        causal: bool, scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
-def forward_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one tile under any mask. Rows that see no key have out 0 and lse -inf."""
+def forward_tile(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one tile under any mask. Rows that see no key have out 0 and lse -inf.
+
+    `into` is memory that out may be written to; whether it was, one sees from the tensor that is returned.
+    """
     if mask is Mask.FULL:
-        return kernel.forward(q, k, v, False, scale)
+        return kernel.forward(q, k, v, False, scale, into)
     if mask is Mask.STRICT:
         return _forward_strict(kernel, q, k, v, scale)
     before = k.shape[1] - q.shape[1]
     assert before >= 0, "a causal tile has at least as many keys as queries"
     if before == 0 or kernel.causal_alignment == "bottom_right":
-        return kernel.forward(q, k, v, True, scale)
+        return kernel.forward(q, k, v, True, scale, into)
     out, lse = kernel.forward(q, k[:, :before], v[:, :before], False, scale)
     diagonal_out, diagonal_lse = kernel.forward(q, k[:, before:], v[:, before:], True, scale)
     merged, lse = merge(out.to(lse.dtype), lse, diagonal_out, diagonal_lse)
@@ -70,16 +79,17 @@ def forward_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sc
 
 
 def backward_tile(
-    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one tile under any mask, from the global out and lse."""
+    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float,
+    into: GradientRoom = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of one tile under any mask, from the global out and lse. `into` as in `forward_tile`."""
     if mask is Mask.FULL:
-        return kernel.backward(dout, q, k, v, out, lse, False, scale)
+        return kernel.backward(dout, q, k, v, out, lse, False, scale, into)
     if mask is Mask.STRICT:
         return _backward_strict(kernel, dout, q, k, v, out, lse, scale)
     before = k.shape[1] - q.shape[1]
     if before == 0 or kernel.causal_alignment == "bottom_right":
-        return kernel.backward(dout, q, k, v, out, lse, True, scale)
+        return kernel.backward(dout, q, k, v, out, lse, True, scale, into)
     dq, dk, dv = kernel.backward(dout, q, k[:, :before], v[:, :before], out, lse, False, scale)
     dq2, dk2, dv2 = kernel.backward(dout, q, k[:, before:], v[:, before:], out, lse, True, scale)
     accumulate = torch.promote_types(q.dtype, torch.float32)

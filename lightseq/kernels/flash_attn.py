@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.base import GradientRoom, KernelSpec
 from lightseq.kernels.torch_native import half_on_cuda
 
 
@@ -52,7 +52,9 @@ class FlashAttention2(_FlashAttention):
     package = "flash-attn"
     lowest = (8, 0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._load()._flash_attn_forward(
             q, k, v, 0.0, scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
             alibi_slopes=None, return_softmax=False,
@@ -60,9 +62,10 @@ class FlashAttention2(_FlashAttention):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = _empty_like(q, k, v)
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, window_size_left=-1,
             window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
@@ -76,14 +79,17 @@ class FlashAttention3(_FlashAttention):
     package = "flash-attn-3"
     lowest, above = (9, 0), (10, 0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._load()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = _empty_like(q, k, v)
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
             deterministic=self.deterministic,
@@ -102,14 +108,19 @@ class FlashAttention4(_FlashAttention):
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
         return super()._load()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into
+        )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = _empty_like(q, k, v)
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
             deterministic=self.deterministic,
@@ -117,5 +128,9 @@ class FlashAttention4(_FlashAttention):
         return dq, dk, dv
 
 
-def _empty_like(*tensors: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+def _room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Memory for the gradients: what was given, else new."""
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
+        for given, x in zip(into, inputs, strict=True)
+    ]

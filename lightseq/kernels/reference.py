@@ -6,7 +6,7 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.base import GradientRoom, KernelSpec
 
 
 class ReferenceKernel:
@@ -16,7 +16,9 @@ class ReferenceKernel:
     def why_not(self, spec: KernelSpec) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, causal, scale)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
@@ -24,8 +26,9 @@ class ReferenceKernel:
         return torch.einsum("bhst,bthd->bshd", p, v_BTHD).to(q.dtype), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wide = lse.dtype
         p = torch.exp(_scores(q, k, causal, scale) - lse.unsqueeze(-1))
         dv = torch.einsum("bhst,bshd->bthd", p, dout.to(wide))

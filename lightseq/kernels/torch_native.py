@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.base import GradientRoom, KernelSpec
 from lightseq.kernels.reference import ReferenceKernel
 
 aten = torch.ops.aten
@@ -41,15 +41,18 @@ class CpuKernel:
     def why_not(self, spec: KernelSpec) -> str | None:
         return None if spec.device_type == "cpu" else "needs a CPU"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _swap(q), _swap(k), _swap(v), 0.0, causal, scale=scale
         )
         return _swap(out), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _swap(dout), _swap(q), _swap(k), _swap(v), _swap(out), lse.contiguous(), 0.0, causal, scale=scale
         )
@@ -72,15 +75,18 @@ class AtenKernel:
             return f"needs a head dimension of at most 256, not {spec.head_dim}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal,
@@ -107,7 +113,9 @@ class CudnnKernel:
             return "its backward is not deterministic"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if q.shape[1] == k.shape[1] == 1:  # the one shape that cuDNN refuses
             return ReferenceKernel().forward(q, k, v, causal, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -116,8 +124,9 @@ class CudnnKernel:
         return _swap(out), lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # cuDNN: (B, H, S, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         if q.shape[1] == k.shape[1] == 1:
             return ReferenceKernel().backward(dout, q, k, v, out, lse, causal, scale)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)

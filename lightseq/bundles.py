@@ -1,0 +1,103 @@
+"""How tensors lie while they travel: rows first, then batch, then the heads of all tensors of an item side by side.
+
+So a chunk is one piece of memory, and neighbouring chunks are one tensor that kernels read in place.
+Shape suffixes: B batch, S local sequence, R rows of a chunk, N heads, D head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightseq.schedule import Schedule
+
+Bundle = tuple[Tensor, ...]  # packed: (rows, B, tensors x heads, D) and perhaps the lse (rows, B, heads)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One chunk and head group of an item. `lse` is the dtype of the log-sum-exp that comes along, if one does."""
+
+    tensors: int
+    heads: int  # of one tensor in one group
+    groups: int  # fewer than the schedule's where several groups of queries share key/value heads
+    chunks: int  # on one rank
+    rows: int
+    batch: int
+    dim: int
+    dtype: torch.dtype
+    lse: torch.dtype | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        lse = self.heads * self.lse.itemsize if self.lse else 0
+        return self.rows * self.batch * (self.tensors * self.heads * self.dim * self.dtype.itemsize + lse)
+
+    @property
+    def staged_chunks(self) -> int:
+        """Chunks and head groups of one rank: what `stage` writes."""
+        return self.groups * self.chunks
+
+    def packed(self, memory: Tensor, chunks: int) -> Bundle:
+        """`chunks` neighbouring chunks in the first bytes of `memory` (uint8)."""
+        rows = chunks * self.rows
+        main = rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize
+        x = memory[:main].view(self.dtype).view(rows, self.batch, self.tensors * self.heads, self.dim)
+        if self.lse is None:
+            return (x,)
+        lse = memory[main : chunks * self.chunk_bytes].view(self.lse).view(rows, self.batch, self.heads)
+        return x, lse
+
+    def empty(self, chunks: int, device: torch.device) -> Bundle:
+        """Memory for that many neighbouring chunks."""
+        shape = (chunks * self.rows, self.batch, self.tensors * self.heads, self.dim)
+        x = torch.empty(shape, dtype=self.dtype, device=device)
+        return (x,) if self.lse is None else (x, torch.empty((*shape[:2], self.heads), dtype=self.lse, device=device))
+
+    def slots(self, bundle: Bundle, start: int, count: int) -> Bundle:
+        """Some neighbouring chunks of a packed bundle."""
+        return tuple(x.narrow(0, start * self.rows, count * self.rows) for x in bundle)
+
+    def unpacked(self, bundle: Bundle) -> Bundle:
+        """The tensors of a packed bundle as views (B, S, N, D), and the lse as (B, N, S)."""
+        parts = bundle[0].unflatten(2, (self.tensors, self.heads)).permute(2, 1, 0, 3, 4).unbind()
+        return (*parts, *(lse.permute(1, 2, 0) for lse in bundle[1:]))
+
+    def stage(self, into: Bundle, tensors: Bundle) -> None:
+        """Copies a rank's own tensors (B, S, N, D), lse (B, N, S) into a bundle: by head group, then by chunk."""
+        packed = into[0].view(self.groups, -1, self.batch, self.tensors, self.heads, self.dim)
+        for i in range(self.tensors):
+            copy(packed[:, :, :, i], tensors[i].unflatten(2, (self.groups, self.heads)).permute(2, 1, 0, 3, 4))
+        for lse in into[1:]:
+            src = tensors[-1].unflatten(1, (self.groups, self.heads)).permute(1, 3, 0, 2)
+            lse.view(self.groups, -1, self.batch, self.heads).copy_(src)
+
+    def local(self, tensors: Bundle, start: int, count: int, group: int) -> Bundle:
+        """Neighbouring chunks and one head group of a rank's own tensors, as views."""
+        rows = slice(start * self.rows, (start + count) * self.rows)
+        heads = slice(group * self.heads, (group + 1) * self.heads)
+        return tuple(x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows] for x in tensors)
+
+
+def form(schedule: Schedule, tensors: Sequence[Tensor], lse: Tensor | None = None) -> Form:
+    """The form of an item from a rank's own tensors, all (B, S, N, D) alike, and their lse (B, N, S)."""
+    batch, length, heads, dim = tensors[0].shape
+    groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
+    chunks = schedule.layout.chunks_per_rank
+    return Form(
+        len(tensors), heads // groups, groups, chunks, length // chunks, batch, dim, tensors[0].dtype,
+        lse.dtype if lse is not None else None,
+    )  # fmt: skip
+
+
+def copy(dst: Tensor, src: Tensor) -> None:
+    """dst.copy_(src), sixteen bytes at a time where both allow it: a strided copy of 2-byte elements is slow."""
+    narrow = 16 // dst.element_size()
+    if dst.dtype == src.dtype and all(_divides(x, narrow) for x in (dst, src)):
+        dst, src = dst.view(torch.complex128), src.view(torch.complex128)
+    dst.copy_(src)
+
+
+def _divides(x: Tensor, n: int) -> bool:
+    return x.stride(-1) == 1 and all(k % n == 0 for k in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))

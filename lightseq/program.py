@@ -1,0 +1,268 @@
+"""What one rank does in one pass over a schedule, with every place in memory worked out: made once, run often.
+
+A training step runs the same pass for every layer, and at short lengths the host has less than a millisecond for each.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightseq.bundles import Bundle, Form
+from lightseq.layout import Layout
+from lightseq.placement import Arena, arenas, blocks, local_place
+from lightseq.schedule import Schedule, Step, Tile
+
+ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
+REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long what was sent has to stay
+
+Forms = Mapping[str, Form]
+Place = tuple[int, int]  # (where a chunk lies in its rank's tensors, head group of the item)
+
+
+class Fill(NamedTuple):
+    """A chunk that travels into an arena; `there` is where it lies in the outbox of `src`."""
+
+    arena: int
+    slot: int
+    src: int
+    there: Bundle
+
+
+class Arrival(NamedTuple):
+    """A result that comes home."""
+
+    item: str
+    place: Place
+    src: int
+    there: Bundle
+    unpacked: Bundle
+
+
+class Operand(NamedTuple):
+    """What a tile reads: neighbouring chunks of an arena, or of the rank's own tensors where `arena` is None."""
+
+    arena: int | None
+    start: int
+    chunks: int
+    group: int
+
+
+class Room(NamedTuple):
+    """Where a tile leaves its result for an item.
+
+    In the outbox (`posted`); in the final tensor, where the tile is the only one to contribute (`final`); or in memory
+    of its own. `own` are the places at home that the result's chunks go to, None for those of other ranks.
+    """
+
+    item: str
+    posted: Bundle | None
+    final: Operand | None
+    own: tuple[Place | None, ...]
+
+
+class TileProgram(NamedTuple):
+    tile: Tile
+    q: Operand
+    kv: Operand
+    rooms: tuple[Room, ...]
+
+
+class StepProgram(NamedTuple):
+    sends: tuple[tuple[int, Tensor], ...]
+    opens: tuple[int, ...]  # arenas
+    fills: tuple[Fill, ...]
+    arrivals: tuple[Arrival, ...]
+    tiles: tuple[TileProgram, ...]
+    closes: tuple[int, ...]
+    travels: bool  # something moves, on this rank or another
+    fresh: bool  # outboxes were written to since the last exchange
+
+
+@dataclass(frozen=True)
+class Program:
+    staged: tuple[tuple[str, Bundle], ...]  # operands that travel, and where they lie in the outbox
+    arenas: tuple[Arena, ...]
+    steps: tuple[StepProgram, ...]
+
+
+def make_program(
+    schedule: Schedule, backward: bool, rank: int, forms: Forms, memory: Tensor, at: Callable[[int, Tensor], Tensor]
+) -> Program:
+    """`memory` is the outbox; `at` is `Transport.at`."""
+    places = _Places(schedule, backward, rank, forms, memory, at)
+    steps = passes(schedule, backward)
+    staged = tuple((item, places.staged[item]) for item in places.staged)
+    return Program(staged, places.arenas, tuple(places.step(t) for t in range(len(steps))))
+
+
+class _Places:
+    """Finds the places of everything that a pass touches."""
+
+    def __init__(
+        self, schedule: Schedule, backward: bool, rank: int, forms: Forms, memory: Tensor,
+        at: Callable[[int, Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        self.schedule, self.layout, self.backward = schedule, schedule.layout, backward
+        self.rank, self.forms, self.memory, self.at = rank, forms, memory, at
+        self.steps = passes(schedule, backward)
+        self.arenas = arenas(self.steps, self.layout, rank)
+        starts, self.regions, _ = outbox_plan(schedule, backward, tuple(forms.items()))
+        self.staged = {item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in starts.items()}
+        self.parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
+
+    def step(self, t: int) -> StepProgram:
+        step = self.steps[t]
+        opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
+        # Operands before results, as they are received: both ends of a message have to list it in the same order.
+        mine = sorted((m for m in step.moves if self.rank in (m.src, m.dst)), key=lambda m: m.is_result)
+        sends, fills, arrivals = [], [own for i in opens for own in self.own_fills(i)], []
+        for move in mine:
+            where = self.posted(t - 1, move.src, move.tile, move.item, move.chunk) if move.is_result else (
+                self.staged_chunk(move.item, move.chunk, move.heads)
+            )  # fmt: skip
+            if move.src == self.rank:
+                sends += [(move.dst, x) for x in where]
+                continue
+            there = tuple(self.at(move.src, x) for x in where)
+            if move.is_result:
+                place = self.place(move.item, move.chunk, move.heads)
+                arrivals.append(Arrival(move.item, place, move.src, there, self.forms[move.item].unpacked(there)))
+            else:
+                arena, slot = self.arena_slot(t + 1, move.item, (move.chunk,), move.heads)
+                fills.append(Fill(arena, slot, move.src, there))
+        return StepProgram(
+            tuple(sends), opens, tuple(fills), tuple(arrivals),
+            tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
+            tuple(i for i, a in enumerate(self.arenas) if a.last == t),
+            travels=bool(step.moves), fresh=t == 0 or any(move.is_result for move in step.moves),
+        )  # fmt: skip
+
+    def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
+        results = {"dq": tile.q, "dkv": tile.kv} if self.backward else {"out": tile.q}
+        rooms = tuple(self.room(t, i, item, chunks, tile.heads) for item, chunks in results.items())
+        q, kv = (self.operand(t, item, c, tile.heads) for item, c in (("q", tile.q), ("kv", tile.kv)))
+        return TileProgram(tile, q, kv, rooms)
+
+    def room(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> Room:
+        form = self.forms[item]
+        own = tuple(self.place(item, c, heads) if self.layout.home(c) == self.rank else None for c in chunks)
+        posted = self.block(t, self.rank, i, item)
+        if posted is not None:
+            return Room(item, form.unpacked(posted[1]), None, own)
+        start = local_place(self.layout, self.rank, chunks)
+        parts = self.parts[item]
+        alone = all(p is not None and parts[p].total() == 1 for p in own)
+        if start is not None and alone and comes_at_once(item, parts):
+            return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), own)
+        return Room(item, None, None, own)
+
+    def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
+        start = local_place(self.layout, self.rank, chunks)
+        if start is not None:
+            return Operand(None, start, len(chunks), self.group(item, heads))
+        arena, slot = self.arena_slot(t, item, chunks, heads)
+        return Operand(arena, slot, len(chunks), 0)
+
+    def own_fills(self, arena: int) -> list[Fill]:
+        a = self.arenas[arena]
+        own = [(i, c) for i, c in enumerate(a.chunks) if self.layout.home(c) == self.rank]
+        return [Fill(arena, i, self.rank, self.staged_chunk(a.item, c, a.heads)) for i, c in own]
+
+    def arena_slot(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> tuple[int, int]:
+        for i, a in enumerate(self.arenas):
+            if (a.item, a.heads) == (item, heads) and a.first <= t <= a.last and chunks[0] in a.chunks:
+                return i, a.find(chunks)
+        raise AssertionError(f"no arena holds {item} {chunks} of head group {heads} at step {t}")
+
+    def group(self, item: str, heads: int) -> int:
+        return item_group(self.forms[item], self.schedule, heads)
+
+    def place(self, item: str, chunk: int, heads: int) -> Place:
+        return self.layout.chunks(self.layout.home(chunk)).index(chunk), self.group(item, heads)
+
+    def staged_chunk(self, item: str, chunk: int, heads: int) -> Bundle:
+        form = self.forms[item]
+        place, group = self.place(item, chunk, heads)
+        return form.slots(self.staged[item], group * form.chunks + place, 1)
+
+    def posted(self, t: int, src: int, tile: int, item: str, chunk: int) -> Bundle:
+        block = self.block(t, src, tile, item)
+        assert block is not None, f"tile {tile} of rank {src} leaves no {item} at step {t}"
+        chunks, bundle = block
+        return self.forms[item].slots(bundle, chunks.index(chunk), 1)
+
+    def block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Bundle] | None:
+        """The chunks that a tile of any rank posts, and the memory at their place in this rank's outbox."""
+        start = self.regions.get(t, 0)
+        for block in blocks(self.steps[t], self.layout, rank, self.backward):
+            form = self.forms[block.item]
+            if (block.tile, block.item) == (tile, item):
+                return block.chunks, form.packed(self.memory[start:], len(block.chunks))
+            start += _aligned(len(block.chunks) * form.chunk_bytes)
+        return None
+
+
+def passes(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
+    return schedule.backward if backward else schedule.forward
+
+
+def item_group(form: Form, schedule: Schedule, heads: int) -> int:
+    """Which of an item's own head groups one of the schedule's is: they differ for replicated key/value heads."""
+    return heads * form.groups // schedule.head_groups
+
+
+def comes_at_once(item: str, parts: Mapping[Place, Counter[int]]) -> bool:
+    """Whether results can go straight to the final tensor: sums whose parts all come in one step, unmerged outputs."""
+    if item == "out":
+        return all(steps.total() == 1 for steps in parts.values())
+    return all(len(steps) == 1 for steps in parts.values())
+
+
+@lru_cache(maxsize=64)
+def parts_at_home(
+    schedule: Schedule, backward: bool, rank: int, forms: tuple[tuple[str, Form], ...]
+) -> dict[str, dict[Place, Counter[int]]]:
+    """How many parts of every local result are made, by the step that makes them."""
+    mine = {chunk: i for i, chunk in enumerate(schedule.layout.chunks(rank))}
+    found: dict[str, dict[Place, Counter[int]]] = {"dq": {}, "dkv": {}} if backward else {"out": {}}
+    sizes = dict(forms)
+    for t, step in enumerate(passes(schedule, backward)):
+        for tile in (tile for tiles in step.tiles for tile in tiles):
+            for item, places in found.items():
+                group = item_group(sizes[item], schedule, tile.heads)
+                for chunk in tile.kv if item == "dkv" else tile.q:
+                    if chunk in mine:
+                        places.setdefault((mine[chunk], group), Counter())[t] += 1
+    return found
+
+
+@lru_cache(maxsize=64)
+def outbox_plan(
+    schedule: Schedule, backward: bool, forms: tuple[tuple[str, Form], ...]
+) -> tuple[dict[str, int], dict[int, int], int]:
+    """Where every outbox holds the operands that travel and the results of each step, in bytes, and its size."""
+    sizes, layout, steps = dict(forms), schedule.layout, passes(schedule, backward)
+    end, staged = 0, {}
+    for item in sorted({move.item for step in steps for move in step.moves if not move.is_result}):
+        staged[item] = end
+        end += _aligned(sizes[item].staged_chunks * sizes[item].chunk_bytes)
+    posting = [t for t, step in enumerate(steps) if t + 1 < len(steps) and any(m.is_result for m in steps[t + 1].moves)]
+    largest = max((_posted_bytes(steps[t], layout, backward, sizes) for t in posting), default=0)
+    regions = {t: end + i % REGIONS * largest for i, t in enumerate(posting)}
+    return staged, regions, end + min(REGIONS, len(posting)) * largest
+
+
+def _posted_bytes(step: Step, layout: Layout, backward: bool, forms: Forms) -> int:
+    """What the rank that posts most posts in one step."""
+    return max(
+        sum(_aligned(len(b.chunks) * forms[b.item].chunk_bytes) for b in blocks(step, layout, rank, backward))
+        for rank in range(layout.world)
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
