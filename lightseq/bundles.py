@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightseq.kernels import copy_all
 from lightseq.schedule import Schedule
 
-Bundle = tuple[Tensor, ...]  # packed: (rows, B, tensors x heads, D) and perhaps the lse (rows, B, heads)
+Bundle = tuple[Tensor, ...]  # packed: (rows, B, tensors x heads, D) and perhaps the lse (chunks, B, heads, R)
 
 
 @dataclass(frozen=True)
@@ -46,32 +47,32 @@ class Form:
         x = memory[:main].view(self.dtype).view(rows, self.batch, self.tensors * self.heads, self.dim)
         if self.lse is None:
             return (x,)
-        lse = memory[main : chunks * self.chunk_bytes].view(self.lse).view(rows, self.batch, self.heads)
+        lse = memory[main : chunks * self.chunk_bytes].view(self.lse).view(chunks, self.batch, self.heads, self.rows)
         return x, lse
 
     def empty(self, chunks: int, device: torch.device) -> Bundle:
         """Memory for that many neighbouring chunks."""
-        shape = (chunks * self.rows, self.batch, self.tensors * self.heads, self.dim)
-        x = torch.empty(shape, dtype=self.dtype, device=device)
-        return (x,) if self.lse is None else (x, torch.empty((*shape[:2], self.heads), dtype=self.lse, device=device))
+        return self.packed(torch.empty(chunks * self.chunk_bytes, dtype=torch.uint8, device=device), chunks)
 
     def slots(self, bundle: Bundle, start: int, count: int) -> Bundle:
         """Some neighbouring chunks of a packed bundle."""
-        return tuple(x.narrow(0, start * self.rows, count * self.rows) for x in bundle)
+        x = bundle[0].narrow(0, start * self.rows, count * self.rows)
+        return (x, *(lse.narrow(0, start, count) for lse in bundle[1:]))
 
     def unpacked(self, bundle: Bundle) -> Bundle:
-        """The tensors of a packed bundle as views (B, S, N, D), and the lse as (B, N, S)."""
+        """The tensors of a packed bundle as views (B, S, N, D); the lse (B, N, S) of several chunks is a copy."""
         parts = bundle[0].unflatten(2, (self.tensors, self.heads)).permute(2, 1, 0, 3, 4).unbind()
-        return (*parts, *(lse.permute(1, 2, 0) for lse in bundle[1:]))
+        return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in bundle[1:]))
 
     def stage(self, into: Bundle, tensors: Bundle) -> None:
         """Copies a rank's own tensors (B, S, N, D), lse (B, N, S) into a bundle: by head group, then by chunk."""
-        packed = into[0].view(self.groups, -1, self.batch, self.tensors, self.heads, self.dim)
-        for i in range(self.tensors):
-            copy(packed[:, :, :, i], tensors[i].unflatten(2, (self.groups, self.heads)).permute(2, 1, 0, 3, 4))
+        groups = range(self.groups)
+        dst = [x for g in groups for x in self.unpacked(self.slots(into, g * self.chunks, self.chunks)[:1])]
+        src = [self.local((x,), 0, self.chunks, g)[0] for g in groups for x in tensors[: self.tensors]]
+        copy_all(dst, src)
         for lse in into[1:]:
-            src = tensors[-1].unflatten(1, (self.groups, self.heads)).permute(1, 3, 0, 2)
-            lse.view(self.groups, -1, self.batch, self.heads).copy_(src)
+            by_chunk = tensors[-1].unflatten(1, (self.groups, self.heads)).unflatten(3, (self.chunks, self.rows))
+            lse.view(self.groups, self.chunks, *lse.shape[1:]).copy_(by_chunk.permute(1, 3, 0, 2, 4))
 
     def local(self, tensors: Bundle, start: int, count: int, group: int) -> Bundle:
         """Neighbouring chunks and one head group of a rank's own tensors, as views."""
@@ -89,15 +90,3 @@ def form(schedule: Schedule, tensors: Sequence[Tensor], lse: Tensor | None = Non
         len(tensors), heads // groups, groups, chunks, length // chunks, batch, dim, tensors[0].dtype,
         lse.dtype if lse is not None else None,
     )  # fmt: skip
-
-
-def copy(dst: Tensor, src: Tensor) -> None:
-    """dst.copy_(src), sixteen bytes at a time where both allow it: a strided copy of 2-byte elements is slow."""
-    narrow = 16 // dst.element_size()
-    if dst.dtype == src.dtype and all(_divides(x, narrow) for x in (dst, src)):
-        dst, src = dst.view(torch.complex128), src.view(torch.complex128)
-    dst.copy_(src)
-
-
-def _divides(x: Tensor, n: int) -> bool:
-    return x.stride(-1) == 1 and all(k % n == 0 for k in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from lightseq.kernels import copy_all
+
 
 class Send(NamedTuple):
     """A tensor of this rank's outbox, for another rank (its number in the group)."""
@@ -60,12 +62,14 @@ class Transport(Protocol):
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        alone: bool = False,
     ) -> Callable[[], None]:
         """Starts every message, and returns a function after which what was received may be used.
 
         Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
         in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
-        to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
+        to its outbox since the last exchange, `alone` that no rank computes meanwhile. What was sent may be overwritten
+        after the second next fresh exchange.
         """
         ...
 
@@ -97,6 +101,7 @@ class SendRecvTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        alone: bool = False,
     ) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in sends]
         received = []
@@ -163,6 +168,7 @@ class SymmetricTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        alone: bool = False,
     ) -> Callable[[], None]:
         current = torch.cuda.current_stream()
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
@@ -172,12 +178,11 @@ class SymmetricTransport:
                 self._handle.barrier()
                 current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
                 self._last_barrier = self._side.record_event()
-            found: dict[int, Tensor] = {}
             # Every rank starts with its next neighbour, so that no rank is read by all others at once.
-            for i, (_, there, into) in sorted(enumerate(receives), key=lambda r: (r[1].src - self._rank) % self._world):
-                found[i] = there if into is None else into.copy_(there)
+            order = sorted(receives, key=lambda r: (r.src - self._rank) % self._world)
+            _fetch([(into, there) for _, there, into in order if into is not None], alone)
             if then is not None:
-                then([found[i] for i in range(len(receives))])
+                then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
         in_use = [then]  # and all that it holds: freed before, its memory could be written to while still being read
 
@@ -191,6 +196,19 @@ class SymmetricTransport:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
         return flat.view(here.dtype).view(here.shape)
+
+
+def _fetch(pairs: list[tuple[Tensor, Tensor]], alone: bool) -> None:
+    """(into, from): by the copy engines beside kernels; by all multiprocessors at once where nothing else runs."""
+    if not alone:
+        for into, there in pairs:
+            into.copy_(there)
+        return
+    alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for into, there in pairs:
+        alike.setdefault((into.shape, into.dtype), []).append((into, there))
+    for group in alike.values():
+        copy_all([into for into, _ in group], [there for _, there in group])
 
 
 class NoTransport:
@@ -219,6 +237,7 @@ class NoTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        alone: bool = False,
     ) -> Callable[[], None]:
         received = [r.there if r.into is None else r.into for r in receives]
         return lambda: then(received) if then is not None else None

@@ -78,7 +78,7 @@ class Run:
 
         if not step.travels:
             return lambda: then([])
-        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh)
+        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh, step.alone)
 
     def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
         by_item: dict[str, dict[Place, list[Bundle]]] = {}
@@ -95,12 +95,9 @@ class Run:
             item, into, result = room.item, rooms[room.item], made[room.item]
             for dst, x in zip(into, result, strict=bool(into)):
                 if dst is not x:
-                    dst.copy_(x)
-            if room.final is None:
-                chunks = into or result
-                for c, place in enumerate(room.own):
-                    if place is not None:
-                        self._own.append((item, place, self._forms[item].local(chunks, c, 1, 0)))
+                    _deliver(dst, x)
+            for c, place, posted in room.own:
+                self._own.append((item, place, posted or self._forms[item].local(result, c, 1, 0)))
 
     def _room(self, room: Room) -> Bundle:
         if room.posted is not None:
@@ -116,6 +113,12 @@ class Run:
         if arena is None:
             return item_form.local(self._operands[item], start, count, group)
         return item_form.unpacked(item_form.slots(self._gathered[arena], start, count))
+
+
+def _deliver(dst: Tensor, x: Tensor) -> None:
+    """dst.copy_(x), by chunk where dst is the lse of several in an outbox: (chunks, B, N, R) from (B, N, S)."""
+    by_chunk = dst.ndim > x.ndim
+    dst.copy_(x.unflatten(2, (dst.shape[0], -1)).permute(2, 0, 1, 3) if by_chunk else x)
 
 
 def _run(

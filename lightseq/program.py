@@ -55,13 +55,13 @@ class Room(NamedTuple):
     """Where a tile leaves its result for an item.
 
     In the outbox (`posted`); in the final tensor, where the tile is the only one to contribute (`final`); or in memory
-    of its own. `own` are the places at home that the result's chunks go to, None for those of other ranks.
+    of its own. `own` are the chunks that this rank has yet to take in: which, where to, and where they were posted.
     """
 
     item: str
     posted: Bundle | None
     final: Operand | None
-    own: tuple[Place | None, ...]
+    own: tuple[tuple[int, Place, Bundle | None], ...]
 
 
 class TileProgram(NamedTuple):
@@ -79,6 +79,7 @@ class StepProgram(NamedTuple):
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]
     travels: bool  # something moves, on this rank or another
+    alone: bool  # no rank computes meanwhile
     fresh: bool  # outboxes were written to since the last exchange
 
 
@@ -138,7 +139,8 @@ class _Places:
             tuple(sends), opens, tuple(fills), tuple(arrivals),
             tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             tuple(i for i, a in enumerate(self.arenas) if a.last == t),
-            travels=bool(step.moves), fresh=t == 0 or any(move.is_result for move in step.moves),
+            travels=bool(step.moves), alone=not any(step.tiles),
+            fresh=t == 0 or any(move.is_result for move in step.moves),
         )  # fmt: skip
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
@@ -149,16 +151,17 @@ class _Places:
 
     def room(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> Room:
         form = self.forms[item]
-        own = tuple(self.place(item, c, heads) if self.layout.home(c) == self.rank else None for c in chunks)
+        own = [(c, self.place(item, x, heads)) for c, x in enumerate(chunks) if self.layout.home(x) == self.rank]
         posted = self.block(t, self.rank, i, item)
         if posted is not None:
-            return Room(item, form.unpacked(posted[1]), None, own)
+            bundle = posted[1]
+            views = (*form.unpacked(bundle[:1]), *bundle[1:])
+            return Room(item, views, None, tuple((c, p, form.unpacked(form.slots(bundle, c, 1))) for c, p in own))
         start = local_place(self.layout, self.rank, chunks)
         parts = self.parts[item]
-        alone = all(p is not None and parts[p].total() == 1 for p in own)
-        if start is not None and alone and comes_at_once(item, parts):
-            return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), own)
-        return Room(item, None, None, own)
+        if start is not None and comes_at_once(item, parts) and all(parts[place].total() == 1 for _, place in own):
+            return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
+        return Room(item, None, None, tuple((c, place, None) for c, place in own))
 
     def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
         start = local_place(self.layout, self.rank, chunks)

@@ -29,31 +29,42 @@ def add_into(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh:
             piece = _as_rows(pieces[min(i, len(pieces) - 1)])
             table += [piece.data_ptr(), *piece.stride()[:3]]
     rows = _as_rows(total)
+    numbers, wide = _prepare(
+        tuple(table), 2 + 4 * most, rows.stride(), dim, total.dtype, part.dtype, _stream(total.device)
+    )
     columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
     _add[(batch * length, triton.cdiv(heads * dim, columns), len(totals))](
-        total, part, _on_device(tuple(table), total.device), length, heads * dim, dim, *rows.stride()[:3],
-        LINE=2 + 4 * most, FRESH=fresh, WIDE=_is_wide(table, most, rows, part), COLUMNS=columns, num_warps=4,
+        total, part, numbers, length, heads * dim, dim, *rows.stride()[:3],
+        LINE=2 + 4 * most, FRESH=fresh, WIDE=wide, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(B, S, N, D) as it is; an lse (B, N, S) as (B, S, N, 1)."""
-    return x if x.ndim == 4 else x.permute(0, 2, 1).unsqueeze(-1)
-
-
-def _is_wide(table: list[int], most: int, rows: Tensor, part: Tensor) -> bool:
-    """Whether every address and stride allows loads of sixteen bytes."""
-    lines = [table[i : i + 2 + 4 * most] for i in range(0, len(table), 2 + 4 * most)]
-    addresses = [line[0] for line in lines] + [x for line in lines for x in line[2::4]]
-    step = 16 // min(rows.element_size(), part.element_size())
-    strides = [x for line in lines for k in (3, 4, 5) for x in line[k::4]] + list(rows.stride()[:3])
-    return rows.shape[-1] % step == 0 and all(x % 16 == 0 for x in addresses) and all(x % step == 0 for x in strides)
+    """(B, S, N, D) as it is; an lse (B, N, S), whose rows are those of a head, as (B, N, 1, S)."""
+    return x if x.ndim == 4 else x.unsqueeze(2)
 
 
 @lru_cache(maxsize=4096)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses repeat from step to step. The copy is from pinned memory: nobody waits for it."""
-    return torch.tensor(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+def _prepare(
+    table: tuple[int, ...], line: int, strides: tuple[int, ...], dim: int, total: torch.dtype, part: torch.dtype,
+    stream: torch.cuda.Stream | None,
+) -> tuple[Tensor, bool]:  # fmt: skip
+    """The table on the device, and whether every address and stride in it allows accesses of sixteen bytes.
+
+    Addresses repeat from layer to layer. The copy is from pinned memory, so that the host does not wait for it, and on
+    the stream that reads it.
+    """
+    step = 16 // min(total.itemsize, part.itemsize)
+    lines = [table[i : i + line] for i in range(0, len(table), line)]
+    addresses = [x for numbers in lines for x in (numbers[0], *numbers[2::4])]
+    steps = [x for numbers in lines for k in (3, 4, 5) for x in numbers[k::4]] + [dim, *strides[:3]]
+    wide = all(x % 16 == 0 for x in addresses) and all(x % step == 0 for x in steps)
+    numbers = torch.tensor(table, dtype=torch.int64)
+    return numbers if stream is None else numbers.pin_memory().to(stream.device, non_blocking=True), wide
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None  # None: Triton's interpreter
 
 
 @triton.jit
@@ -75,13 +86,14 @@ def _add(
     value = tl.zeros((COLUMNS,), tl.float32)
     if not FRESH:
         value += tl.load(home, mask=inside)
-    for i in range(tl.load(line + 1)):
+    count = tl.load(line + 1)
+    for i in tl.static_range((LINE - 2) // 4):
         at = line + 2 + 4 * i
         part = tl.load(at).to(like_part.dtype)
         offset = b * tl.load(at + 1) + s * tl.load(at + 2) + n * tl.load(at + 3) + d
         if WIDE:
             part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, 8), 8)
-        value += tl.load(part + offset, mask=inside).to(tl.float32)
+        value += tl.load(part + offset, mask=inside & (i < count), other=0.0).to(tl.float32)
     tl.store(home, value.to(like_total.dtype.element_ty), mask=inside)
 
 

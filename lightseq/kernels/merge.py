@@ -46,6 +46,15 @@ def add_into(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh:
         total.copy_(sum(terms[1:], start=terms[0]))
 
 
+def copy_all(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    """dst[i].copy_(src[i]) for tensors of one shape, and one dtype and strides on either side."""
+    if fused := fused_kernels(dst[0]):
+        fused.add_into(dst, [[x] for x in src], fresh=True)
+        return
+    for x, y in zip(dst, src, strict=True):
+        x.copy_(y)
+
+
 def fused_kernels(x: Tensor) -> ModuleType | None:
     """The Triton versions of the two above, one pass over memory each, where they can run."""
     if not x.is_cuda or x.dtype is torch.float64 or find_spec("triton") is None:
