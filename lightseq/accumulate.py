@@ -1,13 +1,16 @@
 """Brings results home: parts of gradients add up, parts of the output merge, wherever they were computed."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightseq.bundles import Bundle, Form
-from lightseq.kernels import add_into, merge_into
+from lightseq.kernels import Launches, merge_into, where
 from lightseq.program import Place
+
+Parts = Mapping[Place, Sequence[Bundle]]
 
 
 class Home(Protocol):
@@ -15,7 +18,7 @@ class Home(Protocol):
 
     finals: Bundle
 
-    def take(self, parts: Mapping[Place, list[Bundle]]) -> None:
+    def take(self, parts: Parts, launches: Launches) -> None:
         """Takes in the parts, of each place in order."""
         ...
 
@@ -33,14 +36,18 @@ class Sum:
         self._totals = finals if at_once else tuple(x.new_empty(x.shape, dtype=wide(x.dtype)) for x in finals)
         self._begun: set[Place] = set()
 
-    def take(self, parts: Mapping[Place, list[Bundle]]) -> None:
+    def take(self, parts: Parts, launches: Launches) -> None:
         for fresh in (True, False):
-            places = [place for place in parts if (place not in self._begun) == fresh]
-            totals = [self._form.local(self._totals, start, 1, group) for start, group in places]
-            if places:
-                into = [x for total in totals for x in total]
-                add_into(into, [[p[i] for p in parts[at]] for at in places for i in range(len(self.finals))], fresh)
+            some = {place: bundles for place, bundles in parts.items() if (place not in self._begun) == fresh}
+            if some:
+                key = (Sum, where(self._totals), _addresses(some))
+                launches.add(key, lambda some=some: self._lines(some), fresh)  # type: ignore[misc]
         self._begun |= parts.keys()
+
+    def _lines(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
+        totals = [self._form.local(self._totals, start, 1, group) for start, group in parts]
+        pieces = [[bundle[i] for bundle in bundles] for bundles in parts.values() for i in range(len(self.finals))]
+        return [x for total in totals for x in total], pieces
 
     def finish(self) -> None:
         if self._totals is not self.finals:
@@ -58,20 +65,39 @@ class Merge:
         self._totals = finals if at_once else (out.new_empty(out.shape, dtype=wide(out.dtype)), lse)
         self._begun: set[Place] = set()
 
-    def take(self, parts: Mapping[Place, list[Bundle]]) -> None:
-        fresh = [place for place in parts if place not in self._begun]
-        homes = {place: self._form.local(self._totals, place[0], 1, place[1]) for place in parts}
-        for i in range(2 if fresh else 0):  # the first part of a place is taken as it is
-            add_into([homes[place][i] for place in fresh], [[parts[place][0][i]] for place in fresh], fresh=True)
+    def take(self, parts: Parts, launches: Launches) -> None:
+        first = {place: bundles[:1] for place, bundles in parts.items() if place not in self._begun}
+        if first:
+            self._begin(first, launches)
         for place, bundles in parts.items():
-            out_home, lse_home = homes[place]
-            for part, part_lse in bundles[place in fresh :]:
-                merge_into(out_home, lse_home, part, part_lse)
+            for part, part_lse in bundles[place in first :]:
+                out, lse = self._form.local(self._totals, place[0], 1, place[1])
+                merge_into(out, lse, part, part_lse)
         self._begun |= parts.keys()
+
+    def _begin(self, parts: Parts, launches: Launches) -> None:
+        """The first part of a place is taken as it is."""
+        key = (Merge, where(self._totals), _addresses(parts))
+
+        def pairs() -> list[tuple[Tensor, Tensor]]:
+            homes = [
+                (self._form.local(self._totals, start, 1, group), parts[start, group][0]) for start, group in parts
+            ]
+            return [pair for home, part in homes for pair in zip(home, part, strict=True)]
+
+        if self._totals is self.finals:
+            launches.copy(key, pairs)
+        else:  # into float32
+            for total, part in pairs():
+                total.copy_(part)
 
     def finish(self) -> None:
         if self._totals is not self.finals:
             self.finals[0].copy_(self._totals[0])
+
+
+def _addresses(parts: Parts) -> Hashable:
+    return tuple((place, *((x.data_ptr(), x.stride()) for x in b)) for place, bundles in parts.items() for b in bundles)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightseq.kernels import copy_all
 from lightseq.schedule import Schedule
 
 Bundle = tuple[Tensor, ...]  # packed: (rows, B, tensors x heads, D) and perhaps the lse (chunks, B, heads, R)
@@ -64,15 +63,19 @@ class Form:
         parts = bundle[0].unflatten(2, (self.tensors, self.heads)).permute(2, 1, 0, 3, 4).unbind()
         return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in bundle[1:]))
 
-    def stage(self, into: Bundle, tensors: Bundle) -> None:
-        """Copies a rank's own tensors (B, S, N, D), lse (B, N, S) into a bundle: by head group, then by chunk."""
-        groups = range(self.groups)
-        dst = [x for g in groups for x in self.unpacked(self.slots(into, g * self.chunks, self.chunks)[:1])]
-        src = [self.local((x,), 0, self.chunks, g)[0] for g in groups for x in tensors[: self.tensors]]
-        copy_all(dst, src)
-        for lse in into[1:]:
-            by_chunk = tensors[-1].unflatten(1, (self.groups, self.heads)).unflatten(3, (self.chunks, self.rows))
-            lse.view(self.groups, self.chunks, *lse.shape[1:]).copy_(by_chunk.permute(1, 3, 0, 2, 4))
+    def stage(self, into: Bundle, tensors: Bundle) -> list[tuple[Tensor, Tensor]]:
+        """The copies (to, from) of a rank's own tensors (B, S, N, D), lse (B, N, S) into a bundle.
+
+        It then holds the first head group's chunks, then the next one's.
+        """
+        copies = []
+        for g in range(self.groups):
+            packed = self.slots(into, g * self.chunks, self.chunks)
+            mine = self.local(tensors, 0, self.chunks, g)
+            copies += list(zip(self.unpacked(packed[:1]), mine, strict=False))
+            for c in range(self.chunks if self.lse else 0):
+                copies.append((packed[1][c], mine[-1].narrow(2, c * self.rows, self.rows)))
+        return copies
 
     def local(self, tensors: Bundle, start: int, count: int, group: int) -> Bundle:
         """Neighbouring chunks and one head group of a rank's own tensors, as views."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from lightseq.kernels import copy_all
+from lightseq.kernels import Launches, where
 
 
 class Send(NamedTuple):
@@ -35,10 +35,11 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `programs` keeps what the caller works out about places in it."""
+    """Bytes (uint8) to send from. `programs` and `launches` keep what is worked out about places in it."""
 
     memory: Tensor
     programs: dict[Any, Any] = field(default_factory=dict)
+    launches: Launches = field(default_factory=Launches)
 
 
 class Transport(Protocol):
@@ -180,7 +181,7 @@ class SymmetricTransport:
                 self._last_barrier = self._side.record_event()
             # Every rank starts with its next neighbour, so that no rank is read by all others at once.
             order = sorted(receives, key=lambda r: (r.src - self._rank) % self._world)
-            _fetch([(into, there) for _, there, into in order if into is not None], alone)
+            self._fetch([(into, there) for _, there, into in order if into is not None], alone)
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
@@ -192,23 +193,18 @@ class SymmetricTransport:
 
         return wait
 
+    def _fetch(self, pairs: list[tuple[Tensor, Tensor]], alone: bool) -> None:
+        """(into, from): by the copy engines beside kernels; by all multiprocessors at once where nothing else runs."""
+        if alone and pairs:
+            self._outbox.launches.copy(where([x for pair in pairs for x in pair]), lambda: pairs)
+        else:
+            for into, there in pairs:
+                into.copy_(there)
+
     def at(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
         return flat.view(here.dtype).view(here.shape)
-
-
-def _fetch(pairs: list[tuple[Tensor, Tensor]], alone: bool) -> None:
-    """(into, from): by the copy engines beside kernels; by all multiprocessors at once where nothing else runs."""
-    if not alone:
-        for into, there in pairs:
-            into.copy_(there)
-        return
-    alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-    for into, there in pairs:
-        alike.setdefault((into.shape, into.dtype), []).append((into, there))
-    for group in alike.values():
-        copy_all([into for into, _ in group], [there for _, there in group])
 
 
 class NoTransport:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightseq.accumulate import Home, Merge, Sum, wide
 from lightseq.bundles import Bundle, form
 from lightseq.comm import Receive, Send, Transport
-from lightseq.kernels import Kernel, backward_tile, forward_tile
+from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, where
 from lightseq.program import (
     Operand,
     Place,
@@ -33,17 +33,18 @@ class Run:
     """One pass under way: what the rank holds, what it gathered, and results that have yet to be taken in."""
 
     def __init__(self, program: Program, operands: Mapping[str, Bundle], homes: Mapping[str, Home], forms: Mapping,
-                 transport: Transport, compute: Compute) -> None:  # fmt: skip
+                 transport: Transport, compute: Compute, launches: Launches) -> None:  # fmt: skip
         self._program, self._operands, self._homes, self._forms = program, operands, homes, forms
-        self._transport, self._compute = transport, compute
+        self._transport, self._compute, self._launches = transport, compute, launches
         self._gathered: dict[int, Bundle] = {}  # by arena
         self._own: list[
             tuple[str, Place, Bundle]
         ] = []  # results of this rank for itself, taken in beside the next step
 
     def run(self) -> None:
-        for item, bundle in self._program.staged:
-            self._forms[item].stage(bundle, self._operands[item])
+        if self._program.staged:
+            key = (id(self._program), *(where(self._operands[item]) for item, _ in self._program.staged))
+            self._launches.copy(key, self._staging)
         for step in self._program.steps:
             finish = self._exchange(step)
             for tile in step.tiles:
@@ -54,6 +55,10 @@ class Run:
         self._take(self._own)
         for home in self._homes.values():
             home.finish()
+
+    def _staging(self) -> list[tuple[Tensor, Tensor]]:
+        staged = self._program.staged
+        return [pair for item, into in staged for pair in self._forms[item].stage(into, self._operands[item])]
 
     def _exchange(self, step: StepProgram) -> Callable[[], None]:
         for i in step.opens:
@@ -85,7 +90,7 @@ class Run:
         for item, place, part in parts:
             by_item.setdefault(item, {}).setdefault(place, []).append(part)
         for item, places in by_item.items():
-            self._homes[item].take(places)
+            self._homes[item].take(places, self._launches)
 
     def _run_tile(self, program: TileProgram) -> None:
         rooms = {room.item: self._room(room) for room in program.rooms}
@@ -136,7 +141,7 @@ def _run(
         key = (schedule, backward, rank, known)
         if key not in outbox.programs:
             outbox.programs[key] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
-        Run(outbox.programs[key], operands, homes, forms, transport, compute).run()
+        Run(outbox.programs[key], operands, homes, forms, transport, compute, outbox.launches).run()
 
 
 def attention_forward(

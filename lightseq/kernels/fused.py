@@ -1,24 +1,60 @@
-"""Triton kernels that bring results home in one pass over memory; parts may lie in another GPU's memory.
+"""Triton kernels that bring operands and results to their places in one launch each, also out of other GPUs' memory.
 
-Tensors are (B, S, N, D) of any strides with the heads of a row side by side; arithmetic is float32.
+A launch is prepared once for its addresses, which repeat from layer to layer, and then costs the host next to nothing.
+Tensors are (B, S, N, D) or an lse (B, N, S), their last dimension contiguous.
 """
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
 
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # elements of a row that one program handles
+COLUMNS = 1024  # of a row, for one program of a sum
+WORDS = 512  # 8 bytes each, for one program of a copy
 
 
-def add_into(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> None:
-    """To every total adds the sum of its parts, in float32 and in one launch; `fresh`: the totals hold nothing yet."""
+class Launch(NamedTuple):
+    """A kernel with all its arguments; it holds addresses and keeps no tensor alive but its table."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants)
+
+
+def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
+    """dst.copy_(src) for pairs of any shapes, dtypes alike within a pair. None if 8-byte words do not fit them."""
+    table: list[int] = []
+    rows = words = 0
+    for dst, src in pairs:
+        dst, src = _as_rows(dst), _as_rows(src)
+        per_word = 8 // dst.element_size()
+        steps = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
+        if dst.dtype != src.dtype or any(x % per_word for x in steps) or (dst.data_ptr() | src.data_ptr()) % 8:
+            return None
+        batch, length, heads, _ = dst.shape
+        dim, *strides = (x // per_word for x in steps)
+        table += [dst.data_ptr(), src.data_ptr(), batch * length, length, heads * dim, dim, *strides]
+        rows, words = max(rows, batch * length), max(words, heads * dim)
+    device = pairs[0][0].device
+    grid = (len(pairs) * rows, triton.cdiv(words, WORDS), 1)
+    return Launch(_copy, grid, (_table(table, device), len(pairs)), {"WORDS": WORDS, "num_warps": 4})
+
+
+def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
+    """To every total adds the sum of its parts, in float32; `fresh`: the totals hold nothing yet.
+
+    Totals have one shape, dtype and strides among them; parts may differ in strides.
+    """
     total, part = totals[0], parts[0][0]
     batch, length, heads, dim = _as_rows(total).shape
     most = max(map(len, parts))
@@ -28,15 +64,15 @@ def add_into(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh:
         for i in range(most):
             piece = _as_rows(pieces[min(i, len(pieces) - 1)])
             table += [piece.data_ptr(), *piece.stride()[:3]]
-    rows = _as_rows(total)
-    numbers, wide = _prepare(
-        tuple(table), 2 + 4 * most, rows.stride(), dim, total.dtype, part.dtype, _stream(total.device)
-    )
+    line, strides = 2 + 4 * most, _as_rows(total).stride()[:3]
     columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
-    _add[(batch * length, triton.cdiv(heads * dim, columns), len(totals))](
-        total, part, numbers, length, heads * dim, dim, *rows.stride()[:3],
-        LINE=2 + 4 * most, FRESH=fresh, WIDE=wide, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
+    grid = (len(totals) * batch * length, triton.cdiv(heads * dim, columns), 1)
+    table_ = _table(table, total.device)
+    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), length, heads * dim, dim, *strides)
+    wide = _is_wide(table, line, [dim, *strides], 16 // min(total.element_size(), part.element_size()))
+    return Launch(
+        _add, grid, arguments, {"LINE": line, "FRESH": fresh, "WIDE": wide, "COLUMNS": columns, "num_warps": 4}
+    )
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -44,40 +80,49 @@ def _as_rows(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.unsqueeze(2)
 
 
-@lru_cache(maxsize=4096)
-def _prepare(
-    table: tuple[int, ...], line: int, strides: tuple[int, ...], dim: int, total: torch.dtype, part: torch.dtype,
-    stream: torch.cuda.Stream | None,
-) -> tuple[Tensor, bool]:  # fmt: skip
-    """The table on the device, and whether every address and stride in it allows accesses of sixteen bytes.
-
-    Addresses repeat from layer to layer. The copy is from pinned memory, so that the host does not wait for it, and on
-    the stream that reads it.
-    """
-    step = 16 // min(total.itemsize, part.itemsize)
+def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
+    """Whether every address and stride allows accesses of sixteen bytes."""
     lines = [table[i : i + line] for i in range(0, len(table), line)]
     addresses = [x for numbers in lines for x in (numbers[0], *numbers[2::4])]
-    steps = [x for numbers in lines for k in (3, 4, 5) for x in numbers[k::4]] + [dim, *strides[:3]]
-    wide = all(x % 16 == 0 for x in addresses) and all(x % step == 0 for x in steps)
-    numbers = torch.tensor(table, dtype=torch.int64)
-    return numbers if stream is None else numbers.pin_memory().to(stream.device, non_blocking=True), wide
+    strides = [x for numbers in lines for k in (3, 4, 5) for x in numbers[k::4]]
+    return all(x % 16 == 0 for x in addresses) and all(x % step == 0 for x in strides + steps)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None  # None: Triton's interpreter
+def _table(numbers: list[int], device: torch.device) -> Tensor:
+    """On the device; from pinned memory, so that the host does not wait for the stream."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+@triton.jit
+def _copy(table, lines, WORDS: tl.constexpr):
+    # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
+    line = table + tl.program_id(0) % lines * 12
+    row = (tl.program_id(0) // lines).to(tl.int64)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    rows, length = tl.load(line + 2), tl.load(line + 3)
+    width, dim = tl.load(line + 4).to(tl.int32), tl.load(line + 5).to(tl.int32)
+    b, s = row // length, row % length
+    n, d = word // dim, word % dim
+    inside = (word < width) & (row < rows)
+    dst = tl.load(line).to(tl.pointer_type(tl.int64))
+    src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
+    to = b * tl.load(line + 6) + s * tl.load(line + 7) + n * tl.load(line + 8) + d
+    at = b * tl.load(line + 9) + s * tl.load(line + 10) + n * tl.load(line + 11) + d
+    tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
 
 
 @triton.jit
 def _add(
-    like_total, like_part, table, length, width, dim, total_b, total_s, total_n,
+    like_total, like_part, table, lines, length, width, dim, total_b, total_s, total_n,
     LINE: tl.constexpr, FRESH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    line = table + tl.program_id(0) % lines * LINE
+    row = (tl.program_id(0) // lines).to(tl.int64)
     b, s = row // length, row % length
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     n, d = column // dim, column % dim
-    line = table + tl.program_id(2) * LINE
     total = tl.load(line).to(like_total.dtype)
     offset = b * total_b + s * total_s + n * total_n + d
     if WIDE:

@@ -1,0 +1,69 @@
+"""Copies and sums of many tensors at once: on a GPU one launch, prepared once for its addresses; else one by one."""
+
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 4096  # prepared launches; more means that addresses do not repeat
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), alike in shape and dtype
+Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in shape, dtype and strides; parts of each
+
+
+class Launches:
+    """`key` stands for the addresses and strides of all that a call touches; only for a new key is `build` called."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
+        """Copies every pair."""
+        launch = self._known.get(key)
+        if launch is None:
+            pairs = build()
+            fused = fused_kernels(pairs[0][0])
+            launch = fused.copy_launch(pairs) if fused else None
+            if launch is None:
+                for to, x in pairs:
+                    to.copy_(x)
+                return
+            self._keep(key, launch)
+        launch()
+
+    def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
+        """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
+        launch = self._known.get((key, fresh))
+        if launch is None:
+            totals, parts = build()
+            fused = fused_kernels(totals[0])
+            if fused is None:
+                for total, pieces in zip(totals, parts, strict=True):
+                    wide = torch.promote_types(total.dtype, torch.float32)
+                    terms = [x.to(wide) for x in ([] if fresh else [total]) + list(pieces)]
+                    total.copy_(sum(terms[1:], start=terms[0]))
+                return
+            launch = fused.add_launch(totals, parts, fresh)
+            self._keep((key, fresh), launch)
+        launch()
+
+    def _keep(self, key: Hashable, launch: Any) -> None:
+        if len(self._known) >= MOST:
+            self._known.clear()
+        self._known[key] = launch
+
+
+def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """A key: the addresses and strides of tensors."""
+    return tuple((x.data_ptr(), x.stride()) for x in tensors)
+
+
+def fused_kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they can run on a tensor like this."""
+    if not x.is_cuda or x.dtype is torch.float64 or find_spec("triton") is None:
+        return None
+    return import_module("lightseq.kernels.fused")
