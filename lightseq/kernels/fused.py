@@ -17,6 +17,7 @@ from torch import Tensor
 
 COLUMNS = 1024  # of a row, for one program of a sum
 WORDS = 512  # 8 bytes each, for one program of a copy
+COPY_LINE = 11  # numbers in the table of a copy, for one pair
 
 
 class Launch(NamedTuple):
@@ -31,23 +32,24 @@ class Launch(NamedTuple):
         self.kernel[self.grid](*self.arguments, **self.constants)
 
 
-def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
-    """dst.copy_(src) for pairs of any shapes, dtypes alike within a pair. None if 8-byte words do not fit them."""
-    table: list[int] = []
-    rows = words = 0
-    for dst, src in pairs:
-        dst, src = _as_rows(dst), _as_rows(src)
+def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None:
+    """dst.copy_(src) for pairs alike in shape and dtype: a launch for every shape. None if 8-byte words do not fit."""
+    tables: dict[tuple[int, int], list[int]] = {}
+    for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
         steps = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
         if dst.dtype != src.dtype or any(x % per_word for x in steps) or (dst.data_ptr() | src.data_ptr()) % 8:
             return None
         batch, length, heads, _ = dst.shape
         dim, *strides = (x // per_word for x in steps)
-        table += [dst.data_ptr(), src.data_ptr(), batch * length, length, heads * dim, dim, *strides]
-        rows, words = max(rows, batch * length), max(words, heads * dim)
-    device = pairs[0][0].device
-    grid = (len(pairs) * rows, triton.cdiv(words, WORDS), 1)
-    return Launch(_copy, grid, (_table(table, device), len(pairs)), {"WORDS": WORDS, "num_warps": 4})
+        line = [dst.data_ptr(), src.data_ptr(), length, heads * dim, dim, *strides]
+        tables.setdefault((batch * length, heads * dim), []).extend(line)
+    launches, device = [], pairs[0][0].device
+    for (rows, words), table in tables.items():
+        lines = len(table) // COPY_LINE
+        grid = (lines * rows, triton.cdiv(words, WORDS), 1)
+        launches.append(Launch(_copy, grid, (_table(table, device), lines), {"WORDS": WORDS, "num_warps": 4}))
+    return launches
 
 
 def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
@@ -97,19 +99,17 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
 @triton.jit
 def _copy(table, lines, WORDS: tl.constexpr):
     # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
-    line = table + tl.program_id(0) % lines * 12
+    line = table + tl.program_id(0) % lines * 11
     row = (tl.program_id(0) // lines).to(tl.int64)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    rows, length = tl.load(line + 2), tl.load(line + 3)
-    width, dim = tl.load(line + 4).to(tl.int32), tl.load(line + 5).to(tl.int32)
+    length, width, dim = tl.load(line + 2), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
     b, s = row // length, row % length
     n, d = word // dim, word % dim
-    inside = (word < width) & (row < rows)
+    to = b * tl.load(line + 5) + s * tl.load(line + 6) + n * tl.load(line + 7) + d
+    at = b * tl.load(line + 8) + s * tl.load(line + 9) + n * tl.load(line + 10) + d
     dst = tl.load(line).to(tl.pointer_type(tl.int64))
     src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
-    to = b * tl.load(line + 6) + s * tl.load(line + 7) + n * tl.load(line + 8) + d
-    at = b * tl.load(line + 9) + s * tl.load(line + 10) + n * tl.load(line + 11) + d
-    tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
+    tl.store(dst + to, tl.load(src + at, mask=word < width), mask=word < width)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Copies and sums of many tensors at once: on a GPU one launch, prepared once for its addresses; else one by one."""
+"""Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
 
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
@@ -23,17 +23,18 @@ class Launches:
 
     def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
         """Copies every pair."""
-        launch = self._known.get(key)
-        if launch is None:
+        launches = self._known.get(key)
+        if launches is None:
             pairs = build()
             fused = fused_kernels(pairs[0][0])
-            launch = fused.copy_launch(pairs) if fused else None
-            if launch is None:
+            launches = fused.copy_launches(pairs) if fused else None
+            if launches is None:
                 for to, x in pairs:
                     to.copy_(x)
                 return
-            self._keep(key, launch)
-        launch()
+            self._keep(key, launches)
+        for launch in launches:
+            launch()
 
     def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
         """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
