@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # of a row, for one program of a sum
-WORDS = 512  # 8 bytes each, for one program of a copy
+COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
+SUM_ELEMENTS = 2048  # for one program of a sum
 COPY_LINE = 11  # numbers in the table of a copy, for one pair
 
 
@@ -45,10 +45,14 @@ def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None
         line = [dst.data_ptr(), src.data_ptr(), length, heads * dim, dim, *strides]
         tables.setdefault((batch * length, heads * dim), []).extend(line)
     launches, device = [], pairs[0][0].device
-    for (rows, words), table in tables.items():
-        lines = len(table) // COPY_LINE
-        grid = (lines * rows, triton.cdiv(words, WORDS), 1)
-        launches.append(Launch(_copy, grid, (_table(table, device), lines), {"WORDS": WORDS, "num_warps": 4}))
+    for (rows, width), table in tables.items():
+        lines, (words, some_rows) = len(table) // COPY_LINE, _tile(width, COPY_WORDS)
+        grid = (lines * triton.cdiv(rows, some_rows), triton.cdiv(width, words), 1)
+        starts = [table[i] for i in range(len(table)) if i % COPY_LINE < 2]
+        steps = [table[i] for i in range(len(table)) if i % COPY_LINE > 3]
+        wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
+        constants = {"ROWS": some_rows, "WORDS": words, "WIDE": wide, "num_warps": 4}
+        launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants))
     return launches
 
 
@@ -67,19 +71,26 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
             piece = _as_rows(pieces[min(i, len(pieces) - 1)])
             table += [piece.data_ptr(), *piece.stride()[:3]]
     line, strides = 2 + 4 * most, _as_rows(total).stride()[:3]
-    columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
-    grid = (len(totals) * batch * length, triton.cdiv(heads * dim, columns), 1)
+    rows, (columns, some_rows) = batch * length, _tile(heads * dim, SUM_ELEMENTS)
+    grid = (len(totals) * triton.cdiv(rows, some_rows), triton.cdiv(heads * dim, columns), 1)
     table_ = _table(table, total.device)
-    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), length, heads * dim, dim, *strides)
+    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), rows, length, heads * dim, dim, *strides)
     wide = _is_wide(table, line, [dim, *strides], 16 // min(total.element_size(), part.element_size()))
-    return Launch(
-        _add, grid, arguments, {"LINE": line, "FRESH": fresh, "WIDE": wide, "COLUMNS": columns, "num_warps": 4}
-    )
+    constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns, "num_warps": 4}
+    return Launch(_add, grid, arguments, constants)
 
 
 def _as_rows(x: Tensor) -> Tensor:
     """(B, S, N, D) as it is; an lse (B, N, S), whose rows are those of a head, as (B, N, 1, S)."""
     return x if x.ndim == 4 else x.unsqueeze(2)
+
+
+def _tile(width: int, elements: int) -> tuple[int, int]:
+    """(columns, rows) of one program: a power of two of columns that wastes none of a row if there is such a one."""
+    columns = min(width & -width, elements)
+    if columns < 64:
+        columns = min(triton.next_power_of_2(width), elements)
+    return columns, elements // columns
 
 
 def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
@@ -97,38 +108,43 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _copy(table, lines, WORDS: tl.constexpr):
+def _copy(table, lines, rows, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr):
     # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
     line = table + tl.program_id(0) % lines * 11
-    row = (tl.program_id(0) // lines).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    length, width, dim = tl.load(line + 2), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
-    b, s = row // length, row % length
-    n, d = word // dim, word % dim
+    row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    length, width, dim = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
+    b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
+    n, d = (word // dim).to(tl.int64), (word % dim).to(tl.int64)
     to = b * tl.load(line + 5) + s * tl.load(line + 6) + n * tl.load(line + 7) + d
     at = b * tl.load(line + 8) + s * tl.load(line + 9) + n * tl.load(line + 10) + d
     dst = tl.load(line).to(tl.pointer_type(tl.int64))
     src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
-    tl.store(dst + to, tl.load(src + at, mask=word < width), mask=word < width)
+    if WIDE:
+        dst, src = tl.multiple_of(dst, 16), tl.multiple_of(src, 16)
+        to = tl.max_contiguous(tl.multiple_of(to, (1, 2)), (1, 2))
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 2)), (1, 2))
+    inside = (row < rows) & (word < width)
+    tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
 
 
 @triton.jit
 def _add(
-    like_total, like_part, table, lines, length, width, dim, total_b, total_s, total_n,
-    LINE: tl.constexpr, FRESH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    like_total, like_part, table, lines, rows, length, width, dim, total_b, total_s, total_n,
+    LINE: tl.constexpr, FRESH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     line = table + tl.program_id(0) % lines * LINE
-    row = (tl.program_id(0) // lines).to(tl.int64)
-    b, s = row // length, row % length
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    n, d = column // dim, column % dim
+    row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < width)
+    b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
+    n, d = (column // dim).to(tl.int64), (column % dim).to(tl.int64)
     total = tl.load(line).to(like_total.dtype)
     offset = b * total_b + s * total_s + n * total_n + d
     if WIDE:
-        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, 8), 8)
+        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, (1, 8)), (1, 8))
     home = total + offset
-    value = tl.zeros((COLUMNS,), tl.float32)
+    value = tl.zeros((ROWS, COLUMNS), tl.float32)
     if not FRESH:
         value += tl.load(home, mask=inside)
     count = tl.load(line + 1)
@@ -137,7 +153,7 @@ def _add(
         part = tl.load(at).to(like_part.dtype)
         offset = b * tl.load(at + 1) + s * tl.load(at + 2) + n * tl.load(at + 3) + d
         if WIDE:
-            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, 8), 8)
+            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, (1, 8)), (1, 8))
         value += tl.load(part + offset, mask=inside & (i < count), other=0.0).to(tl.float32)
     tl.store(home, value.to(like_total.dtype.element_ty), mask=inside)
 
