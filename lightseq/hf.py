@@ -35,6 +35,7 @@ def enable(
     schedule: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
+    ulysses_size: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     length: int = 65536,
@@ -62,6 +63,7 @@ def enable(
         schedule,
         kernel,
         transport,
+        ulysses_size,
     )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)

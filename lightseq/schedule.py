@@ -72,6 +72,13 @@ class Schedule:
     def world(self) -> int:
         return self.layout.world
 
+    def __str__(self) -> str:
+        groups = self.head_groups // self.ulysses_size
+        inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
+        turns = f"heads in {groups} turns" if groups > 1 else ""
+        notes = ", ".join(filter(None, (inside, turns)))
+        return self.name + (f" ({notes})" if notes else "")
+
     @property
     def ulysses_size(self) -> int:
         """Ranks that share each place of the sequence, each with heads of its own."""
