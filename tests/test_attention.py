@@ -296,3 +296,16 @@ def _opcheck(rank: int) -> None:
 
 def test_the_operator_keeps_torchs_contract() -> None:
     spawn(1, _opcheck)
+
+
+def _different_lengths(rank: int) -> str:
+    context = _context("prefix", "cpu", torch.float32, 8)
+    q, kv = torch.randn(1, 4 + 2 * rank, 8, 8), torch.randn(1, 4 + 2 * rank, 2, 8)
+    with pytest.raises(ValueError) as refusal:
+        attention(q, kv, kv, context)
+    return str(refusal.value)
+
+
+def test_different_lengths_on_ranks_are_one_clear_error_on_each() -> None:
+    said = spawn(3, _different_lengths)
+    assert len(set(said)) == 1 and "rank 0 1 x 4 tokens, rank 1 1 x 6 tokens, rank 2 1 x 8 tokens" in said[0], said

@@ -38,7 +38,13 @@ def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None
     for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
         steps = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
-        if dst.dtype != src.dtype or any(x % per_word for x in steps) or (dst.data_ptr() | src.data_ptr()) % 8:
+        if (
+            dst.stride(3) != 1
+            or src.stride(3) != 1
+            or dst.dtype != src.dtype
+            or any(x % per_word for x in steps)
+            or (dst.data_ptr() | src.data_ptr()) % 8
+        ):
             return None
         batch, length, heads, _ = dst.shape
         dim, *strides = (x // per_word for x in steps)
@@ -75,7 +81,8 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
     grid = (len(totals) * triton.cdiv(rows, some_rows), triton.cdiv(heads * dim, columns), 1)
     table_ = _table(table, total.device)
     arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), rows, length, heads * dim, dim, *strides)
-    wide = _is_wide(table, line, [dim, *strides], 16 // min(total.element_size(), part.element_size()))
+    step = 16 // min(total.element_size(), part.element_size())
+    wide = step if _is_wide(table, line, [dim, *strides], step) else 1
     constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns, "num_warps": 4}
     return Launch(_add, grid, arguments, constants)
 
@@ -141,8 +148,8 @@ def _add(
     n, d = (column // dim).to(tl.int64), (column % dim).to(tl.int64)
     total = tl.load(line).to(like_total.dtype)
     offset = b * total_b + s * total_s + n * total_n + d
-    if WIDE:
-        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, (1, 8)), (1, 8))
+    if WIDE > 1:  # elements that lie together at addresses which sixteen divides
+        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, (1, WIDE)), (1, WIDE))
     home = total + offset
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     if not FRESH:
@@ -152,8 +159,8 @@ def _add(
         at = line + 2 + 4 * i
         part = tl.load(at).to(like_part.dtype)
         offset = b * tl.load(at + 1) + s * tl.load(at + 2) + n * tl.load(at + 3) + d
-        if WIDE:
-            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, (1, 8)), (1, 8))
+        if WIDE > 1:
+            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, (1, WIDE)), (1, WIDE))
         value += tl.load(part + offset, mask=inside & (i < count), other=0.0).to(tl.float32)
     tl.store(home, value.to(like_total.dtype.element_ty), mask=inside)
 

@@ -16,7 +16,7 @@ Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in s
 
 
 class Launches:
-    """`key` stands for the addresses and strides of all that a call touches; only for a new key is `build` called."""
+    """`key` stands for all that a call touches, as `where` describes it; only for a new key is `build` called."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -59,8 +59,8 @@ class Launches:
 
 
 def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """A key: the addresses and strides of tensors."""
-    return tuple((x.data_ptr(), x.stride()) for x in tensors)
+    """A key: where tensors lie, and how."""
+    return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
