@@ -11,6 +11,7 @@ from lightseq.kernels import KERNELS
 from lightseq.schedule import SCHEDULES
 
 UNITS = {"K": 2**10, "M": 2**20}
+TRANSPORTS = ("auto", "gloo", "nccl", "symmetric", "none")
 CEILING = "single-gpu"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -114,7 +115,7 @@ WHAT = (
         listed(choice, SCHEDULES),
     ),
     Flag("kernels", "K,...", "auto", f"auto, {', '.join(KERNELS)}", listed(one_of(("auto", *KERNELS)))),
-    Flag("transports", "T,...", "auto", "auto, or names of those that run on this device", listed(str)),
+    Flag("transports", "T,...", "auto", ", ".join(TRANSPORTS), listed(one_of(TRANSPORTS))),
     Flag(
         "peers", "P,...", CEILING,
         f"all, none, {', '.join(PEERS)}, or {CEILING}: the kernel on one GPU with the whole sequence, the ceiling",
