@@ -51,6 +51,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     context = make_context(
         case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport, **sizes
     )
+    ulysses_size = getattr(context.schedule, "ulysses_size", 1)
     try:
         yield Layer(
             attend=lambda q, k, v: attention(q, k, v, context)[0],
@@ -58,8 +59,8 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
             ranks=case.world,
             facts={
                 "schedule": context.schedule.name,
-                "head_groups": context.schedule.head_groups,
-                "ulysses_size": getattr(context.schedule, "ulysses_size", 1),
+                "head_groups": context.schedule.head_groups // ulysses_size,  # as asked for: of one rank's heads
+                "ulysses_size": ulysses_size,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
             },
