@@ -64,14 +64,14 @@ def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
-    words = f"--lengths 64,1K {SMALL} --schedules all,auto --peers single-gpu,ulysses-sdpa --exposed --output {file}"
+    words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed --output {file}"
     (status, out, _), (_, other_out, _) = spawn(2, program, words)
     assert (status, other_out) == (0, "")
     header, points = records(file)
     assert (header["benchmark"], header["world"], header["versions"]["torch"]) == ("attention", 2, torch.__version__)
     assert header["command"].endswith(f"benchmarks/attention.py {words}")
     assert all(point.keys() >= KEYS and point["skipped"] is None for point in points)
-    asked = ["", "", *attention_requests()]
+    asked = ["", "", "ring", "prefix", "auto"]
     assert [(p["length"], p["request"]) for p in points] == [(n, request) for n in (64, 1024) for request in asked]
     assert [p["implementation"] for p in points[:3]] == ["single-gpu", "ulysses-sdpa", "lightseq"]
     for point in points:
@@ -86,12 +86,6 @@ def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -
     for point in ours:  # unknown only with the reason why
         assert (point["exposed_communication_seconds"] is None) == ("exposed_communication_note" in point)
     assert len(out.splitlines()) == 1 + len(points) + 1
-
-
-def attention_requests() -> list[str]:
-    from lightseq.schedule import SCHEDULES
-
-    return [*SCHEDULES, "auto"]
 
 
 @contextlib.contextmanager
@@ -175,7 +169,7 @@ def test_errors_are_measured_against_float64_for_every_schedule(tmp_path: Path) 
     file = tmp_path / "a.jsonl"
     words = f"--check --lengths 50 {SMALL} --schedules all --peers ulysses-sdpa --dtype bfloat16 --output {file}"
     assert spawn(2, program, words)[0][0] == 0
-    points = records(file)[1]
+    points = [point for point in records(file)[1] if point["request"] != "usp"]  # which two ranks are too few for
     assert {p["schedule"] for p in points if p["implementation"] == "lightseq"} >= {"ring", "zigzag", "prefix"}
     for point in points:
         assert point["skipped"] is None
