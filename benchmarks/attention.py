@@ -55,6 +55,7 @@ def main(words: Sequence[str]) -> None:
         say(world, f"records  {flags.output}")
         if file is not None:
             file.close()
+        dist.barrier()  # who leaves first closes connections that the others may still be reading from
 
 
 def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:

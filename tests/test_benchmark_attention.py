@@ -64,7 +64,8 @@ def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
-    words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed --output {file}"
+    words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed"
+    words += f" --output {file}"
     (status, out, _), (_, other_out, _) = spawn(2, program, words)
     assert (status, other_out) == (0, "")
     header, points = records(file)
