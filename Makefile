@@ -65,7 +65,7 @@ test-gpu: $(READY)
 check: $(READY)
 	@echo "check: format"; $(RUN) -m ruff format --check .
 	@echo "check: lint"; $(RUN) -m ruff check .
-	@echo "check: types"; $(RUN) -m mypy lightseq analysis
+	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks
 	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/*.sbatch .ci/run
 
 clean:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lightseq.attention as op
 from benchmarks.measure import Case, Layer
-from lightseq.attention import attention, make_context
+from lightseq.attention import attention, make_context, release
 from lightseq.kernels import Kernel, select
 from lightseq.schedule_cost import AttentionShape
 
@@ -67,8 +66,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
             buffer_bytes=lambda: getattr(context.transport, "buffer_bytes", 0),
         )
     finally:
-        # The operator finds contexts by name for as long as the process lives; a transport's buffers live with them.
-        op._CONTEXTS.pop(context.name, None)
+        release(context)  # and with it the transport's buffers
 
 
 class _Whole(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class SequenceContext:
 
 
 _CONTEXTS: dict[str, SequenceContext] = {}
+_numbers = count()
 
 
 def make_context(
@@ -58,7 +60,7 @@ def make_context(
     chosen = cheapest(world, shape) if schedule == "auto" else schedule
     table = make_schedule(chosen, world, head_groups or 1, ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
-    name = f"{chosen}-{world}-{len(_CONTEXTS)}"
+    name = f"{chosen}-{world}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
         schedule=table,
@@ -68,6 +70,11 @@ def make_context(
         transport=make_transport(transport, group, device),
     )
     return _CONTEXTS[name]
+
+
+def release(context: SequenceContext) -> None:
+    """Forgets a context, so that the memory of its transport can go. No attention may use it afterwards."""
+    _CONTEXTS.pop(context.name, None)
 
 
 def attention(

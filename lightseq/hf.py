@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.attention import SequenceContext, attention, make_context
+from lightseq.attention import SequenceContext, attention, make_context, release
 from lightseq.data import IGNORE_INDEX
 from lightseq.kernels import KernelSpec
 from lightseq.layout import shard
@@ -181,6 +181,8 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
     # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
     ropes = [m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE]
     installed = hasattr(model, "sequence_context")
+    if installed:
+        release(model.sequence_context)
     for module in (*guarded, *ropes, *_attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
     for module in guarded:
