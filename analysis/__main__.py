@@ -1,4 +1,7 @@
-"""Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`."""
+"""Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`.
+
+`python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
+"""
 
 import argparse
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from . import cluster
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -17,14 +21,25 @@ def parser() -> argparse.ArgumentParser:
         prog="analysis",
         usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
+        epilog="`python3 -m analysis cluster FILE` draws what `python3 -m lightseq plan --attention` predicted.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
     return out
 
 
+def names_command(words: Sequence[str], command: str) -> bool:
+    """Whether the first word is the command. A run's directory of that name, and no file after it, is a run."""
+    if list(words[:1]) != [command]:
+        return False
+    return not Path(command).is_dir() or any(Path(word).is_file() for word in words[1:])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if names_command(words, "cluster"):
+        return cluster.main(words[1:])
+    arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)
         pictures = draw(runs, arguments.output or arguments.runs[0])
