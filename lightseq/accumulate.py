@@ -97,7 +97,7 @@ class Merge:
 
 
 def _addresses(parts: Parts) -> Hashable:
-    return tuple((place, *((x.data_ptr(), x.stride()) for x in b)) for place, bundles in parts.items() for b in bundles)
+    return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

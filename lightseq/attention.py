@@ -1,6 +1,6 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class SequenceContext:
     group: dist.ProcessGroup
     selection: Selection
     transport: Transport
+    shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
 
     @property
     def layout(self) -> Layout:
@@ -95,7 +96,8 @@ def attention(
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
-    return _attention(q_BSHD, k_BSKD, v_BSKD, scale, context.name)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSHD, k_BSKD, v_BSKD))
+    return _attention(q, k, v, scale, context.name)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> None:
@@ -116,9 +118,23 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> 
         )
 
 
+def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor) -> None:
+    """Raises ValueError on every rank if they differ, for else some would wait for ever. Asks once a shape."""
+    shape = (*q.shape, k.shape[2])
+    if shape in context.shapes or context.transport.name == "none":  # which waits for nobody
+        return
+    everyone = [shape] * context.schedule.world
+    dist.all_gather_object(everyone, shape, group=context.group)
+    if len(set(everyone)) > 1:
+        found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, x in enumerate(everyone))
+        raise ValueError(f"the ranks pass different shapes to attention: {found}; shard one padded sequence for all")
+    context.shapes.add(shape)
+
+
 @torch.library.custom_op("lightseq::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: str) -> tuple[Tensor, Tensor]:
     c = _CONTEXTS[context]
+    _agree_on_shapes(c, q, k)
     return executor.attention_forward(q, k, v, c.schedule, c.rank, c.selection.kernel, c.transport, scale)
 
 
@@ -155,6 +171,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum, say, is one number expanded
     return (*_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.context), None, None)
 
 

@@ -31,8 +31,14 @@ class Form:
 
     @property
     def chunk_bytes(self) -> int:
-        lse = self.heads * self.lse.itemsize if self.lse else 0
-        return self.rows * self.batch * (self.tensors * self.heads * self.dim * self.dtype.itemsize + lse)
+        lse = self.rows * self.batch * self.heads * self.lse.itemsize if self.lse else 0
+        return self._main_bytes + lse
+
+    @property
+    def _main_bytes(self) -> int:
+        """Of one chunk without its lse, which begins at an address that its dtype divides."""
+        size = self.rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize
+        return -(-size // 8) * 8 if self.lse else size
 
     @property
     def staged_chunks(self) -> int:
@@ -46,7 +52,11 @@ class Form:
         x = memory[:main].view(self.dtype).view(rows, self.batch, self.tensors * self.heads, self.dim)
         if self.lse is None:
             return (x,)
-        lse = memory[main : chunks * self.chunk_bytes].view(self.lse).view(chunks, self.batch, self.heads, self.rows)
+        lse = (
+            memory[chunks * self._main_bytes : chunks * self.chunk_bytes]
+            .view(self.lse)
+            .view(chunks, self.batch, self.heads, self.rows)
+        )
         return x, lse
 
     def empty(self, chunks: int, device: torch.device) -> Bundle:

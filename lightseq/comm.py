@@ -15,8 +15,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from lightseq.kernels import Launches, where
-
 
 class Send(NamedTuple):
     """A tensor of this rank's outbox, for another rank (its number in the group)."""
@@ -35,11 +33,10 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `programs` and `launches` keep what is worked out about places in it."""
+    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts."""
 
     memory: Tensor
-    programs: dict[Any, Any] = field(default_factory=dict)
-    launches: Launches = field(default_factory=Launches)
+    known: dict[Any, Any] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -48,6 +45,7 @@ class Transport(Protocol):
     name: str
     bytes_sent: int  # by this rank, since the transport was made
     buffer_bytes: int  # device memory held outside torch's caching allocator
+    passed_over: str  # why a faster transport cannot work here; empty where this is the fastest
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
         """At least `size` bytes, the same on every rank, until the context ends."""
@@ -63,14 +61,12 @@ class Transport(Protocol):
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
-        alone: bool = False,
     ) -> Callable[[], None]:
         """Starts every message, and returns a function after which what was received may be used.
 
         Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
         in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
-        to its outbox since the last exchange, `alone` that no rank computes meanwhile. What was sent may be overwritten
-        after the second next fresh exchange.
+        to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
         """
         ...
 
@@ -80,8 +76,8 @@ class SendRecvTransport:
 
     buffer_bytes = 0
 
-    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.name = name
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, passed_over: str = "") -> None:
+        self.name, self.passed_over = name, passed_over
         self.bytes_sent = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._peers = dist.get_process_group_ranks(group)
@@ -102,7 +98,6 @@ class SendRecvTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
-        alone: bool = False,
     ) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in sends]
         received = []
@@ -133,6 +128,7 @@ class SymmetricTransport:
     """
 
     name = "symmetric"
+    passed_over = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.bytes_sent = 0
@@ -169,7 +165,6 @@ class SymmetricTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
-        alone: bool = False,
     ) -> Callable[[], None]:
         current = torch.cuda.current_stream()
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
@@ -180,8 +175,9 @@ class SymmetricTransport:
                 current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
                 self._last_barrier = self._side.record_event()
             # Every rank starts with its next neighbour, so that no rank is read by all others at once.
-            order = sorted(receives, key=lambda r: (r.src - self._rank) % self._world)
-            self._fetch([(into, there) for _, there, into in order if into is not None], alone)
+            for _, there, into in sorted(receives, key=lambda r: (r.src - self._rank) % self._world):
+                if into is not None:
+                    into.copy_(there)  # contiguous on both sides: the copy engines', which take no kernel's place
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
@@ -193,14 +189,6 @@ class SymmetricTransport:
 
         return wait
 
-    def _fetch(self, pairs: list[tuple[Tensor, Tensor]], alone: bool) -> None:
-        """(into, from): by the copy engines beside kernels; by all multiprocessors at once where nothing else runs."""
-        if alone and pairs:
-            self._outbox.launches.copy(where([x for pair in pairs for x in pair]), lambda: pairs)
-        else:
-            for into, there in pairs:
-                into.copy_(there)
-
     def at(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
@@ -210,7 +198,7 @@ class SymmetricTransport:
 class NoTransport:
     """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication."""
 
-    name = "none"
+    name, passed_over = "none", ""
     buffer_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -233,7 +221,6 @@ class NoTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
-        alone: bool = False,
     ) -> Callable[[], None]:
         received = [r.there if r.into is None else r.into for r in receives]
         return lambda: then(received) if then is not None else None
@@ -249,29 +236,44 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     here = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)
     if name not in ("auto", *here):
         raise ValueError(f"transport {name} does not run on {device.type}; use {' or '.join(here)}, or auto")
-    if name == "symmetric" or (name == "auto" and device.type == "cuda"):
-        reason = why_not_symmetric(group, device)
-        if reason is None:
-            return SymmetricTransport(group, device)
-        if name == "symmetric":
-            raise ValueError(f"transport symmetric cannot run here: {reason}; use nccl, or auto")
-    return SendRecvTransport(here[0], group, device)
+    if device.type == "cpu" or name == "nccl":
+        return SendRecvTransport(here[0], group, device)
+    made, reason = _make_symmetric(group, device)
+    if made is not None:
+        return made
+    if name == "symmetric":
+        raise ValueError(f"transport symmetric cannot work here: {reason}; use nccl, or auto")
+    return SendRecvTransport(here[0], group, device, f"symmetric: {reason}")
 
 
-def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why the ranks of a group cannot read each other's memory; None, on every rank alike, if they can."""
-    mine = (_host(), device.index if device.index is not None else torch.cuda.current_device())
-    everyone: list[tuple[str, int]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    hosts = {host for host, _ in everyone}
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    strangers = [i for _, i in everyone if i != mine[1] and not torch.cuda.can_device_access_peer(mine[1], i)]
-    reasons: list[str | None] = [None] * len(everyone)
-    mine_why = f"GPU {mine[1]} cannot access GPU {strangers[0]}" if strangers else None
-    dist.all_gather_object(reasons, mine_why, group=group)
-    return next((reason for reason in reasons if reason), None)
+def _make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
+    """The transport, or why the ranks of a group cannot read each other's memory: on every rank alike."""
+    reason = _first(group, _why_no_peers(group, device))
+    made = None
+    if not reason:
+        try:
+            made = SymmetricTransport(group, device)
+        except RuntimeError as error:  # what a container or a driver forbids shows only now
+            reason = str(error).splitlines()[0]
+        reason = _first(group, reason)
+    return (None, reason) if reason else (made, "")
 
 
-def _host() -> str:
-    return socket.gethostname()
+def _why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    everyone: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (socket.gethostname(), index), group=group)
+    hosts = len({host for host, _ in everyone})
+    if len(everyone) == 1:
+        return "one rank has nobody to read from"
+    if hosts > 1:
+        return f"the ranks are on {hosts} hosts"
+    strangers = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    return f"GPU {index} cannot access GPU {strangers[0]}" if strangers else ""
+
+
+def _first(group: dist.ProcessGroup, reason: str) -> str:
+    """The first reason that any rank has."""
+    reasons = [""] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), "")

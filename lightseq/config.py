@@ -37,9 +37,6 @@ NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
     ("packing", ("best_fit",), "a sequence holds one document"),
     ("fp8", (), "the matrix products run in --bf16, --fp16 or float32"),
     ("deepspeed", (), "parameters are sharded by --fsdp alone"),
-    ("ulysses_size", (), "heads are not split across ranks"),
-    ("schedule", ("ulysses", "usp"), "heads are not split across ranks"),
-    ("transport", ("symmetric",), "blocks travel by nccl or gloo"),
 )
 
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
@@ -100,7 +97,8 @@ class TrainConfig:
     # [parallelism]
     sequence_parallel_size: int | None = None  # ranks that share a sequence (default: all)
     schedule: str = "auto"  # who computes which tile of attention when
-    ulysses_size: int = 1  # ranks that share a sequence by heads
+    # ranks that share a place of the sequence and split its heads (default: all for ulysses, half for usp, else
+    ulysses_size: int | None = None  # one)
     kernel: str = "auto"  # what computes one tile of attention
     transport: str = "auto"  # how key/value blocks travel
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;

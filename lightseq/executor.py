@@ -83,7 +83,7 @@ class Run:
 
         if not step.travels:
             return lambda: then([])
-        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh, step.alone)
+        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh)
 
     def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
         by_item: dict[str, dict[Place, list[Bundle]]] = {}
@@ -139,9 +139,10 @@ def _run(
     }
     with transport.outbox(size) as outbox:
         key = (schedule, backward, rank, known)
-        if key not in outbox.programs:
-            outbox.programs[key] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
-        Run(outbox.programs[key], operands, homes, forms, transport, compute, outbox.launches).run()
+        if key not in outbox.known:
+            outbox.known[key] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
+        launches = outbox.known.setdefault(Launches, Launches())
+        Run(outbox.known[key], operands, homes, forms, transport, compute, launches).run()
 
 
 def attention_forward(

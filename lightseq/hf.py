@@ -35,6 +35,7 @@ def enable(
     schedule: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
+    ulysses_size: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     length: int = 65536,
@@ -64,6 +65,7 @@ def enable(
         schedule,
         kernel,
         transport,
+        ulysses_size,
         gpus_per_host=gpus_per_host,
     )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -44,7 +45,7 @@ class Layout:
     def chunk_count(self) -> int:
         return self.world * self.chunks_per_rank
 
-    @property
+    @cached_property
     def outer(self) -> "Layout":
         """The layout of the places, each of which `ulysses` ranks share."""
         return replace(self, world=self.world // self.ulysses, ulysses=1)

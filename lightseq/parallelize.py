@@ -24,6 +24,7 @@ class Techniques:
     schedule: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
+    ulysses_size: int | None = None
     remat: str = "attention"
     compute_dtype: torch.dtype = torch.float32
     compile: bool = False
@@ -55,6 +56,7 @@ def parallelize(
         schedule=techniques.schedule,
         kernel=techniques.kernel,
         transport=techniques.transport,
+        ulysses_size=techniques.ulysses_size,
         dtype=techniques.compute_dtype,
         device=device,
         length=techniques.length,

@@ -79,7 +79,6 @@ class StepProgram(NamedTuple):
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]
     travels: bool  # something moves, on this rank or another
-    alone: bool  # no rank computes meanwhile
     fresh: bool  # outboxes were written to since the last exchange
 
 
@@ -139,7 +138,7 @@ class _Places:
             tuple(sends), opens, tuple(fills), tuple(arrivals),
             tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             tuple(i for i, a in enumerate(self.arenas) if a.last == t),
-            travels=bool(step.moves), alone=not any(step.tiles),
+            travels=bool(step.moves),
             fresh=t == 0 or any(move.is_result for move in step.moves),
         )  # fmt: skip
 

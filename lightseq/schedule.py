@@ -72,6 +72,13 @@ class Schedule:
     def world(self) -> int:
         return self.layout.world
 
+    def __str__(self) -> str:
+        groups = self.head_groups // self.ulysses_size
+        inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
+        turns = f"heads in {groups} turns" if groups > 1 else ""
+        notes = ", ".join(filter(None, (inside, turns)))
+        return self.name + (f" ({notes})" if notes else "")
+
     @property
     def ulysses_size(self) -> int:
         """Ranks that share each place of the sequence, each with heads of its own."""
@@ -207,6 +214,9 @@ def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | Non
     """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"a schedule needs at least 1 as its {what}, not {number}")
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")

@@ -1,5 +1,7 @@
 """Proves a schedule right without running it: every causal pair once, every operand there, every result home."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -88,8 +90,10 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
 
 def _visible(tile: Tile) -> Tensor:
     """1 where a query of the tile sees a key, int32 (queries, keys)."""
-    queries, keys = len(tile.q) * TOKENS_PER_CHUNK, len(tile.kv) * TOKENS_PER_CHUNK
+    return _visible_under(tile.mask, len(tile.q) * TOKENS_PER_CHUNK, len(tile.kv) * TOKENS_PER_CHUNK)
+
+
+@lru_cache(maxsize=256)
+def _visible_under(mask: Mask, queries: int, keys: int) -> Tensor:
     every = torch.ones(queries, keys, dtype=torch.int32)
-    if tile.mask is Mask.FULL:
-        return every
-    return every.tril(keys - queries - (tile.mask is Mask.STRICT))
+    return every if mask is Mask.FULL else every.tril(keys - queries - (mask is Mask.STRICT))

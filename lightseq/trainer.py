@@ -74,6 +74,7 @@ class Trainer:
             schedule=config.schedule,
             kernel=config.kernel,
             transport=config.transport,
+            ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
             compute_dtype=self.dtype,
             compile=config.torch_compile,
@@ -140,6 +141,9 @@ class Trainer:
             "kernel": self.context.selection.kernel.name,
             "kernels_passed_over": dict(self.context.selection.passed_over),
             "transport": self.context.transport.name,
+            "transport_passed_over": self.context.transport.passed_over,
+            "head_groups": self.context.schedule.head_groups,
+            "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
@@ -155,6 +159,7 @@ class Trainer:
     def describe(self) -> dict[str, Any]:
         """What was chosen, in the order in which a reader asks."""
         c, m = self.config, self.inputs.model_config
+        passed_over = self.context.transport.passed_over
         start_weights = self.inputs.resume_from or self.inputs.weights or f"random, seed {c.seed}"
         return {
             "model": f"{c.model_name_or_path}, {total_parameters(m):,} parameters, {start_weights}",
@@ -163,9 +168,9 @@ class Trainer:
             f"{hardware(self.world.device)['device']}",
             "sequence": f"{c.model_max_length:,} tokens, {self.inputs.stream.sequences_per_step} a step",
             "precision": f"{c.compute_dtype} compute, float32 master weights",
-            "schedule": self.context.schedule.name,
+            "schedule": str(self.context.schedule),
             "kernel": str(self.context.selection),
-            "transport": self.context.transport.name,
+            "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
             "remat": c.remat_policy,
             "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
                            "ddp": "a copy on every rank"}[c.fsdp_mode],

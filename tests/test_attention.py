@@ -1,8 +1,12 @@
 """Distributed attention against whole-sequence attention in float64: every schedule, world, head count and length."""
 
+from itertools import product
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
+from schedules import fitting
 from torch import Tensor
 from worlds import spawn
 
@@ -13,15 +17,23 @@ from lightseq.schedule import SCHEDULES
 from lightseq.schedule_cost import AttentionShape
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-HEADS = [(4, 4), (6, 2)]  # query and key/value heads
 
 
-def _context(schedule: str, kernel: str, dtype: torch.dtype, dim: int, device: str = "cpu") -> SequenceContext:
+def _context(
+    schedule: str,
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    device: str = "cpu",
+    transport: str = "auto",
+    heads: tuple[int, int] = (8, 2),
+    **sizes: int,
+) -> SequenceContext:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     spec = KernelSpec(device, capability, dtype, dim)
-    shape = AttentionShape(1024, 4, 2, dim)
+    shape = AttentionShape(1024, *heads, dim)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    return make_context(dist.group.WORLD, target, spec, shape, schedule, kernel)
+    return make_context(dist.group.WORLD, target, spec, shape, schedule, kernel, transport, **sizes)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,17 +71,65 @@ def _distributed(context: SequenceContext, whole: list[Tensor]) -> list[Tensor]:
     return gathered
 
 
+class Variant(NamedTuple):
+    """A schedule and what it is run on."""
+
+    name: str
+    ulysses_size: int
+    head_groups: int
+    heads: tuple[tuple[int, int], ...]  # query and key/value heads
+    kernels: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+def _heads(groups: int) -> tuple[tuple[int, int], ...]:
+    """One head a group; several query heads to a key/value head; key/value heads that several groups share."""
+    if groups == 1:
+        return (4, 4), (6, 2)
+    shared = max(d for d in range(1, groups) if groups % d == 0)
+    return (groups, groups), (2 * groups, groups), (2 * groups, shared)
+
+
+def _variants(world: int) -> list[Variant]:
+    """Every schedule with causal masks of both alignments; composed with others in every way; in big worlds fewer."""
+    lengths = (1, 4 * world, 4 * world + 3) if world <= 5 else (1, 4 * world + 3)
+    kernels = ("reference", "cpu") if world <= 5 else ("cpu",)
+    found = []
+    for name, algorithm in SCHEDULES.items():
+        plain = {"ulysses": world, "usp": world // 2}.get(name, 1)
+        if name == "usp" and (world < 4 or world % 2):
+            continue
+        found.append(Variant(name, plain, 1, _heads(plain), kernels, lengths))
+        sizes = [u for u in range(1, world + 1) if world % u == 0]
+        if name in ("ulysses", "usp"):
+            sizes = [plain] if name == "ulysses" or world <= 4 else sizes[1:-1]
+        elif world > 5:
+            sizes = [1, 2]
+        for ulysses, groups in product(sizes, (1, 2) if algorithm.has_head_groups else (1,)):
+            if (ulysses, groups) != (plain, 1):
+                kernel = "reference" if groups == 2 else "cpu"
+                composed = _heads(ulysses * groups)[-1:]
+                found.append(Variant(name, ulysses, groups, composed, (kernel,), lengths[-1:]))
+    return found
+
+
 def _parity(rank: int) -> float:
     world = dist.get_world_size()
     worst = 0.0
-    for name in SCHEDULES:
-        for kernel in ("reference", "cpu"):
-            context = _context(name, kernel, torch.float64, 8)
-            for heads in HEADS:
-                for length in (1, 4 * world, 4 * world + 3):
-                    whole = _whole(length, heads, 8)
-                    for got, want in zip(_distributed(context, whole), _expected(whole), strict=True):
-                        worst = max(worst, (got - want).abs().max().item())
+    wanted: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for v in _variants(world):
+        for kernel in v.kernels:
+            sizes = {"ulysses_size": v.ulysses_size, "head_groups": v.head_groups}
+            context = _context(v.name, kernel, torch.float64, 8, heads=v.heads[0], **sizes)
+            for heads, length in product(v.heads, v.lengths):
+                if (heads, length) not in wanted:
+                    inputs = _whole(length, heads, 8)
+                    wanted[heads, length] = inputs, _expected(inputs)
+                whole, expected = wanted[heads, length]
+                for got, want in zip(_distributed(context, whole), expected, strict=True):
+                    error = (got - want).abs().max().item()
+                    assert error < 1e-12, f"{v}: {heads} heads, length {length}, kernel {kernel}: off by {error}"
+                    worst = max(worst, error)
     return worst
 
 
@@ -95,7 +155,7 @@ def _half_precision_errors(rank: int, device: str, kernels: tuple[str, ...], dim
         from lightseq.kernels import KERNELS
 
         if KERNELS[kernel](spec).why_not(spec) is None:
-            for name in SCHEDULES:
+            for name in fitting(dist.get_world_size(), 8, 2):
                 result[f"{kernel} {name}"] = errors(_distributed(_context(name, kernel, dtype, dim, device), narrow))
     return result
 
@@ -108,7 +168,7 @@ def _check_half_precision(results: dict) -> None:
 
 
 def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
-    for world in (2, 5):
+    for world in (2, 4, 5):
         _check_half_precision(spawn(world, _half_precision_errors, "cpu", ("cpu",), 32, 160)[0])
 
 
@@ -120,7 +180,7 @@ def test_gpu_schedules_match_float64_over_nccl(dim: int) -> None:
 
 
 def _refusals(rank: int) -> None:
-    context = _context("zigzag", "auto", torch.float32, 8)
+    context = _context("zigzag", "auto", torch.float32, 8, heads=(6, 2))
     x, kv = torch.randn(1, 4, 6, 8), torch.randn(1, 4, 2, 8)
     cases = [
         ((x, kv[:, :2], kv[:, :2]), "use_cache=False"),
@@ -145,6 +205,85 @@ def test_shapes_that_cannot_be_right_are_refused() -> None:
     spawn(1, _refusals)
 
 
+def _unusual_inputs(rank: int, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Views of a joint projection, and a gradient of one number expanded, as `out.sum().backward()` brings it."""
+    heads = (8, 2)
+    for name in fitting(dist.get_world_size(), *heads):
+        context = _context(name, "auto", dtype, 8, device, heads=heads)
+        q, k, v, dout = (x.to(device) for x in _whole(16, heads, 8))
+        want = _expected([q, k, v, torch.ones_like(dout)])
+        joint = torch.cat([shard(x.to(dtype), context.layout, rank) for x in (q, k, v)], 2)
+        q, k, v = (x.requires_grad_() for x in joint.split([heads[0], heads[1], heads[1]], 2))
+        out, _ = attention(q, k, v, context)
+        out.sum().backward()
+        for x, whole in zip((out, q.grad, k.grad, v.grad), want, strict=True):
+            assert x is not None
+            assert (x - shard(whole, context.layout, rank)).abs().max() < tolerance, name
+
+
+def test_inputs_and_gradients_may_have_any_strides() -> None:
+    spawn(4, _unusual_inputs, "cpu", torch.float64, 1e-12)
+
+
+@pytest.mark.gpu(2)
+def test_inputs_and_gradients_on_gpus_may_have_any_strides() -> None:
+    spawn(2, _unusual_inputs, "cuda", torch.float32, 1e-4, device="cuda")
+
+
+def _without_transport(rank: int) -> None:
+    heads = (8, 2)
+    made = _context("ring", "cpu", torch.float32, 8, heads=heads)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something moved")
+
+    for operation in ("batch_isend_irecv", "isend", "irecv", "send", "recv", "all_reduce", "all_to_all"):
+        setattr(dist, operation, refuse)
+    for name in fitting(made.layout.world, *heads):
+        for groups in (1, 2) if SCHEDULES[name].has_head_groups else (1,):
+            context = _context(name, "cpu", torch.float32, 8, transport="none", heads=heads, head_groups=groups)
+            length = context.layout.padded_length(37) // context.layout.world
+            q, k, v = (torch.randn(2, length, n, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1]))
+            for _ in range(1 + rank):  # ranks do not wait for one another
+                out, lse = attention(q, k, v, context)
+                out.sum().backward()
+            assert out.shape == q.shape and lse.shape == (2, heads[0], length)
+            assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+            assert (context.transport.name, context.transport.bytes_sent) == ("none", 0), name
+    if rank == 0:  # what needs nothing from others is right
+        context = _context("ring", "cpu", torch.float64, 8, transport="none", heads=heads)
+        whole = _whole(16, heads, 8)
+        q, k, v = (shard(x, context.layout, rank) for x in whole[:3])
+        assert (attention(q, k, v, context)[0] - _expected(whole)[0][:, :4]).abs().max() < 1e-12
+
+
+def test_a_schedule_without_a_transport_runs_and_moves_nothing() -> None:
+    spawn(4, _without_transport)
+
+
+def _heads_that_do_not_divide(rank: int) -> None:
+    world = dist.get_world_size()
+    words = f"over {world} ranks cuts heads in {world}, which 5 query and 5 key/value heads do not allow"
+    with pytest.raises(ValueError, match=f"schedule ulysses {words}; prefix takes any number"):
+        _context("ulysses", "cpu", torch.float32, 8, heads=(5, 5))
+    with pytest.raises(ValueError, match=f"schedule zigzag {words}"):
+        _context("zigzag", "cpu", torch.float32, 8, heads=(5, 5), ulysses_size=world)
+    with pytest.raises(ValueError, match="cuts heads in 3, which 8 query and 2"):
+        _context("prefix", "cpu", torch.float32, 8, heads=(8, 2), head_groups=3)
+    with pytest.raises(ValueError, match=f"ulysses_size 3 does not divide {world} ranks"):
+        _context("ring", "cpu", torch.float32, 8, ulysses_size=3)
+    with pytest.raises(ValueError, match="usp needs more than one place"):
+        _context("usp", "cpu", torch.float32, 8)
+    context = _context("ulysses", "cpu", torch.float32, 8, heads=(8, 2))
+    x = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match=f"schedule ulysses {words}"):
+        attention(x, x, x, context)
+
+
+def test_heads_that_ranks_cannot_split_are_refused_before_anything_moves() -> None:
+    spawn(2, _heads_that_do_not_divide)
+
+
 def _opcheck(rank: int) -> None:
     context = _context("zigzag", "cpu", torch.float32, 8)
     q = torch.randn(1, 4, 4, 8, requires_grad=True)
@@ -157,3 +296,16 @@ def _opcheck(rank: int) -> None:
 
 def test_the_operator_keeps_torchs_contract() -> None:
     spawn(1, _opcheck)
+
+
+def _different_lengths(rank: int) -> str:
+    context = _context("prefix", "cpu", torch.float32, 8)
+    q, kv = torch.randn(1, 4 + 2 * rank, 8, 8), torch.randn(1, 4 + 2 * rank, 2, 8)
+    with pytest.raises(ValueError) as refusal:
+        attention(q, kv, kv, context)
+    return str(refusal.value)
+
+
+def test_different_lengths_on_ranks_are_one_clear_error_on_each() -> None:
+    said = spawn(3, _different_lengths)
+    assert len(set(said)) == 1 and "rank 0 1 x 4 tokens, rank 1 1 x 6 tokens, rank 2 1 x 8 tokens" in said[0], said

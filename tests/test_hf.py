@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from schedules import fitting
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,6 @@ from lightseq.layout import unshard
 from lightseq.mesh import World, make_meshes
 from lightseq.parallelize import LossModel, Techniques, parallelize
 from lightseq.remat import POLICIES
-from lightseq.schedule import SCHEDULES
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def border_labels(batch: Tensor, context: SequenceContext) -> Tensor:
 
 def labels_and_positions(rank: int) -> None:
     batch, want = ids(), llama()
-    for schedule in SCHEDULES:
+    for schedule in fitting(dist.get_world_size(), 4, 2):
         model = llama()
         context = hf.enable(model, schedule=schedule)
         labels = border_labels(batch, context)
@@ -145,7 +145,7 @@ def refused(call: Callable[[], Any], line: str) -> None:
     raise AssertionError(f"not refused: {line}")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
     spawn(world, labels_and_positions)
 
@@ -157,7 +157,7 @@ def right_padding(rank: int) -> None:
     want = llama()
     with torch.no_grad():
         expected = want(input_ids=batch, attention_mask=mask).logits
-    for schedule in SCHEDULES:
+    for schedule in fitting(dist.get_world_size(), 4, 2):
         model = llama()
         context = hf.enable(model, schedule=schedule)
         check_training(model, want, context, batch, labels, mask)
@@ -168,7 +168,7 @@ def right_padding(rank: int) -> None:
         assert relative(logits[mask == 1], expected[mask == 1]) < 1e-5, schedule
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_right_padding_is_that_of_plain_transformers(world: int) -> None:
     spawn(world, right_padding)
 
@@ -241,7 +241,7 @@ def double_precision(rank: int) -> None:
     want, batch = llama().double(), ids()
     expected = want(input_ids=batch).logits
     expected.square().mean().backward()
-    for schedule in SCHEDULES:
+    for schedule in fitting(dist.get_world_size(), 4, 2):
         model = llama().double()
         context = hf.enable(model, schedule=schedule)
         with torch.no_grad():

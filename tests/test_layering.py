@@ -16,6 +16,7 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 LAYERS = {
     "lightseq.layout": 0,
     "lightseq.schedule": 0,
+    "lightseq.placement": 0,
     "lightseq.schedule_cost": 0,
     "lightseq.schedule_load": 0,
     "lightseq.schedule_time": 0,
@@ -27,7 +28,9 @@ LAYERS = {
     "lightseq.comm": 1,
     "lightseq.attention": 2,
     "lightseq.executor": 2,
-    "lightseq.ulysses": 2,
+    "lightseq.accumulate": 2,
+    "lightseq.bundles": 2,
+    "lightseq.program": 2,
     "lightseq.remat": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,

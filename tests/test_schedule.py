@@ -5,29 +5,50 @@ import random
 
 import pytest
 import torch
+from schedules import fitting
 
 from lightseq.__main__ import main
 from lightseq.layout import KINDS, Layout, shard, unshard
-from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, make_schedule
+from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, check_heads, make_schedule
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count, cost
 from lightseq.schedule_proof import InvalidSchedule, validate
 from lightseq.schedule_render import render
 
 WORLDS = range(1, 33)
 SOME_WORLDS = (1, 2, 3, 4, 5, 8, 13, 32)
+BIG = 16
 SHAPE = AttentionShape(length=1 << 16, heads=32, kv_heads=8, head_dim=128)
+
+
+def _sizes(name: str, world: int) -> list[int | None]:
+    """Every ulysses_size that a schedule can have; in big worlds none, the smallest and the largest."""
+    if name == "ulysses":
+        return [None]
+    divisors = [u for u in range(1, world + 1) if world % u == 0]
+    sizes = divisors[1:-1] if name == "usp" else divisors
+    if world <= BIG:
+        return [*sizes]
+    return [*sizes[:1], *sizes[-1:]] if name == "usp" else [*divisors[:-1][:2], *divisors[2:-1][-1:]]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_causal_pair_is_computed_once_in_every_world(name: str) -> None:
+    proven = set()
     for world in WORLDS:
-        validate(make_schedule(name, world))
+        for ulysses in _sizes(name, world):
+            schedule = make_schedule(name, world, ulysses_size=ulysses)
+            validate(schedule)
+            proven.add((world, schedule.ulysses_size))
+    composite = {world for world in WORLDS if any(world % d == 0 for d in range(2, world))}
+    assert {world for world, _ in proven} == (composite if name == "usp" else {*WORLDS})
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_prefix_is_right_for_every_number_of_head_groups(groups: int) -> None:
-    for world in WORLDS:
-        validate(make_schedule("prefix", world, head_groups=groups))
+@pytest.mark.parametrize("name", [name for name, a in SCHEDULES.items() if a.has_head_groups])
+def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: int) -> None:
+    for world in SOME_WORLDS[:-1]:
+        for ulysses in _sizes(name, world):
+            validate(make_schedule(name, world, groups, ulysses))
 
 
 def _without_one(steps: tuple[Step, ...], rng: random.Random, what: str) -> tuple[Step, ...] | None:
@@ -58,8 +79,8 @@ def _without_one(steps: tuple[Step, ...], rng: random.Random, what: str) -> tupl
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_dropped_tile_or_move_is_always_caught(name: str, what: str) -> None:
     rng = random.Random(name + what)
-    for world in SOME_WORLDS:
-        schedule = make_schedule(name, world)
+    for world, ulysses in [(w, u) for w in SOME_WORLDS for u in _sizes(name, w)[:2]]:
+        schedule = make_schedule(name, world, ulysses_size=ulysses)
         for direction in ("forward", "backward"):
             for _ in range(3):
                 steps = _without_one(getattr(schedule, direction), rng, what)
@@ -101,15 +122,16 @@ def test_ring_leaves_ranks_idle_and_striped_nearly_none() -> None:
 def test_all_schedules_do_the_same_arithmetic() -> None:
     whole = 3.5 * 4 * SHAPE.length**2 / 2 * SHAPE.heads * SHAPE.head_dim
     for name in SCHEDULES:
-        for world in (1, 3, 8):
-            assert cost(make_schedule(name, world), SHAPE).flops == pytest.approx(whole), (name, world)
+        for world, ulysses in [(w, u) for w in (1, 3, 8) for u in _sizes(name, w)]:
+            schedule = make_schedule(name, world, ulysses_size=ulysses)
+            assert cost(schedule, SHAPE).flops == pytest.approx(whole), (name, world)
 
 
 def test_bytes_are_counted_as_a_hand_would() -> None:
-    """Ring on two ranks: rank 1 fetches rank 0's keys and values twice and returns their gradients in float32."""
+    """Ring on two ranks: rank 1 fetches rank 0's keys and values twice and returns their gradients."""
     c = cost(make_schedule("ring", 2), SHAPE)
     kv = 2 * SHAPE.length // 2 * SHAPE.kv_heads * SHAPE.head_dim * 2
-    assert (c.forward_bytes, c.backward_bytes, c.exposed_bytes) == (kv, 3 * kv, 2 * kv)
+    assert (c.forward_bytes, c.backward_bytes, c.exposed_bytes) == (kv, 2 * kv, kv)
 
 
 def test_auto_never_picks_an_unbalanced_schedule() -> None:
@@ -134,11 +156,43 @@ def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, leng
         assert all(layout.home(chunk) == rank for chunk in layout.chunks(rank))
 
 
-def test_unknown_names_and_head_groups_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'spiral' is unknown; choose one of ring, striped"):
-        make_schedule("spiral", 4)
-    with pytest.raises(ValueError, match="head groups"):
-        make_schedule("ring", 4, head_groups=2)
+REFUSED: list[tuple[str, int, dict[str, int], str]] = [
+    ("spiral", 4, {}, "'spiral' is unknown; choose one of ring, striped"),
+    ("ring", 4, {"head_groups": 2}, r"ring computes all heads at once; head groups \(2\)"),
+    ("usp", 3, {}, "usp needs more than one place and more than one rank in each: 3 ranks"),
+    ("usp", 2, {}, "usp needs more than one place and more than one rank in each: 2 ranks"),
+    ("usp", 4, {"ulysses_size": 4}, "4 ranks with ulysses_size 4 are ulysses"),
+    ("usp", 4, {"ulysses_size": 1}, "4 ranks with ulysses_size 1 are prefix"),
+    ("ulysses", 4, {"ulysses_size": 2}, "ulysses splits heads over all 4 ranks, not 2; usp splits them over a part"),
+    ("zigzag", 4, {"ulysses_size": 3}, r"ulysses_size 3 does not divide 4 ranks; choose one of \[1, 2, 4\]"),
+    ("usp", 6, {"ulysses_size": 4}, r"ulysses_size 4 does not divide 6 ranks; choose one of \[1, 2, 3, 6\]"),
+]
+
+
+@pytest.mark.parametrize("name, world, sizes, words", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(name: str, world: int, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_schedule(name, world, **sizes)
+
+
+@pytest.mark.parametrize("heads, kv_heads, words", [(6, 2, "6 query and 2"), (5, 5, "5 query and 5"), (12, 3, "and 3")])
+def test_heads_that_cannot_be_cut_are_refused(heads: int, kv_heads: int, words: str) -> None:
+    with pytest.raises(ValueError, match=f"ulysses over 4 ranks cuts heads in 4, which .*{words}.*prefix takes any"):
+        check_heads(make_schedule("ulysses", 4), heads, kv_heads)
+
+
+def test_which_schedules_exist_for_which_ranks() -> None:
+    """With 8 query and 2 key/value heads: written out, for tests run what fits and must not find nothing."""
+    any_world = ["ring", "striped", "zigzag", "balanced", "prefix"]
+    ulysses, usp = [*any_world, "ulysses"], [*any_world, "usp"]
+    want = {1: ulysses, 2: ulysses, 3: any_world, 4: [*ulysses, "usp"], 6: any_world, 8: [*ulysses, "usp"], 16: usp}
+    assert {world: fitting(world, 8, 2) for world in want} == want
+
+
+def test_heads_are_split_over_half_of_the_ranks_unless_told_otherwise() -> None:
+    for world, asked, got in ((4, None, 2), (12, None, 6), (12, 3, 3)):
+        assert make_schedule("usp", world, ulysses_size=asked).ulysses_size == got
+    assert make_schedule("ulysses", 6).ulysses_size == 6 and make_schedule("zigzag", 6).ulysses_size == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -153,4 +207,4 @@ def test_the_command_draws_a_table_and_refuses_in_one_line(capsys: pytest.Captur
     assert main(["schedule", "--schedule", "balanced", "--ranks", "8"]) == 0
     assert "balanced: 8 ranks" in capsys.readouterr().out
     assert main(["schedule", "--schedule", "balanced", "--ranks", "0"]) == 2
-    assert capsys.readouterr().err == "error: a layout needs at least one rank, not 0\n"
+    assert capsys.readouterr().err == "error: a schedule needs at least 1 as its ranks, not 0\n"

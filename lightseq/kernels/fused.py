@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # of a row, for one program of a sum
-WORDS = 512  # 8 bytes each, for one program of a copy
+COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
+SUM_ELEMENTS = 2048  # for one program of a sum
+COPY_LINE = 11  # numbers in the table of a copy, for one pair
 
 
 class Launch(NamedTuple):
@@ -31,23 +32,34 @@ class Launch(NamedTuple):
         self.kernel[self.grid](*self.arguments, **self.constants)
 
 
-def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
-    """dst.copy_(src) for pairs of any shapes, dtypes alike within a pair. None if 8-byte words do not fit them."""
-    table: list[int] = []
-    rows = words = 0
-    for dst, src in pairs:
-        dst, src = _as_rows(dst), _as_rows(src)
+def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None:
+    """dst.copy_(src) for pairs alike in shape and dtype: a launch for every shape. None if 8-byte words do not fit."""
+    tables: dict[tuple[int, int], list[int]] = {}
+    for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
         steps = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
-        if dst.dtype != src.dtype or any(x % per_word for x in steps) or (dst.data_ptr() | src.data_ptr()) % 8:
+        if (
+            dst.stride(3) != 1
+            or src.stride(3) != 1
+            or dst.dtype != src.dtype
+            or any(x % per_word for x in steps)
+            or (dst.data_ptr() | src.data_ptr()) % 8
+        ):
             return None
         batch, length, heads, _ = dst.shape
         dim, *strides = (x // per_word for x in steps)
-        table += [dst.data_ptr(), src.data_ptr(), batch * length, length, heads * dim, dim, *strides]
-        rows, words = max(rows, batch * length), max(words, heads * dim)
-    device = pairs[0][0].device
-    grid = (len(pairs) * rows, triton.cdiv(words, WORDS), 1)
-    return Launch(_copy, grid, (_table(table, device), len(pairs)), {"WORDS": WORDS, "num_warps": 4})
+        line = [dst.data_ptr(), src.data_ptr(), length, heads * dim, dim, *strides]
+        tables.setdefault((batch * length, heads * dim), []).extend(line)
+    launches, device = [], pairs[0][0].device
+    for (rows, width), table in tables.items():
+        lines, (words, some_rows) = len(table) // COPY_LINE, _tile(width, COPY_WORDS)
+        grid = (lines * triton.cdiv(rows, some_rows), triton.cdiv(width, words), 1)
+        starts = [table[i] for i in range(len(table)) if i % COPY_LINE < 2]
+        steps = [table[i] for i in range(len(table)) if i % COPY_LINE > 3]
+        wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
+        constants = {"ROWS": some_rows, "WORDS": words, "WIDE": wide, "num_warps": 4}
+        launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants))
+    return launches
 
 
 def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
@@ -65,19 +77,27 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
             piece = _as_rows(pieces[min(i, len(pieces) - 1)])
             table += [piece.data_ptr(), *piece.stride()[:3]]
     line, strides = 2 + 4 * most, _as_rows(total).stride()[:3]
-    columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
-    grid = (len(totals) * batch * length, triton.cdiv(heads * dim, columns), 1)
+    rows, (columns, some_rows) = batch * length, _tile(heads * dim, SUM_ELEMENTS)
+    grid = (len(totals) * triton.cdiv(rows, some_rows), triton.cdiv(heads * dim, columns), 1)
     table_ = _table(table, total.device)
-    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), length, heads * dim, dim, *strides)
-    wide = _is_wide(table, line, [dim, *strides], 16 // min(total.element_size(), part.element_size()))
-    return Launch(
-        _add, grid, arguments, {"LINE": line, "FRESH": fresh, "WIDE": wide, "COLUMNS": columns, "num_warps": 4}
-    )
+    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), rows, length, heads * dim, dim, *strides)
+    step = 16 // min(total.element_size(), part.element_size())
+    wide = step if _is_wide(table, line, [dim, *strides], step) else 1
+    constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns, "num_warps": 4}
+    return Launch(_add, grid, arguments, constants)
 
 
 def _as_rows(x: Tensor) -> Tensor:
     """(B, S, N, D) as it is; an lse (B, N, S), whose rows are those of a head, as (B, N, 1, S)."""
     return x if x.ndim == 4 else x.unsqueeze(2)
+
+
+def _tile(width: int, elements: int) -> tuple[int, int]:
+    """(columns, rows) of one program: a power of two of columns that wastes none of a row if there is such a one."""
+    columns = min(width & -width, elements)
+    if columns < 64:
+        columns = min(triton.next_power_of_2(width), elements)
+    return columns, elements // columns
 
 
 def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
@@ -95,40 +115,43 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _copy(table, lines, WORDS: tl.constexpr):
+def _copy(table, lines, rows, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr):
     # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
-    line = table + tl.program_id(0) % lines * 12
-    row = (tl.program_id(0) // lines).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    rows, length = tl.load(line + 2), tl.load(line + 3)
-    width, dim = tl.load(line + 4).to(tl.int32), tl.load(line + 5).to(tl.int32)
-    b, s = row // length, row % length
-    n, d = word // dim, word % dim
-    inside = (word < width) & (row < rows)
+    line = table + tl.program_id(0) % lines * 11
+    row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    length, width, dim = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
+    b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
+    n, d = (word // dim).to(tl.int64), (word % dim).to(tl.int64)
+    to = b * tl.load(line + 5) + s * tl.load(line + 6) + n * tl.load(line + 7) + d
+    at = b * tl.load(line + 8) + s * tl.load(line + 9) + n * tl.load(line + 10) + d
     dst = tl.load(line).to(tl.pointer_type(tl.int64))
     src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
-    to = b * tl.load(line + 6) + s * tl.load(line + 7) + n * tl.load(line + 8) + d
-    at = b * tl.load(line + 9) + s * tl.load(line + 10) + n * tl.load(line + 11) + d
+    if WIDE:
+        dst, src = tl.multiple_of(dst, 16), tl.multiple_of(src, 16)
+        to = tl.max_contiguous(tl.multiple_of(to, (1, 2)), (1, 2))
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 2)), (1, 2))
+    inside = (row < rows) & (word < width)
     tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
 
 
 @triton.jit
 def _add(
-    like_total, like_part, table, lines, length, width, dim, total_b, total_s, total_n,
-    LINE: tl.constexpr, FRESH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    like_total, like_part, table, lines, rows, length, width, dim, total_b, total_s, total_n,
+    LINE: tl.constexpr, FRESH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     line = table + tl.program_id(0) % lines * LINE
-    row = (tl.program_id(0) // lines).to(tl.int64)
-    b, s = row // length, row % length
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    n, d = column // dim, column % dim
+    row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < width)
+    b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
+    n, d = (column // dim).to(tl.int64), (column % dim).to(tl.int64)
     total = tl.load(line).to(like_total.dtype)
     offset = b * total_b + s * total_s + n * total_n + d
-    if WIDE:
-        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, 8), 8)
+    if WIDE > 1:  # elements that lie together at addresses which sixteen divides
+        total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, (1, WIDE)), (1, WIDE))
     home = total + offset
-    value = tl.zeros((COLUMNS,), tl.float32)
+    value = tl.zeros((ROWS, COLUMNS), tl.float32)
     if not FRESH:
         value += tl.load(home, mask=inside)
     count = tl.load(line + 1)
@@ -136,8 +159,8 @@ def _add(
         at = line + 2 + 4 * i
         part = tl.load(at).to(like_part.dtype)
         offset = b * tl.load(at + 1) + s * tl.load(at + 2) + n * tl.load(at + 3) + d
-        if WIDE:
-            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, 8), 8)
+        if WIDE > 1:
+            part, offset = tl.multiple_of(part, 16), tl.max_contiguous(tl.multiple_of(offset, (1, WIDE)), (1, WIDE))
         value += tl.load(part + offset, mask=inside & (i < count), other=0.0).to(tl.float32)
     tl.store(home, value.to(like_total.dtype.element_ty), mask=inside)
 

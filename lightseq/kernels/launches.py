@@ -1,4 +1,4 @@
-"""Copies and sums of many tensors at once: on a GPU one launch, prepared once for its addresses; else one by one."""
+"""Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
 
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
@@ -16,24 +16,25 @@ Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in s
 
 
 class Launches:
-    """`key` stands for the addresses and strides of all that a call touches; only for a new key is `build` called."""
+    """`key` stands for all that a call touches, as `where` describes it; only for a new key is `build` called."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
     def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
         """Copies every pair."""
-        launch = self._known.get(key)
-        if launch is None:
+        launches = self._known.get(key)
+        if launches is None:
             pairs = build()
             fused = fused_kernels(pairs[0][0])
-            launch = fused.copy_launch(pairs) if fused else None
-            if launch is None:
+            launches = fused.copy_launches(pairs) if fused else None
+            if launches is None:
                 for to, x in pairs:
                     to.copy_(x)
                 return
-            self._keep(key, launch)
-        launch()
+            self._keep(key, launches)
+        for launch in launches:
+            launch()
 
     def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
         """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
@@ -58,8 +59,8 @@ class Launches:
 
 
 def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """A key: the addresses and strides of tensors."""
-    return tuple((x.data_ptr(), x.stride()) for x in tensors)
+    """A key: where tensors lie, and how."""
+    return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:

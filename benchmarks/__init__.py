@@ -1,0 +1,1 @@
+"""Measures lightseq and its peers side by side, and writes what it measured as JSONL."""

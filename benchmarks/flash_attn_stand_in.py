@@ -1,0 +1,78 @@
+"""Stands in for the flash-attn package where it is not installed: the same FlashAttention-2 kernels, through torch.
+
+Only the functions that ring-flash-attn 0.1.8 and ringmaster 0.2 call, as flash-attn 2.8 declares them. It pays one copy
+of each gradient that the package, which writes into given tensors, does not.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _flash_attn_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None, return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
+    out, lse, random_state, *_ = aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, causal, False, scale=softmax_scale
+    )
+    return out, lse, None, random_state
+
+
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+    rng_state: Any = None,
+) -> Tensor:  # fmt: skip
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    nothing = torch.empty(0, device=q.device)
+    grads = aten._flash_attention_backward(
+        dout, q, k, v, out, softmax_lse.contiguous(), None, None, q.shape[1], k.shape[1], dropout_p, causal,
+        no_dropout, nothing, scale=softmax_scale,
+    )  # fmt: skip
+    for given, grad in zip((dq, dk, dv), grads, strict=True):
+        given.copy_(grad)
+    return nothing
+
+
+def _varlen(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("packed sequences need the flash-attn package")
+
+
+def module() -> ModuleType:
+    out = ModuleType("flash_attn.flash_attn_interface")
+    out.__dict__.update(
+        _flash_attn_forward=_flash_attn_forward,
+        _flash_attn_backward=_flash_attn_backward,
+        _flash_attn_varlen_forward=_varlen,
+        _flash_attn_varlen_backward=_varlen,
+    )
+    return out
+
+
+def is_needed() -> bool:
+    """Whether flash-attn is missing. flash-attn-4 owns the same top name, so only the module itself tells."""
+    try:
+        import flash_attn.flash_attn_interface  # noqa: F401
+    except ImportError:
+        return True
+    return False
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """While a peer is imported, no longer: kernels that look for the real package must not find this one."""
+    made = module()
+    sys.modules[made.__name__] = made
+    try:
+        yield
+    finally:
+        del sys.modules[made.__name__]

@@ -1,0 +1,13 @@
+"""Which schedules a test of some ranks and heads can run: all that fit, and never none."""
+
+from lightseq.schedule import SCHEDULES
+from lightseq.schedule_cost import AttentionShape, fits
+
+ANY_WORLD = {"ring", "striped", "zigzag", "balanced", "prefix"}  # and any number of heads
+
+
+def fitting(world: int, heads: int, kv_heads: int) -> list[str]:
+    """The names of the schedules that exist for that many ranks and heads."""
+    found = [name for name in SCHEDULES if fits(name, world, AttentionShape(1024, heads, kv_heads, 64))]
+    assert {*found} >= ANY_WORLD, f"{ANY_WORLD - {*found}} must run on {world} ranks with any number of heads"
+    return found

@@ -1,0 +1,257 @@
+"""Knows what the attention benchmark must measure, record, skip and refuse."""
+
+import contextlib
+import importlib
+import io
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from worlds import spawn
+
+from benchmarks import attention, flash_attn_stand_in, peers
+from benchmarks.errors import check_layer
+from benchmarks.flags import length, parse, shown
+from benchmarks.layers import single_gpu_layer
+from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
+from lightseq.mesh import World
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"
+KEYS = {
+    "length", "world", "heads", "kv_heads", "head_dim", "dtype", "batch", "implementation", "request", "schedule",
+    "head_groups", "ulysses_size", "kernel", "transport", "skipped",
+}  # fmt: skip
+
+
+def case(tokens: int = 32, **changes: Any) -> Case:
+    facts = {"heads": 4, "kv_heads": 2, "head_dim": 8, "batch": 1, "dtype": torch.float32} | changes
+    assert dist.group.WORLD is not None
+    return Case(tokens, device=torch.device("cpu"), group=dist.group.WORLD, **facts)
+
+
+def program(rank: int, words: str, more_peers: dict[str, Any] | None = None) -> tuple[int, str, str]:
+    """The benchmark on this rank, in the process group that the test has joined already: status, out, err."""
+    size = dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    attention.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    peers.PEERS.update(more_peers or {})
+    flags = importlib.reload(importlib.import_module("benchmarks.flags"))  # its lists name every peer
+    attention.parse = flags.parse
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            attention.main(shlex.split(words))
+        except SystemExit as end:
+            status = int(end.code or 0)
+    dist.barrier()
+    return status, out.getvalue(), err.getvalue()
+
+
+def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header, *rest = map(json.loads, path.read_text().splitlines())
+    return header, rest
+
+
+def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "a.jsonl"
+    words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed --output {file}"
+    (status, out, _), (_, other_out, _) = spawn(2, program, words)
+    assert (status, other_out) == (0, "")
+    header, points = records(file)
+    assert (header["benchmark"], header["world"], header["versions"]["torch"]) == ("attention", 2, torch.__version__)
+    assert header["command"].endswith(f"benchmarks/attention.py {words}")
+    assert all(point.keys() >= KEYS and point["skipped"] is None for point in points)
+    asked = ["", "", "ring", "prefix", "auto"]
+    assert [(p["length"], p["request"]) for p in points] == [(n, request) for n in (64, 1024) for request in asked]
+    assert [p["implementation"] for p in points[:3]] == ["single-gpu", "ulysses-sdpa", "lightseq"]
+    for point in points:
+        ranks = 1 if point["implementation"] == "single-gpu" else 2
+        flops = 2.0 * 2 * point["length"] ** 2 / 2 * 4 * 8 * 3.5  # two products, the causal half, 4 heads of 8
+        assert point["world"] == ranks
+        assert point["tflops_per_gpu"] == pytest.approx(flops / ranks / point["seconds_median"] / 1e12)
+        assert 0 < point["seconds_min"] <= point["seconds_median"] <= point["seconds_max"]
+        assert 3 <= point["repeats"] <= 20
+    ours = [point for point in points if point["implementation"] == "lightseq"]
+    assert {(p["kernel"], p["transport"]) for p in ours} == {("cpu", "gloo")}
+    for point in ours:  # unknown only with the reason why
+        assert (point["exposed_communication_seconds"] is None) == ("exposed_communication_note" in point)
+    assert len(out.splitlines()) == 1 + len(points) + 1
+
+
+@contextlib.contextmanager
+def absent(case: Case) -> Iterator[Layer]:
+    raise ImportError("No module named 'absent'")
+    yield
+
+
+@contextlib.contextmanager
+def greedy(case: Case) -> Iterator[Layer]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 3 TiB;\nand more to say")
+
+    yield Layer(attend, torch.arange(case.length), 1)
+
+
+@contextlib.contextmanager
+def lame(case: Case) -> Iterator[Layer]:
+    """Sets up on one rank only."""
+    if case.rank == 1:
+        raise RuntimeError("no luck")
+    yield Layer(lambda q, k, v: q, torch.arange(case.length), 1)
+
+
+def test_what_cannot_run_is_skipped_with_its_reason_and_the_rest_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = f"--lengths 64 {SMALL} --schedules zigzag --peers absent,greedy,lame --output {file}"
+    bad = {"absent": absent, "greedy": greedy, "lame": lame}
+    (status, out, _), _ = spawn(2, program, words, bad)
+    assert status == 0
+    points = records(file)[1]
+    assert [(p["implementation"], p["skipped"]) for p in points] == [
+        ("absent", "No module named 'absent'"),
+        ("greedy", "out of memory"),
+        ("lame", "RuntimeError: no luck"),
+        ("lightseq", None),
+    ]
+    assert all(p["tflops_per_gpu"] is None for p in points[:3])
+    assert "skipped: out of memory" in out.splitlines()[2]
+
+
+def split_failures(rank: int) -> list[str]:
+    def fail_on_one() -> None:
+        if rank == 1:
+            raise RuntimeError("no luck")
+
+    said = []
+    for fatal in (False, True):
+        try:
+            together(case(), fail_on_one, fatal_if_split=fatal)
+        except (Skipped, Disagreement) as why:
+            said.append(f"{type(why).__name__}: {why}")
+    return said
+
+
+def test_a_failure_on_some_ranks_skips_a_setup_and_stops_a_layer_under_way() -> None:
+    want = ["Skipped: RuntimeError: no luck", "Disagreement: RuntimeError: no luck (on 1 of 2 ranks)"]
+    assert spawn(2, split_failures) == [want, want]
+
+
+def slow_rank(rank: int) -> dict[str, Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        time.sleep(0.03 if rank == 1 else 0.0)
+        return q * 1 + (k.sum() + v.sum()) * 0
+
+    return time_layer(Layer(attend, torch.arange(8), 2), case(8), Effort(1, 3, 5, 0.0), seed=0)
+
+
+def test_the_slowest_rank_is_the_time() -> None:
+    for result in spawn(2, slow_rank):
+        assert result["seconds_min"] >= 0.03
+        assert result["repeats"] == 3
+
+
+def test_repeats_fit_the_budget_between_their_bounds() -> None:
+    effort = Effort(warmup=2, least=3, most=20, seconds=10.0)
+    assert [effort.repeats(each) for each in (0.001, 1.0, 60.0, 0.0)] == [20, 10, 3, 20]
+
+
+def test_errors_are_measured_against_float64_for_every_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = f"--check --lengths 50 {SMALL} --schedules all --peers ulysses-sdpa --dtype bfloat16 --output {file}"
+    assert spawn(2, program, words)[0][0] == 0
+    points = [point for point in records(file)[1] if point["request"] != "usp"]  # which two ranks are too few for
+    assert {p["schedule"] for p in points if p["implementation"] == "lightseq"} >= {"ring", "zigzag", "prefix"}
+    for point in points:
+        assert point["skipped"] is None
+        assert all(1e-4 < point[f"relative_error_{name}"] < 2e-2 for name in ("out", "dq", "dk", "dv"))
+        assert point.get("worst_error_over_single_gpu", 1.0) < 2
+
+
+def wrong_by_a_tenth(rank: int) -> dict[str, float]:
+    with single_gpu_layer(case(), "cpu") as layer:
+        wrong = Layer(lambda q, k, v: 1.1 * layer.attend(q, k, v), layer.positions, 1)
+        return check_layer(wrong, case(), seed=0)
+
+
+def test_an_error_is_relative_to_the_norm() -> None:
+    errors = spawn(1, wrong_by_a_tenth)[0]
+    assert errors == {f"relative_error_{name}": pytest.approx(0.1, rel=1e-4) for name in ("out", "dq", "dk", "dv")}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lengths 1X", "--lengths: '1X' is no length"),
+        ("--lengths 1K,,2K", "--lengths: '1K,,2K' has an empty item"),
+        ("--schedules spiral", "--schedules: 'spiral' is unknown; choose from auto, all, none, ring"),
+        ("--schedules prefix@depth=2", "after @ comes head_groups=N or ulysses_size=N"),
+        ("--kernels fa9", "--kernels: 'fa9' is unknown"),
+        ("--peers nobody", "--peers: 'nobody' is unknown"),
+        ("--transports pigeon", "--transports: 'pigeon' is unknown"),
+        ("--heads 5 --kv_heads 2", "--heads 5 does not divide"),
+        ("--batch 0", "--batch: '0' is not a positive whole number"),
+        ("--seconds inf", "--seconds: 'inf' is not a number of seconds"),
+        ("--repeats 2", "--least_repeats 3 is more than --repeats 2"),
+        ("--schedules none --peers none", "nothing to measure"),
+        ("--length 1K", "unrecognized arguments: --length"),
+    ],
+)
+def test_bad_flags_are_refused_with_what_is_wrong(words: str, said: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse(words.split())
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_program_alone_refuses_in_one_line_and_exits_2(tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "attention.py", "--output", tmp_path / "there.jsonl"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "OMP_NUM" not in line] == [
+        f"error: --output {tmp_path}/there.jsonl exists; name another file, or give --append"
+    ]
+
+
+def test_requests_say_what_a_schedule_is_asked_for() -> None:
+    flags = parse(shlex.split("--schedules prefix@head_groups=2,auto --lengths 2k,1M,100"))
+    (request, choice), (_, auto) = flags.schedules
+    assert (request, choice.schedule, choice.head_groups, choice.ulysses_size) == (
+        "prefix@head_groups=2", "prefix", 2, None,
+    )  # fmt: skip
+    assert (auto.schedule, auto.head_groups) == ("auto", None)
+    assert flags.lengths == [2048, 2**20, 100]
+    assert [shown(tokens) for tokens in flags.lengths] == ["2K", "1M", "100"]
+    assert length("3K") == 3072
+
+
+def test_ring_flash_attn_is_imported_past_its_adapters_and_the_stand_in_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "ring_flash_attn"
+    (package / "adapters").mkdir(parents=True)
+    (package / "adapters" / "__init__.py").write_text("raise ImportError('a name that transformers 5 dropped')\n")
+    (package / "__init__.py").write_text(
+        "from flash_attn.flash_attn_interface import _flash_attn_forward\n"
+        "from .adapters import substitute_hf_flash_attn, update_ring_flash_attn_params\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(flash_attn_stand_in, "is_needed", lambda: True)
+    try:
+        module = peers.import_ring_flash_attn()
+        assert module._flash_attn_forward is flash_attn_stand_in._flash_attn_forward
+        assert "flash_attn.flash_attn_interface" not in sys.modules
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "ring_flash_attn"]:
+            del sys.modules[name]

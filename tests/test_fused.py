@@ -1,0 +1,160 @@
+"""The Triton kernels that bring results home against their torch versions: compiled on a GPU, interpreted on a CPU."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightseq.kernels import launches
+from lightseq.kernels.launches import Launches, where
+from lightseq.kernels.merge import merge
+
+BATCH, LENGTH = 2, 3
+WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row
+DTYPES = (torch.float32, torch.bfloat16)
+SUMS = [((3,), True), ((1, 17, 2), False)]  # how many parts of every total in one launch, and whether it is fresh
+WORDS = 4  # of an lse
+FOREIGN = 7.0  # what memory holds that is not the kernels' to write
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def _part(heads: int, dim: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """Of random numbers, lying as a kernel makes it, as it travels, as heads before rows, or as some rank's heads."""
+    as_made = _random((BATCH, LENGTH, heads, dim), dtype, device, seed)
+    as_packed = _random((LENGTH, BATCH, 2 * heads, dim), dtype, device, seed)[:, :, heads:].transpose(0, 1)
+    heads_first = _random((BATCH, heads, LENGTH, dim), dtype, device, seed).transpose(1, 2)
+    inside = _random((BATCH, LENGTH + 2, 2 * heads, dim), dtype, device, seed)[:, 1:-1, heads:]
+    return (as_made, as_packed, heads_first, inside)[seed % 4]
+
+
+def _totals(count: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> tuple[Tensor, list[Tensor]]:
+    """Chunks of one tensor, in which nothing else may change, and that tensor."""
+    around = torch.full((BATCH, count * (LENGTH + 1) + 1, heads + 1, dim), FOREIGN, dtype=dtype, device=device)
+    totals = [around[:, 1 + i * (LENGTH + 1) :, 1:][:, :LENGTH] for i in range(count)]
+    for i, total in enumerate(totals):
+        total.copy_(_random((BATCH, LENGTH, heads, dim), dtype, device, 900 + i))
+    return around, totals
+
+
+def _launches() -> Launches:
+    """Without anything prepared; in the interpreter's process with the Triton kernels on a CPU too."""
+    if os.environ.get("TRITON_INTERPRET"):
+        from lightseq.kernels import fused
+
+        launches.fused_kernels = lambda x: fused
+    return Launches()
+
+
+def _check_sum(totals: list[Tensor], parts: list[list[Tensor]], fresh: bool, label: str) -> None:
+    terms = [[x.double() for x in ([] if fresh else [t]) + p] for t, p in zip(totals, parts, strict=True)]
+    if fresh:
+        for total in totals:
+            total.fill_(torch.nan)  # what a fresh total holds must not matter
+    _launches().add("sum", lambda: (totals, parts), fresh)
+    for total, some in zip(totals, terms, strict=True):
+        want, rounding = sum(some), 1e-6 * sum(x.abs() for x in some)  # float32 sums, rounded once
+        room = torch.finfo(total.dtype).eps * want.abs() + rounding
+        assert ((total.double() - want).abs() <= room).all(), label
+
+
+def check_sums(device: str) -> None:
+    for (heads, dim), total_dtype, part_dtype, (counts, fresh) in product(WIDTHS, DTYPES, DTYPES, SUMS):
+        label = f"{heads} x {dim}, {part_dtype} into {total_dtype}, {counts} parts, fresh: {fresh}"
+        around, totals = _totals(len(counts), heads, dim, total_dtype, device)
+        parts = [[_part(heads, dim, part_dtype, device, i + j) for i in range(n)] for j, n in enumerate(counts)]
+        _check_sum(totals, parts, fresh, label)
+        for total in totals:
+            total.fill_(FOREIGN)
+        assert (around == FOREIGN).all(), f"{label}: wrote where it may not"
+
+
+def check_copies(device: str) -> None:
+    """Exact in every type, of many shapes at once: chunks and an lse (B, N, S) with -inf where no key was seen."""
+    for (heads, dim), dtype, seed in product(WIDTHS, DTYPES, range(4)):
+        around, totals = _totals(2, heads, dim, dtype, device)
+        sources = [_part(heads, dim, dtype, device, seed + i) for i in (0, 1)]
+        packed = torch.full((BATCH, 6, 2 * WORDS), FOREIGN, device=device)
+        lse = _random((3, BATCH, WORDS), torch.float32, device, 1).transpose(0, 1)
+        lse[:, 1, 2] = -torch.inf
+        pairs = [*zip(totals, sources, strict=True), (packed[:, 3:, WORDS:], lse)]
+        known = _launches()
+        known.copy("copy", lambda pairs=pairs: pairs)  # type: ignore[misc]
+        assert known._known, f"{heads} x {dim} of {dtype} are whole words, which a kernel can copy"
+        for to, x in pairs:
+            assert torch.equal(to, x), f"{heads} x {dim}"
+            to.fill_(FOREIGN)
+        assert (around == FOREIGN).all() and (packed == FOREIGN).all()
+
+
+def check_copies_that_do_not_fit(device: str) -> None:
+    """Tensors that words do not fit are told apart, and copied one by one."""
+    dense = torch.randn(BATCH, LENGTH, 3, 20).to(device)
+    odd, wide = torch.randn(BATCH, LENGTH, 3, 21).to(device), torch.randn(BATCH, LENGTH, 20, 3).to(device)
+    for source in (odd[..., :20], odd[..., 1:], wide.transpose(2, 3), dense[:, :1, :1, :1].expand_as(dense)):
+        to = torch.full_like(dense, FOREIGN)
+        _launches().copy("copy", lambda to=to, source=source: [(to, source)])  # type: ignore[misc]
+        assert torch.equal(to, source), f"strides {source.stride()}"
+
+
+def check_repeated_launches(device: str) -> None:
+    """Memory comes back from the allocator as another shape or type: what was prepared for it before does not fit."""
+    known = _launches()
+    memory, other = torch.empty(2, 4096, dtype=torch.uint8, device=device)
+    for shape, dtype in [((2, 3, 2, 8), DTYPES[0]), ((1, 3, 2, 8), DTYPES[0]), ((4, 3, 2, 8), DTYPES[0]),
+                         ((4, 3, 2, 8), DTYPES[1]), ((2, 3, 2, 8), DTYPES[0])]:  # fmt: skip
+        x = _random(shape, dtype, device, 3)
+        to, source = (m[: x.nbytes].view(dtype).view(shape) for m in (memory, other))
+        for fill in (1.0, 2.0):
+            source.copy_(fill * x)
+            to.fill_(FOREIGN)
+            known.copy(where([to, source]), lambda to=to, source=source: [(to, source)])  # type: ignore[misc]
+            assert torch.equal(to, source), f"copy of {shape} {dtype}"
+            for fresh, want in ((True, source), (False, 2 * source)):
+                known.add(where([to, source]), lambda to=to, source=source: ([to], [[source]]), fresh)
+                assert torch.equal(to, want), f"sum of {shape} {dtype}, fresh: {fresh}"
+
+
+def check_merges(device: str) -> None:
+    from lightseq.kernels import fused
+
+    for (heads, dim), dtype, seed in product(WIDTHS, DTYPES, range(4)):
+        around, (out,) = _totals(1, heads, dim, torch.float32, device)
+        lse = 3 * _random((BATCH, LENGTH, 2 * heads), torch.float32, device, 2).transpose(1, 2)[:, heads:]
+        part = _part(heads, dim, dtype, device, seed)
+        part_lse = 30 * _random((LENGTH, BATCH, heads), torch.float32, device, seed).permute(1, 2, 0)
+        part_lse[:, :, 1], part[:, 1] = -torch.inf, 0.0  # queries that saw no key
+        part_lse[0, 0, 2], part[0, 2, 0] = -torch.inf, 0.0
+        before, before_lse = out.clone(), lse.clone()
+        want, want_lse = merge(out.double(), lse.double(), part.double(), part_lse.double())
+        fused.merge_into(out, lse, part, part_lse)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+        assert torch.equal(out[:, 1], before[:, 1]) and torch.equal(out[0, 2, 0], before[0, 2, 0])
+        assert torch.equal(lse[:, :, 1], before_lse[:, :, 1]) and lse[0, 0, 2] == before_lse[0, 0, 2]
+        out.fill_(FOREIGN)
+        assert (around == FOREIGN).all()
+
+
+CHECKS = [check_sums, check_copies, check_copies_that_do_not_fit, check_repeated_launches, check_merges]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_interpreted_kernels_do_what_torch_does(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: in a process of its own
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(check, "cpu").result()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("check", CHECKS)
+def test_compiled_kernels_do_what_torch_does(check: Callable) -> None:
+    check("cuda")
