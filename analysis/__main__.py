@@ -1,19 +1,22 @@
 """Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`.
 
 `python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
+`python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from . import attention
+from . import attention, cluster
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"attention": attention.main, "cluster": cluster.main}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,24 +24,26 @@ def parser() -> argparse.ArgumentParser:
         prog="analysis",
         usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
-        epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured.",
+        epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
+        "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
     return out
 
 
-def names_attention(words: Sequence[str]) -> bool:
+def names_command(words: Sequence[str], command: str) -> bool:
     """Whether the first word is the command. A run's directory of that name, and no file after it, is a run."""
-    if list(words[:1]) != ["attention"]:
+    if list(words[:1]) != [command]:
         return False
-    return not Path("attention").is_dir() or any(Path(word).is_file() for word in words[1:])
+    return not Path(command).is_dir() or any(Path(word).is_file() for word in words[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if names_attention(words):
-        return attention.main(words[1:])
+    for name, command in COMMANDS.items():
+        if names_command(words, name):
+            return command(words[1:])
     arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)

@@ -1,17 +1,35 @@
-"""Tools around training: python3 -m lightseq schedule --schedule balanced --ranks 8"""
+"""Tools around training: python3 -m lightseq schedule --schedule balanced --ranks 8
+
+python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
+"""
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from lightseq import planner
 from lightseq.schedule import SCHEDULES, make_schedule
+from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_proof import validate
 from lightseq.schedule_render import render
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m lightseq", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser().parse_args(words)
+    try:
+        COMMANDS[arguments.command](arguments, words)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="python3 -m lightseq", description=(__doc__ or "").splitlines()[0])
+    commands = out.add_subparsers(dest="command", required=True)
     draw = commands.add_parser("schedule", help="prove a schedule and draw its table")
     draw.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
     draw.add_argument("--ranks", type=int, required=True, help="ranks that share a sequence")
@@ -19,15 +37,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--head_groups", type=int, default=1, help="groups of heads that are fetched and computed one by one"
     )
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
-    words = parser.parse_args(argv)
-    try:
-        schedule = make_schedule(words.schedule, words.ranks, words.head_groups, words.ulysses_size)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
+    return out
+
+
+def add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--attention", action="store_true", required=True, help="one attention layer, forward + backward")
+    plan.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
+    plan.add_argument("--gpus_per_host", type=int, default=8, help="neighbouring ranks of one host (default: 8)")
+    plan.add_argument("--length", default="128K", help="tokens of the whole sequence: 131072, 128K, 1M (default: 128K)")
+    plan.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
+    plan.add_argument("--kv_heads", type=int, default=8, help="key/value heads (default: 8)")
+    plan.add_argument("--head_dim", type=int, default=128, help="(default: 128)")
+    plan.add_argument("--schedules", default="all", help=f"all, or from {', '.join(SCHEDULES)}")
+    plan.add_argument("--gathered_limit_gib", type=float, help="of other ranks' tensors that a GPU may hold at once")
+    plan.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="fit the rates to records of benchmarks/attention.py"
+    )
+    plan.add_argument("--kernel", help="the kernel whose records count, where FILE has several")
+    plan.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="JSONL, for python3 -m analysis cluster"
+    )
+
+
+def draw_schedule(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    schedule = make_schedule(arguments.schedule, arguments.ranks, arguments.head_groups, arguments.ulysses_size)
     validate(schedule)
     print(render(schedule))
-    return 0
+
+
+def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    shape = AttentionShape(planner.tokens(arguments.length), arguments.heads, arguments.kv_heads, arguments.head_dim)
+    planner.check_shape(shape)
+    gpus, names = planner.gpu_counts(arguments.gpus), planner.schedule_names(arguments.schedules)
+    if arguments.gpus_per_host < 1:
+        raise ValueError(f"--gpus_per_host {arguments.gpus_per_host} must be at least 1")
+    limit = arguments.gathered_limit_gib
+    cluster = planner.cluster_of(arguments.gpus_per_host, arguments.calibrate, arguments.kernel)
+    source = str(arguments.calibrate) if arguments.calibrate else "the defaults for H200"
+    found = planner.rows(shape, cluster, gpus, names, None if limit is None else limit * 2**30)
+    records = [planner.record(row, shape, cluster) for row in found]
+    head = planner.header(f"python3 -m lightseq {shlex.join(words)}", shape, cluster, source)
+    planner.write(arguments.output, [head, *records])
+    print("\n".join(planner.table(records)))
+    print(f"records  {arguments.output}")
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
+    "schedule": draw_schedule,
+    "plan": plan_attention,
+}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from lightseq.comm import Transport, make_transport
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.layout import Layout
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
-from lightseq.schedule_cost import AttentionShape, cheapest
+from lightseq.schedule_choice import Choice, cheapest
+from lightseq.schedule_cost import AttentionShape, cheapest_by_count
+from lightseq.schedule_time import H200_SYMMETRIC, RATES
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,40 @@ def make_context(
     transport: str = "auto",
     ulysses_size: int | None = None,
     head_groups: int | None = None,
+    gpus_per_host: int | None = None,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
-    `shape` is what `schedule="auto"` is chosen for. Raises ValueError for names that do not exist or cannot run here.
+    `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
+    ranks of the group share a host (default: all of them), which matters for that choice alone. Raises ValueError for
+    names that do not exist or cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     world = dist.get_world_size(group)
-    chosen = cheapest(world, shape) if schedule == "auto" else schedule
-    table = make_schedule(chosen, world, head_groups or 1, ulysses_size)
+    carrier = make_transport(transport, group, device)
+    chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
+    table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
-    name = f"{chosen}-{world}-{next(_numbers)}"
+    name = f"{chosen.schedule}-{world}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
         schedule=table,
         rank=dist.get_rank(group),
         group=group,
         selection=select(kernel, spec),
-        transport=make_transport(transport, group, device),
+        transport=carrier,
     )
     return _CONTEXTS[name]
+
+
+def _choose(world: int, shape: AttentionShape, transport: str, gpus_per_host: int, asked: Choice) -> Choice:
+    """What was left open in `asked`: by predicted time between GPUs, by counting between CPU processes."""
+    if transport == "gloo":
+        return asked._replace(schedule=cheapest_by_count(world, shape)) if asked.schedule == "auto" else asked
+    if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
+        return asked
+    return cheapest(world, shape, RATES.get(transport, H200_SYMMETRIC), gpus_per_host, asked)
 
 
 def release(context: SequenceContext) -> None:

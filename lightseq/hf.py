@@ -40,13 +40,15 @@ def enable(
     device: torch.device | None = None,
     length: int = 65536,
     deterministic: bool = False,
+    gpus_per_host: int | None = None,
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
-    `schedule="auto"` is chosen for. Raises ValueError for what attention cannot honour: dropout, sliding windows, an
-    architecture without the attention interface; the patched model refuses masks, inputs without global positions, a
-    key/value cache, and labels that it would shift inside a shard. Enabling a model again replaces its context.
+    `schedule="auto"` is chosen for, `gpus_per_host` how many neighbouring ranks share a host (default: all). Raises
+    ValueError for what attention cannot honour: dropout, sliding windows, an architecture without the attention
+    interface; the patched model refuses masks, inputs without global positions, a key/value cache, and labels that it
+    would shift inside a shard. Enabling a model again replaces its context.
     """
     check_supported(model)
     config = model.config
@@ -64,6 +66,7 @@ def enable(
         kernel,
         transport,
         ulysses_size,
+        gpus_per_host=gpus_per_host,
     )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)

@@ -29,6 +29,7 @@ class Techniques:
     compute_dtype: torch.dtype = torch.float32
     compile: bool = False
     deterministic: bool = False
+    gpus_per_host: int | None = None
 
 
 class LossModel(nn.Module):
@@ -60,6 +61,7 @@ def parallelize(
         device=device,
         length=techniques.length,
         deterministic=techniques.deterministic,
+        gpus_per_host=techniques.gpus_per_host,
     )
     apply_remat(layers, techniques.remat)
     if techniques.compile:

@@ -4,7 +4,7 @@ To add a schedule, write a function that says which tiles every rank computes at
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -109,9 +109,10 @@ def striped(layout: Layout) -> Assignment:
 def zigzag(layout: Layout) -> Assignment:
     """Ring over the zigzag layout: after the local step every step is half a full tile for every rank."""
     world = layout.world
+    held = [layout.chunks(rank) for rank in range(world)]
 
     def tile(r: int, j: int) -> Tile:
-        mine, theirs = layout.chunks(r), layout.chunks(j)
+        mine, theirs = held[r], held[j]
         if j == r:
             return Tile(mine, mine, Mask.CAUSAL)
         return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
@@ -202,6 +203,15 @@ def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int
     under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
     after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
     """
+    empty = outline(name, world, head_groups, ulysses_size)
+    assignment = assign(empty)
+    if empty.ulysses_size > 1:
+        assignment = with_ulysses(assignment, empty.ulysses_size)
+    return replace(empty, forward=plan(empty.layout, assignment), backward=plan(empty.layout, assignment, True))
+
+
+def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+    """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
@@ -212,12 +222,15 @@ def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
     ulysses = _ulysses_size(name, world, ulysses_size)
     layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank, ulysses)
-    outer = layout.outer
-    assignment = algorithm.assign(outer, head_groups) if algorithm.has_head_groups else algorithm.assign(outer)
-    if ulysses > 1:
-        assignment = with_ulysses(assignment, ulysses)
-    passes = plan(layout, assignment), plan(layout, assignment, backward=True)
-    return Schedule(name, layout, head_groups * ulysses, *passes)
+    return Schedule(name, layout, head_groups * ulysses, (), ())
+
+
+def assign(schedule: Schedule) -> Assignment:
+    """The tiles of a schedule's places, before the ranks of a place share out its heads."""
+    algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
+    if not algorithm.has_head_groups:
+        return algorithm.assign(outer)
+    return algorithm.assign(outer, schedule.head_groups // schedule.ulysses_size)
 
 
 def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, check_heads, make_schedule
+from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, check_heads, make_schedule, outline
 
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 
@@ -96,8 +96,8 @@ def _exposed(schedule: Schedule, shape: AttentionShape, steps: tuple[Step, ...],
     return max(waits)
 
 
-def cheapest(world: int, shape: AttentionShape) -> str:
-    """The name `auto` stands for: least critical arithmetic, then least exposed, then least moved bytes."""
+def cheapest_by_count(world: int, shape: AttentionShape) -> str:
+    """The schedule with the least critical arithmetic, then the least exposed, then the least moved bytes."""
 
     def price(name: str) -> tuple[float, int, int]:
         c = cost(make_schedule(name, world), shape)
@@ -109,7 +109,7 @@ def cheapest(world: int, shape: AttentionShape) -> str:
 def fits(name: str, world: int, shape: AttentionShape) -> bool:
     """Whether a schedule exists for that many ranks and heads."""
     try:
-        check_heads(make_schedule(name, world), shape.heads, shape.kv_heads)
+        check_heads(outline(name, world), shape.heads, shape.kv_heads)
     except ValueError:
         return False
     return True

@@ -79,6 +79,7 @@ class Trainer:
             compute_dtype=self.dtype,
             compile=config.torch_compile,
             deterministic=config.deterministic,
+            gpus_per_host=world.local_size,
         )
         self.loss_model, self.context = agree(
             world, lambda: parallelize(self.model, self.meshes, world.device, techniques)

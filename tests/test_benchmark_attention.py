@@ -225,8 +225,9 @@ def test_the_program_alone_refuses_in_one_line_and_exits_2(tmp_path: Path) -> No
     ]
 
 
-def test_requests_say_what_a_schedule_is_asked_for() -> None:
-    flags = parse(shlex.split("--schedules prefix@head_groups=2,auto --lengths 2k,1M,100"))
+def test_requests_say_what_a_schedule_is_asked_for(tmp_path: Path) -> None:
+    words = f"--schedules prefix@head_groups=2,auto --lengths 2k,1M,100 --output {tmp_path / 'new.jsonl'}"
+    flags = parse(shlex.split(words))
     (request, choice), (_, auto) = flags.schedules
     assert (request, choice.schedule, choice.head_groups, choice.ulysses_size) == (
         "prefix@head_groups=2", "prefix", 2, None,

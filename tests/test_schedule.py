@@ -10,7 +10,7 @@ from schedules import fitting
 from lightseq.__main__ import main
 from lightseq.layout import KINDS, Layout, shard, unshard
 from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, check_heads, make_schedule
-from lightseq.schedule_cost import AttentionShape, cheapest, cost
+from lightseq.schedule_cost import AttentionShape, cheapest_by_count, cost
 from lightseq.schedule_proof import InvalidSchedule, validate
 from lightseq.schedule_render import render
 
@@ -136,7 +136,7 @@ def test_bytes_are_counted_as_a_hand_would() -> None:
 
 def test_auto_never_picks_an_unbalanced_schedule() -> None:
     for world in (2, 3, 4, 8, 16):
-        assert _busy(cheapest(world, SHAPE), world) > 0.99
+        assert _busy(cheapest_by_count(world, SHAPE), world) > 0.99
 
 
 @pytest.mark.parametrize("kind", KINDS)

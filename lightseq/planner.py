@@ -1,0 +1,176 @@
+"""Predicts the attention layer over clusters of many sizes: one row for every number of GPUs and schedule."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightseq.calibration import fit_transports, read_points
+from lightseq.schedule import SCHEDULES
+from lightseq.schedule_choice import Choice, Priced, best, choices, priced, refusal
+from lightseq.schedule_cost import BACKWARD_FLOPS, AttentionShape
+from lightseq.schedule_time import RATES, Estimate, Rates, kernel_seconds
+
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of GPUs: inside one they read each other's memory, across several they send messages."""
+
+    gpus_per_host: int
+    rates: Mapping[str, Rates]  # by transport
+
+    def transport(self, gpus: int) -> str:
+        return "symmetric" if gpus <= self.gpus_per_host else "nccl"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule over a number of GPUs with its best sizes, or why it cannot be had."""
+
+    gpus: int
+    schedule: str
+    transport: str
+    choice: Choice | None = None
+    estimate: Estimate | None = None
+    fastest: bool = False
+    skipped: str | None = None
+
+
+def rows(
+    shape: AttentionShape, cluster: Cluster, gpus: Sequence[int], schedules: Sequence[str], limit: float | None = None
+) -> Iterator[Row]:
+    """Every schedule for every number of GPUs; the fastest of each number is marked."""
+    for count in gpus:
+        found = [row_of(name, count, shape, cluster, limit) for name in schedules]
+        fastest = min((e.seconds for row in found if (e := row.estimate)), default=None)
+        for row in found:
+            first = row.estimate is not None and row.estimate.seconds == fastest
+            fastest = None if first else fastest  # of equals, the first
+            yield Row(**{**vars(row), "fastest": first})
+
+
+def row_of(name: str, gpus: int, shape: AttentionShape, cluster: Cluster, limit: float | None) -> Row:
+    transport = cluster.transport(gpus)
+    rates = cluster.rates[transport]
+    found = [
+        Priced(choice, priced(choice, gpus, shape, rates, cluster.gpus_per_host))
+        for choice in choices(gpus, shape, Choice(name))
+    ]
+    if not found:
+        return Row(gpus, name, transport, skipped=refusal(Choice(name), gpus, shape))
+    chosen = best(found, limit)
+    if limit is not None and chosen.estimate.gathered_bytes > limit:
+        return Row(
+            gpus, name, transport, skipped=f"gathers at least {chosen.estimate.gathered_bytes / 2**30:.2f} GiB a GPU"
+        )
+    return Row(gpus, name, transport, chosen.choice, chosen.estimate)
+
+
+def record(row: Row, shape: AttentionShape, cluster: Cluster) -> dict[str, Any]:
+    """A row as an object of the JSONL file; what a skipped row does not know is null."""
+    e, c = row.estimate, row.choice
+    return {
+        "gpus": row.gpus,
+        "schedule": row.schedule,
+        "head_groups": c and (c.head_groups or 1),
+        "ulysses_size": c and (row.gpus if c.schedule == "ulysses" else c.ulysses_size or 1),
+        "transport": row.transport,
+        "seconds": e and e.seconds,
+        "compute_seconds": e and e.compute_seconds,
+        "exposed_communication_seconds": e and e.exposed_seconds,
+        "memory_seconds": e and e.memory_seconds,
+        "tflops_per_gpu": e and flops(shape) / row.gpus / e.seconds / 1e12,
+        "efficiency": e and kernel_seconds(shape, cluster.rates[row.transport]) / row.gpus / e.seconds,
+        "gathered_bytes": e and e.gathered_bytes,
+        "fastest": row.fastest,
+        "skipped": row.skipped,
+    }
+
+
+def flops(shape: AttentionShape) -> float:
+    """Of one layer, forward and backward, the causal half once."""
+    return (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim
+
+
+def header(command: str, shape: AttentionShape, cluster: Cluster, source: str) -> dict[str, Any]:
+    """The first object of the file: all that the predictions depend on."""
+    return {
+        "plan": "attention",
+        "command": command,
+        **asdict(shape),
+        "gpus_per_host": cluster.gpus_per_host,
+        "rates_from": source,
+        "rates": {name: asdict(value) for name, value in cluster.rates.items()},
+    }
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Aligned lines; the fastest row of each number of GPUs starts with a star, what cannot be had says nothing."""
+    cells = [["", *HEADINGS], *(line_of(r) for r in records if not r["skipped"])]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(
+            x.ljust(w) if i in (0, 2) else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        )
+
+    return [line(row).rstrip() for row in cells]
+
+
+def line_of(r: Mapping[str, Any]) -> list[str]:
+    return [
+        "*" if r["fastest"] else "",
+        str(r["gpus"]),
+        r["schedule"],
+        str(r["head_groups"]),
+        str(r["ulysses_size"]),
+        f"{1e3 * r['seconds']:,.2f}",
+        f"{r['tflops_per_gpu']:.0f}",
+        f"{r['efficiency']:.1%}",
+        f"{1e3 * r['exposed_communication_seconds']:.2f}",
+    ]
+
+
+def cluster_of(gpus_per_host: int, calibrate: Path | None, kernel: str | None) -> Cluster:
+    """With the rates of a file of measurements, where it has a transport; else with those of H200."""
+    fitted = fit_transports(read_points(calibrate), RATES, kernel) if calibrate else {}
+    return Cluster(gpus_per_host, {**RATES, **fitted})
+
+
+def write(path: Path, objects: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(value) + "\n" for value in objects), encoding="utf-8")
+
+
+def tokens(text: str) -> int:
+    """131072, 128K or 1M. Raises ValueError for anything else."""
+    digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"--length {text} is no number of tokens; write 131072, 128K or 1M")
+    return int(digits) * unit
+
+
+def schedule_names(text: str) -> list[str]:
+    names = list(SCHEDULES) if text == "all" else text.split(",")
+    for name in names:
+        if name not in SCHEDULES:
+            raise ValueError(f"schedule {name!r} is unknown; choose all or from {', '.join(SCHEDULES)}")
+    return list(dict.fromkeys(names))
+
+
+def gpu_counts(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"--gpus {text} is no list of numbers of GPUs; write 1,2,4,8")
+    return sorted({int(word) for word in words})
+
+
+def check_shape(shape: AttentionShape) -> None:
+    if min(shape.heads, shape.kv_heads, shape.head_dim) < 1 or shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{shape.heads} query heads of {shape.head_dim} do not divide among {shape.kv_heads} key/value heads"
+        )

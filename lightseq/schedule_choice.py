@@ -1,0 +1,85 @@
+"""Chooses a schedule, and how it cuts ranks and heads, by predicted time: what `--schedule auto` stands for."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from lightseq.schedule import SCHEDULES, check_heads, outline
+from lightseq.schedule_cost import AttentionShape
+from lightseq.schedule_load import load
+from lightseq.schedule_time import Estimate, Rates, estimate
+
+HEAD_GROUPS = (1, 2, 4, 8)
+AUTO = "auto"
+
+
+class Choice(NamedTuple):
+    """A schedule by name with its sizes; as a question, None and "auto" are what may be chosen."""
+
+    schedule: str = AUTO
+    ulysses_size: int | None = None
+    head_groups: int | None = None
+
+
+class Priced(NamedTuple):
+    choice: Choice
+    estimate: Estimate
+
+
+@lru_cache(maxsize=256)
+def cheapest(
+    world: int,
+    shape: AttentionShape,
+    rates: Rates,
+    gpus_per_host: int,
+    asked: Choice = Choice(),  # noqa: B008 (immutable)
+    gathered_limit_bytes: float | None = None,
+) -> Choice:
+    """The choice that takes least time; the same on every rank, as it depends on its arguments alone.
+
+    Choices that gather more than the limit on a rank count only where all do; then the one that gathers least is
+    taken. Raises ValueError where nothing that was asked for can be had.
+    """
+    found = [
+        Priced(choice, priced(choice, world, shape, rates, gpus_per_host)) for choice in choices(world, shape, asked)
+    ]
+    if not found:
+        name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
+        outlined = outline(name, world, asked.head_groups or 1, asked.ulysses_size)
+        check_heads(outlined, shape.heads, shape.kv_heads)
+    return best(found, gathered_limit_bytes).choice
+
+
+def best(found: list[Priced], gathered_limit_bytes: float | None = None) -> Priced:
+    """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least."""
+    fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
+    if not fit:
+        return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
+    return min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `choices`
+
+
+def priced(choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int) -> Estimate:
+    counted = load(choice.schedule, world, gpus_per_host, choice.head_groups or 1, choice.ulysses_size)
+    return estimate(counted, shape, rates)
+
+
+def choices(world: int, shape: AttentionShape, asked: Choice = Choice()) -> Iterator[Choice]:  # noqa: B008
+    """Everything that can be had for that many ranks and heads, and agrees with what was asked for."""
+    for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
+        sizes = [u for u in range(2, world) if world % u == 0] if name == "usp" else [None]
+        for size in sizes if asked.ulysses_size is None else [asked.ulysses_size]:
+            groups = HEAD_GROUPS if SCHEDULES[name].has_head_groups else (1,)
+            for count in groups if asked.head_groups is None else [asked.head_groups]:
+                choice = Choice(name, size, count)
+                if refusal(choice, world, shape) is None:
+                    yield choice
+
+
+def refusal(choice: Choice, world: int, shape: AttentionShape) -> str | None:
+    """Why a choice cannot be had; None if it can."""
+    try:
+        schedule = outline(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
+        check_heads(schedule, shape.heads, shape.kv_heads)
+    except ValueError as error:
+        return str(error)
+    return None

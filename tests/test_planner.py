@@ -1,0 +1,161 @@
+"""The plan of attention over clusters: its file, its table, its refusals, and its picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.__main__ import main as analyse
+from analysis.cluster import figure, read
+from lightseq.__main__ import main
+from lightseq.planner import HEADINGS, gpu_counts, tokens
+from lightseq.schedule_cost import AttentionShape
+from lightseq.schedule_time import H200_SYMMETRIC, kernel_seconds
+
+WORDS = ["plan", "--attention", "--gpus", "1,3,4,64", "--gpus_per_host", "8", "--length", "128K", "--schedules"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "deep" / "plan.jsonl"
+    assert main([*WORDS, "zigzag,prefix,ulysses,usp", "--output", str(path)]) == 0
+    return path
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_file_says_what_it_depends_on_and_holds_every_point(planned: Path) -> None:
+    head, *records = _records(planned)
+    assert (head["plan"], head["length"], head["gpus_per_host"]) == ("attention", 128 * 1024, 8)
+    assert {*head["rates"]} == {"symmetric", "nccl"}
+    assert [(r["gpus"], r["schedule"]) for r in records] == [
+        (n, name) for n in (1, 3, 4, 64) for name in ("zigzag", "prefix", "ulysses", "usp")
+    ]
+    assert {(r["gpus"], r["transport"]) for r in records} == {
+        (1, "symmetric"), (3, "symmetric"), (4, "symmetric"), (64, "nccl")
+    }  # fmt: skip
+
+
+def test_what_cannot_be_had_is_left_out_with_its_reason(planned: Path) -> None:
+    skipped = {(r["gpus"], r["schedule"]): r["skipped"] for r in _records(planned)[1:] if r["skipped"]}
+    assert {*skipped} == {(1, "usp"), (3, "ulysses"), (3, "usp"), (64, "ulysses")}
+    assert "more than one place" in skipped[1, "usp"] and "cuts heads in 64" in skipped[64, "ulysses"]
+
+
+def test_numbers_of_a_point_agree_with_each_other(planned: Path) -> None:
+    alone = kernel_seconds(AttentionShape(128 * 1024, 32, 8, 128), H200_SYMMETRIC)
+    for r in (r for r in _records(planned)[1:] if not r["skipped"]):
+        parts = r["compute_seconds"] + r["exposed_communication_seconds"] + r["memory_seconds"]
+        assert r["seconds"] == pytest.approx(parts)
+        assert r["efficiency"] == pytest.approx(alone / r["gpus"] / r["seconds"]) and 0 < r["efficiency"] <= 1
+        assert r["tflops_per_gpu"] == pytest.approx(7 * 2**34 * 4096 / r["gpus"] / r["seconds"] / 1e12)
+
+
+def test_one_row_of_each_number_of_gpus_is_marked_and_it_is_the_fastest(planned: Path) -> None:
+    records = [r for r in _records(planned)[1:] if not r["skipped"]]
+    for gpus in (1, 3, 4, 64):
+        mine = [r for r in records if r["gpus"] == gpus]
+        assert [r["seconds"] for r in mine if r["fastest"]] == [min(r["seconds"] for r in mine)]
+    assert [(r["schedule"], r["ulysses_size"]) for r in records if r["gpus"] == 64 and r["fastest"]] == [("usp", 8)]
+
+
+def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "prefix,usp", "--output", str(planned.parent / "b.jsonl")]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.split() == [word for heading in HEADINGS for word in heading.split()]
+    assert len(lines) == 6 and {len(line) for line in lines} == {len(first)}
+    assert [line.split()[:3] for line in lines if line.startswith("*")] == [
+        ["*", "1", "prefix"], ["*", "3", "prefix"], ["*", "4", "prefix"], ["*", "64", "usp"]
+    ]  # fmt: skip
+    assert last == f"records  {planned.parent / 'b.jsonl'}"
+
+
+def test_a_memory_limit_leaves_out_what_gathers_more(tmp_path: Path) -> None:
+    assert main([*WORDS, "zigzag,prefix", "--gathered_limit_gib", "0.1", "--output", str(tmp_path / "a")]) == 0
+    skipped = {(r["gpus"], r["schedule"]): r["skipped"] for r in _records(tmp_path / "a")[1:] if r["skipped"]}
+    assert "gathers at least 0." in skipped[3, "zigzag"] and (64, "zigzag") not in skipped
+    assert (3, "prefix") in skipped
+
+
+def test_measured_layers_move_the_prediction(tmp_path: Path) -> None:
+    """A machine half as fast, by its records, is predicted half as fast."""
+    record = {"heads": 32, "kv_heads": 8, "head_dim": 128, "implementation": "single-gpu", "kernel": "fa4", "world": 1}
+    ours = {"implementation": "lightseq", "schedule": "prefix", "head_groups": 1, "ulysses_size": 1, "world": 4}
+    lines = []
+    for length in (2**15, 2**16, 2**17):
+        seconds = 2 * kernel_seconds(AttentionShape(length, 32, 8, 128), H200_SYMMETRIC)
+        lines.append({**record, "length": length, "schedule": None, "head_groups": None, "ulysses_size": None,
+                      "transport": None, "seconds_median": seconds})  # fmt: skip
+        lines.append(
+            {**record, **ours, "length": length, "transport": "symmetric", "seconds_median": seconds / 4 * 1.02}
+        )
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    words = [*WORDS, "prefix", "--calibrate", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "p")]
+    assert main(words) == 0
+    head, first, *_ = _records(tmp_path / "p")
+    assert head["rates_from"] == str(tmp_path / "m.jsonl")
+    assert head["rates"]["symmetric"]["flops_per_second"] == pytest.approx(
+        H200_SYMMETRIC.flops_per_second / 2, rel=0.02
+    )
+    assert first["tflops_per_gpu"] == pytest.approx(308, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (["--gpus", "1,x"], "--gpus 1,x is no list of numbers of GPUs; write 1,2,4,8"),
+        (["--gpus", "0"], "--gpus 0 is no list of numbers of GPUs; write 1,2,4,8"),
+        (["--length", "1T"], "--length 1T is no number of tokens; write 131072, 128K or 1M"),
+        (["--schedules", "spiral"], "schedule 'spiral' is unknown; choose all or from ring"),
+        (["--kv_heads", "5"], "32 query heads of 128 do not divide among 5 key/value heads"),
+        (["--gpus_per_host", "0"], "--gpus_per_host 0 must be at least 1"),
+        (["--calibrate", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], words: str
+) -> None:
+    assert main(["plan", "--attention", *change, "--output", str(tmp_path / "a.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
+    assert [tokens(text) for text in ("131072", "128K", "1M")] == [2**17, 2**17, 2**20]
+    assert gpu_counts("8,1,8,2") == [1, 2, 8]
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_has_a_line_a_schedule_and_its_values(planned: Path) -> None:
+    about, records = read(planned)
+    (axes,) = figure(about, records).axes
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert {"zigzag", "prefix", "ulysses", "usp", "fastest"} <= {*lines}
+    for name in ("prefix", "usp"):
+        mine = [r for r in records if r["schedule"] == name and r["efficiency"]]
+        assert lines[name].get_xydata().tolist() == [[r["gpus"], r["efficiency"]] for r in mine]
+    assert lines["fastest"].get_xdata().tolist() == [1, 3, 4, 64]
+    assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["1", "3", "4", "64"]
+    assert {text.get_text() for text in axes.texts} >= {"×2", "×8", "several hosts →"}
+
+
+def test_the_command_draws_the_picture(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyse(["cluster", str(planned), "--output", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "cluster.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cluster.png'}\n"
+
+
+@pytest.mark.parametrize("text, words", [("", "is no plan"), ("{", "is not JSONL"), ('{"step": 1}\n', "is no plan")])
+def test_a_file_that_is_no_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    assert analyse(["cluster", str(tmp_path / "a.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1

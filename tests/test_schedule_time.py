@@ -1,0 +1,281 @@
+"""Predicted times: the counts are the table's, the default rates are near what was measured, and fits find rates."""
+
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightseq.attention import _choose
+from lightseq.calibration import Point, fit, fit_transports, read_points
+from lightseq.schedule import SCHEDULES, Schedule, Step, Tile, make_schedule, outline
+from lightseq.schedule_choice import Choice, cheapest, choices, refusal
+from lightseq.schedule_cost import AttentionShape, cheapest_by_count, tile_flops
+from lightseq.schedule_load import Load, load
+from lightseq.schedule_time import H200_NCCL, H200_SYMMETRIC, RATES, estimate, kernel_seconds
+
+WORLDS = (*range(1, 13), 16, 32)
+ITEMS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
+K = 1024
+
+
+def _shape(length: int, heads: int = 32, kv_heads: int = 8) -> AttentionShape:
+    return AttentionShape(length, heads, kv_heads, 128)
+
+
+def _cases(world: int) -> list[tuple[str, int, int | None]]:
+    """(schedule, head groups, ulysses size): all that are unlike each other."""
+    sizes = [u for u in range(2, world) if world % u == 0]
+    found: list[tuple[str, int, int | None]] = []
+    for name, algorithm in SCHEDULES.items():
+        for u in sizes[:1] + sizes[-1:] if name == "usp" else [None]:
+            found += [(name, g, u) for g in ((1, 2, 5) if algorithm.has_head_groups else (1,))]
+    return [*found, *[("zigzag", 1, u) for u in sizes[:1]]]
+
+
+def _area(schedule: Schedule, tile: Tile) -> float:
+    """In chunks of a place squared, from FLOPs that were counted elsewhere."""
+    unit = AttentionShape(schedule.layout.chunk_count, schedule.head_groups, schedule.head_groups, 1)
+    return tile_flops(schedule, unit, tile) / 4 / schedule.ulysses_size**2
+
+
+def _counted(schedule: Schedule, step: Step, backward: bool, gpus_per_host: int) -> tuple[np.ndarray, ...]:
+    """Work, bundles from the own host and bundles from others, from the moves of the table itself."""
+    work, moved = np.zeros((schedule.world, 2)), np.zeros((2, schedule.world, 4))
+    for rank, tiles in enumerate(step.tiles):
+        work[rank] = sum(_area(schedule, tile) for tile in tiles), len(tiles)
+    for move in step.moves:
+        far = move.src // gpus_per_host != move.dst // gpus_per_host
+        moved[int(far), move.dst, ITEMS[backward].index(move.item)] += 1
+    return work, moved[0], moved[1]
+
+
+def _unrolled(counted: Load, backward: bool) -> list[tuple[np.ndarray, ...]]:
+    keep = np.array([item is not None for item in ITEMS[backward]])
+    steps = [s for s in counted.steps for _ in range(s.count)]
+    every = [(s.work, s.inside * keep, s.across * keep) for s in steps]
+    return [arrays for arrays in every if any(x.any() for x in arrays)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("gpus_per_host", [3, 8])
+def test_the_load_is_that_of_the_table(world: int, gpus_per_host: int) -> None:
+    """For every schedule: each step's work and its received bundles, by kind of rank, as the moves themselves say."""
+    for name, groups, size in _cases(world):
+        table = make_schedule(name, world, groups, size)
+        counted = load(name, world, gpus_per_host, groups, size, every_step=True)
+        for backward, steps in ((False, table.forward), (True, table.backward)):
+            found = _unrolled(counted, backward)
+            assert len(found) == len(steps), (name, groups, size)
+            for step, got in zip(steps, found, strict=True):
+                for want, rows in zip(_counted(table, step, backward, gpus_per_host), got, strict=True):
+                    assert np.allclose(np.unique(want, axis=0), np.unique(rows, axis=0)), (name, groups, size, backward)
+
+
+@pytest.mark.parametrize("name", ["ring", "striped", "zigzag", "balanced"])
+@pytest.mark.parametrize("world, gpus_per_host", [(13, 4), (16, 8), (31, 1), (32, 4), (32, 8), (48, 8), (60, 7)])
+def test_few_steps_stand_for_all(name: str, world: int, gpus_per_host: int) -> None:
+    few, every = (load(name, world, gpus_per_host, every_step=every) for every in (False, True))
+    assert sum(step.count for step in few.steps) == len(every.steps)
+    for length in (64 * K, 4096 * K):
+        got, want = (estimate(x, _shape(length), H200_NCCL).seconds for x in (few, every))
+        assert got == pytest.approx(want, rel=1e-9)
+
+
+def test_gathered_bytes_are_those_of_two_head_groups() -> None:
+    """prefix holds the whole sequence's keys and values of the group that computes and of the one that comes next."""
+    whole = 2 * 128 * K * 8 * 128 * 2
+    shares = [estimate(load("prefix", 4, 4, g), _shape(128 * K), H200_SYMMETRIC).gathered_bytes for g in (1, 2, 4)]
+    assert shares == [whole, whole, whole / 2]
+    lse = 128 * K * 32 / 4 * 4
+    ulysses = estimate(load("ulysses", 4, 4), _shape(128 * K), H200_SYMMETRIC).gathered_bytes
+    assert ulysses == whole / 4 + 3 * 128 * K * 32 / 4 * 128 * 2 + lse
+
+
+def test_steps_without_tiles_expose_their_bytes() -> None:
+    """ulysses hides nothing; a link twice as slow costs what its bytes take."""
+    counted, shape = load("ulysses", 4, 4), _shape(128 * K)
+    slow = replace(H200_SYMMETRIC, host_bytes_per_second=H200_SYMMETRIC.host_bytes_per_second / 2)
+    q, kv, lse = 32 * K * 32 * 128 * 2, 2 * 32 * K * 8 * 128 * 2, 32 * K * 32 * 4
+    received = 0.75 * (q + kv + q + lse + 3 * q + lse + kv + q + kv)
+    more = estimate(counted, shape, slow).seconds - estimate(counted, shape, H200_SYMMETRIC).seconds
+    assert more == pytest.approx(received / H200_SYMMETRIC.host_bytes_per_second)
+
+
+def test_a_long_ring_is_counted_by_few_steps() -> None:
+    counted = load("zigzag", 128, 8)
+    assert len(counted.steps) < 48 and sum(step.count for step in counted.steps) == 129
+
+
+# ---- measured: four H200 of one host, 32/8 heads of 128, bfloat16, fa4; (tokens, milliseconds) ----------------------
+
+LAYERS = {
+    ("prefix", 1, "symmetric"): [(16, 4.85), (32, 14.5), (64, 53.4), (128, 208.0)],
+    ("prefix", 4, "symmetric"): [(128, 210.0)],
+    ("ulysses", 1, "symmetric"): [(32, 14.6), (64, 53.0), (128, 206.5)],
+    ("ulysses", 1, "nccl"): [(128, 211.0)],
+    ("zigzag", 1, "symmetric"): [(32, 15.6), (128, 211.6)],
+    ("zigzag", 1, "nccl"): [(32, 15.9), (128, 218.0)],
+}
+
+
+@pytest.mark.parametrize("name, groups, transport", LAYERS)
+def test_default_rates_are_near_what_was_measured(name: str, groups: int, transport: str) -> None:
+    for length, milliseconds in LAYERS[name, groups, transport]:
+        seconds = estimate(load(name, 4, 4, groups), _shape(length * K), RATES[transport]).seconds
+        assert seconds == pytest.approx(milliseconds / 1e3, rel=0.06), length
+
+
+@pytest.mark.parametrize("length, milliseconds", [(16, 3.35), (32, 12.7), (128, 199.0)])
+def test_the_default_kernel_is_near_what_was_measured(length: int, milliseconds: float) -> None:
+    """One rank's share of the heads under ulysses: one call forward, one backward."""
+    assert kernel_seconds(_shape(length * K, 8, 2), H200_SYMMETRIC) == pytest.approx(milliseconds / 1e3, rel=0.02)
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
+
+HIDDEN = replace(
+    H200_SYMMETRIC,
+    flops_per_second=450e12,
+    call_seconds=0.2e-3,
+    host_bytes_per_second=200e9,
+    exchange_seconds=0.3e-3,
+    memory_bytes_per_second=2e12,
+)
+
+
+def _points() -> list[Point]:
+    cases = [("prefix", 1), ("prefix", 4), ("ulysses", 1), ("zigzag", 1), ("ring", 1), ("balanced", 1)]
+    found = []
+    for (name, groups), length in ((c, n * K) for c in cases for n in (8, 16, 32, 128)):
+        counted = load(name, 4, 4, groups)
+        seconds = estimate(counted, _shape(length), HIDDEN).seconds
+        found.append(Point(counted, _shape(length), "symmetric", "fa4", seconds))
+    return found
+
+
+def test_a_fit_reproduces_what_it_was_made_from() -> None:
+    points = _points()
+    fitted = fit(points, H200_SYMMETRIC)
+    for p in points:
+        assert estimate(p.load, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.01)
+    assert fitted.flops_per_second == pytest.approx(HIDDEN.flops_per_second, rel=0.02)
+    assert fitted.network_bytes_per_second == pytest.approx(H200_SYMMETRIC.network_bytes_per_second)
+    assert min(astuple(fitted)) > 0
+
+
+def test_one_wrong_point_does_not_spoil_a_fit() -> None:
+    points = _points()
+    spoiled = [replace(points[0], seconds=5 * points[0].seconds), *points[1:]]
+    fitted = fit(spoiled, H200_SYMMETRIC)
+    for p in points[1:]:
+        assert estimate(p.load, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.02)
+
+
+RECORD = (
+    '{"length": 16384, "world": 4, "heads": 32, "kv_heads": 8, "head_dim": 128, "implementation": "%s", '
+    '"schedule": "%s", "head_groups": 1, "ulysses_size": %d, "transport": "%s", "kernel": "%s", "seconds_median": %s}\n'
+)
+GOOD = RECORD % ("lightseq", "ulysses", 4, "nccl", "fa4", 0.005)
+
+
+def test_records_are_read_and_others_passed_over(tmp_path: Path) -> None:
+    lines = ['{"benchmark": "attention"}\n', GOOD, RECORD % ("torch-cp", "", 1, "", "cudnn", 0.009)]
+    lines += [
+        RECORD % ("lightseq", "usp", 2, "nccl", "fa4", "null"),
+        RECORD % ("lightseq", "usp", 2, "nccl", "fa4", 0.006),
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    points = read_points(tmp_path / "a.jsonl")
+    assert [(p.load.schedule.name, p.load.schedule.ulysses_size, p.seconds) for p in points] == [
+        ("ulysses", 4, 0.005),
+        ("usp", 2, 0.006),
+    ]
+    assert list(fit_transports(points, RATES, None)) == ["nccl"]
+
+
+@pytest.mark.parametrize(
+    "text, kernel, words",
+    [
+        ("{}\n", None, "holds no times"),
+        ("[\n", None, "line 1 is no record"),
+        (GOOD.replace('"heads"', '"hands"'), None, "line 1 has no 'heads'"),
+        (GOOD + GOOD.replace("fa4", "cudnn"), None, "kernels cudnn, fa4 were measured; choose one with --kernel"),
+        (GOOD, "fa3", "no layer of kernel fa3 was measured, only of fa4"),
+        (GOOD.replace("nccl", "gloo"), None, "no layer over symmetric or nccl"),
+    ],
+)
+def test_records_that_cannot_be_fitted_are_refused(tmp_path: Path, text: str, kernel: str | None, words: str) -> None:
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=words):
+        fit_transports(read_points(tmp_path / "a.jsonl"), RATES, kernel)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_is_the_least_of_all_that_can_be_had() -> None:
+    shape = _shape(256 * K)
+    seconds = {
+        c: estimate(load(c.schedule, 8, 4, c.head_groups or 1, c.ulysses_size), shape, H200_NCCL).seconds
+        for c in choices(8, shape)
+    }
+    assert seconds[cheapest(8, shape, H200_NCCL, 4)] == min(seconds.values())
+    assert {c.schedule for c in seconds} == {*SCHEDULES}
+    assert {(c.ulysses_size, c.head_groups) for c in seconds if c.schedule == "usp"} == {
+        (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8)
+    }  # fmt: skip
+
+
+def test_two_levels_pay_across_hosts_and_heads_stay_inside_one() -> None:
+    assert cheapest(64, _shape(1024 * K), H200_NCCL, 8)[:2] == ("usp", 8)
+
+
+def test_a_memory_limit_chooses_more_head_groups() -> None:
+    """Where nothing keeps to the limit, the least is taken rather than nothing."""
+    shape, asked = _shape(1024 * K), Choice("prefix")
+    free = cheapest(4, shape, H200_SYMMETRIC, 4, asked)
+    assert free == ("prefix", None, 1)
+    assert cheapest(4, shape, H200_SYMMETRIC, 4, asked, 2.1 * 2**30) == ("prefix", None, 4)
+    assert cheapest(4, shape, H200_SYMMETRIC, 4, asked, 1.0) == ("prefix", None, 8)
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    shape = _shape(64 * K)
+    assert cheapest(8, shape, H200_SYMMETRIC, 8, Choice("usp", 2))[:2] == ("usp", 2)
+    assert cheapest(8, shape, H200_SYMMETRIC, 8, Choice("prefix", None, 4)) == ("prefix", None, 4)
+    assert {c.ulysses_size for c in choices(8, shape, Choice(ulysses_size=4))} == {4}
+
+
+def test_heads_decide_what_can_be_had() -> None:
+    assert {c.schedule for c in choices(8, _shape(64 * K, 9, 3))} == {"ring", "striped", "zigzag", "balanced", "prefix"}
+    assert "9 query and 3" in (refusal(Choice("ulysses"), 8, _shape(64 * K, 9, 3)) or "")
+    with pytest.raises(ValueError, match="9 query and 3 key/value heads do not allow"):
+        cheapest(8, _shape(64 * K, 9, 3), H200_SYMMETRIC, 8, Choice("ulysses"))
+
+
+@pytest.mark.parametrize("asked", [Choice("usp"), Choice("usp", 2), Choice("zigzag", 3), Choice("ring", None, 2)])
+def test_what_no_table_has_is_refused_by_the_table(asked: Choice) -> None:
+    world = 2 if asked.schedule == "usp" else 4
+    with pytest.raises(ValueError) as expected:
+        make_schedule(asked.schedule, world, asked.head_groups or 1, asked.ulysses_size)
+    with pytest.raises(ValueError) as got:
+        cheapest(world, _shape(64 * K), H200_SYMMETRIC, 8, asked)
+    assert str(got.value) == str(expected.value)
+
+
+def test_an_outline_is_its_schedule_without_steps() -> None:
+    for world, (name, groups, size) in ((w, case) for w in (4, 6) for case in _cases(w)):
+        empty, full = outline(name, world, groups, size), make_schedule(name, world, groups, size)
+        assert (empty.name, empty.layout, empty.head_groups) == (full.name, full.layout, full.head_groups)
+        assert not empty.forward and full.forward
+
+
+def test_a_context_chooses_what_was_left_open() -> None:
+    """By predicted time between GPUs; between CPU processes by counting, where head groups stay one."""
+    shape, auto = _shape(1024 * K), Choice()
+    assert _choose(64, shape, "nccl", 8, auto) == cheapest(64, shape, H200_NCCL, 8)
+    assert _choose(3, shape, "nccl", 1, Choice("prefix")).head_groups in (2, 4, 8)
+    assert _choose(4, shape, "symmetric", 4, Choice("usp", 2, 4)) == ("usp", 2, 4)
+    assert _choose(4, shape, "gloo", 4, auto) == (cheapest_by_count(4, shape), None, None)
+    assert _choose(4, shape, "gloo", 4, Choice("prefix")) == ("prefix", None, None)
