@@ -16,7 +16,6 @@ from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
 
-
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"attention": attention.main, "cluster": cluster.main}
 
 
@@ -25,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
         prog="analysis",
         usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
-        epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, `python3 -m analysis "
-        "cluster FILE` what `python3 -m lightseq plan --attention` predicted.",
+        epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
+        "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
@@ -42,9 +41,9 @@ def names_command(words: Sequence[str], command: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    for command, run in COMMANDS.items():
+    for command, draw_command in COMMANDS.items():
         if names_command(words, command):
-            return run(words[1:])
+            return draw_command(words[1:])
     arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)

@@ -107,6 +107,21 @@ def test_a_long_ring_is_counted_by_few_steps() -> None:
     assert len(counted.steps) < 48 and sum(step.count for step in counted.steps) == 129
 
 
+def test_memory_counts_what_is_packed_and_what_adds_up() -> None:
+    """ulysses packs its operands and copies results home; zigzag adds a float32 sum for every part."""
+    rates, rows = H200_SYMMETRIC, 32 * K
+    q, kv, lse = rows * 32 * 128 * 2, 2 * rows * 8 * 128 * 2, rows * 32 * 4
+    ulysses = 2 * (q + kv + q + lse) + 2 * (3 * q + lse + kv + q + kv)
+    got = estimate(load("ulysses", 4, 4), _shape(128 * K), rates).memory_seconds
+    assert got == pytest.approx(ulysses / rates.memory_bytes_per_second)
+    counted = load("zigzag", 4, 4)
+    parts_q, parts_kv = counted.parts.max(0) / 2  # of half of a rank's rows
+    passes = 1 + rates.merge_passes * 4 / 2
+    zigzag = 2 * kv + passes * parts_q * (q + lse) + 2 * kv + passes * (parts_q * q + parts_kv * kv)
+    got = estimate(counted, _shape(128 * K), rates).memory_seconds
+    assert got == pytest.approx(zigzag / rates.memory_bytes_per_second) and counted.accumulates == (True, True)
+
+
 # ---- measured: four H200 of one host, 32/8 heads of 128, bfloat16, fa4; (tokens, milliseconds) ----------------------
 
 LAYERS = {
@@ -192,6 +207,15 @@ def test_records_are_read_and_others_passed_over(tmp_path: Path) -> None:
         ("usp", 2, 0.006),
     ]
     assert list(fit_transports(points, RATES, None)) == ["nccl"]
+
+
+def test_one_gpus_kernel_counts_for_every_transport(tmp_path: Path) -> None:
+    """Its records alone tell the kernel's rate from what is lost around it."""
+    seconds = kernel_seconds(_shape(512 * K), replace(H200_NCCL, flops_per_second=300e12))
+    alone = (RECORD % ("single-gpu", "", 1, "", "fa4", seconds)).replace("16384", str(512 * K))
+    (tmp_path / "a.jsonl").write_text(alone * 3 + GOOD, encoding="utf-8")
+    fitted = fit_transports(read_points(tmp_path / "a.jsonl"), RATES, None)["nccl"]
+    assert kernel_seconds(_shape(512 * K), fitted) == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(
