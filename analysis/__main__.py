@@ -41,9 +41,9 @@ def names_command(words: Sequence[str], command: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    for name, command in COMMANDS.items():
-        if names_command(words, name):
-            return command(words[1:])
+    for command, draw_command in COMMANDS.items():
+        if names_command(words, command):
+            return draw_command(words[1:])
     arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)

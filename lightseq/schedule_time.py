@@ -28,9 +28,12 @@ class Rates:
     merge_passes: float  # how often float32 sums are read or written for each part that is added
 
 
-# Fitted by hand to layers of 32/8 heads of 128 in bfloat16 on one host of four H200, kernel fa4, 16K to 128K tokens.
-# bundle_seconds and the network (400 Gb/s a GPU, nine tenths of it used) are assumed, not measured.
-H200_SYMMETRIC = Rates(617e12, 0.14e-3, 320e9, 45e9, 0.15e-3, 1.0, 2e-6, 3.0e12, 3.0)
+# Fitted by lightseq/calibration.py to benchmarks/results/attention-4xh200.jsonl and -512k.jsonl: layers of 32/8 heads
+# of 128 in bfloat16, kernel fa4, four H200 of one host. Left out is what waited for the host: at 16K all but ulysses
+# and prefix with all heads at once. From these points the fit trades the link, memory and merge rates for one another:
+# times that it predicts hold, the rates one by one need not. The network (400 Gb/s a GPU, nine tenths of it used) and
+# what NCCL changes are assumed.
+H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0)
 H200_NCCL = replace(H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7)
 RATES: Mapping[str, Rates] = {"symmetric": H200_SYMMETRIC, "nccl": H200_NCCL}  # by transport
 
