@@ -81,13 +81,16 @@ class SendRecvTransport:
         self.bytes_sent = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._peers = dist.get_process_group_ranks(group)
+        self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
         if len(self._peers) > 1:
             # A communicator is made at its first collective, which all ranks have to join; a step's messages join some.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
-        yield Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
+        if size > self._outbox.memory.numel():
+            self._outbox = Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
+        yield self._outbox  # the same from layer to layer: what is known of its places stays true
 
     def at(self, rank: int, here: Tensor) -> Tensor:
         return here
