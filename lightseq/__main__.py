@@ -5,6 +5,7 @@ python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,4 +91,5 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may have seen enough
     sys.exit(main())
