@@ -68,6 +68,11 @@ class Form:
         x = bundle[0].narrow(0, start * self.rows, count * self.rows)
         return (x, *(lse.narrow(0, start, count) for lse in bundle[1:]))
 
+    def split(self, bundle: Bundle) -> list[Bundle]:
+        """Every chunk of a packed bundle."""
+        rows = bundle[0].split(self.rows)
+        return list(zip(rows, *(lse.split(1) for lse in bundle[1:]), strict=True))
+
     def unpacked(self, bundle: Bundle) -> Bundle:
         """The tensors of a packed bundle as views (B, S, N, D); the lse (B, N, S) of several chunks is a copy."""
         parts = bundle[0].unflatten(2, (self.tensors, self.heads)).permute(2, 1, 0, 3, 4).unbind()

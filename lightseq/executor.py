@@ -19,12 +19,12 @@ from lightseq.program import (
     Room,
     StepProgram,
     TileProgram,
-    comes_at_once,
     make_program,
-    outbox_plan,
-    parts_at_home,
+    pass_needs,
 )
 from lightseq.schedule import Schedule, Tile
+
+MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
 
 Compute = Callable[[Tile, Bundle, Bundle, Mapping[str, Bundle]], dict[str, Bundle]]
 
@@ -61,14 +61,16 @@ class Run:
         return [pair for item, into in staged for pair in self._forms[item].stage(into, self._operands[item])]
 
     def _exchange(self, step: StepProgram) -> Callable[[], None]:
+        slots: dict[int, list[Bundle]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
             some = next(iter(self._operands.values()))[0]
             self._gathered[i] = self._forms[arena.item].empty(len(arena.chunks), some.device)
         receives = []
         for i, slot, src, there in step.fills:
-            into = self._forms[self._program.arenas[i].item].slots(self._gathered[i], slot, 1)
-            receives += [Receive(src, x, y) for x, y in zip(there, into, strict=True)]
+            if i not in slots:
+                slots[i] = self._forms[self._program.arenas[i].item].split(self._gathered[i])
+            receives += [Receive(src, x, y) for x, y in zip(there, slots[i][slot], strict=True)]
         filled = len(receives)
         receives += [Receive(a.src, x, None) for a in step.arrivals for x in a.there]
         own, self._own = self._own, []
@@ -130,19 +132,15 @@ def _run(
     schedule: Schedule, backward: bool, rank: int, transport: Transport,
     operands: Mapping[str, Bundle], finals: Mapping[str, Bundle], forms: Mapping, compute: Compute,
 ) -> None:  # fmt: skip
-    known = tuple(forms.items())
-    _, _, size = outbox_plan(schedule, backward, known)
-    parts = parts_at_home(schedule, backward, rank, known)
-    homes = {
-        item: (Merge if item == "out" else Sum)(forms[item], finals[item], comes_at_once(item, parts[item]))
-        for item in finals
-    }
-    with transport.outbox(size) as outbox:
-        key = (schedule, backward, rank, known)
-        if key not in outbox.known:
-            outbox.known[key] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
+    needs = pass_needs(schedule, backward, rank, tuple(forms.items()))
+    homes = {item: (Merge if item == "out" else Sum)(forms[item], finals[item], needs.at_once[item]) for item in finals}
+    with transport.outbox(needs.outbox_bytes) as outbox:
+        if needs not in outbox.known:
+            if len(outbox.known) > MOST_PROGRAMS:
+                outbox.known.clear()
+            outbox.known[needs] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
-        Run(outbox.known[key], operands, homes, forms, transport, compute, launches).run()
+        Run(outbox.known[needs], operands, homes, forms, transport, compute, launches).run()
 
 
 def attention_forward(

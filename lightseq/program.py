@@ -224,6 +224,21 @@ def comes_at_once(item: str, parts: Mapping[Place, Counter[int]]) -> bool:
     return all(len(steps) == 1 for steps in parts.values())
 
 
+@dataclass(frozen=True, eq=False)
+class PassNeeds:
+    """What has to be known of a pass before its outbox is open. It stands for the pass: asked again, it is the same."""
+
+    outbox_bytes: int
+    at_once: Mapping[str, bool]  # by result item
+
+
+@lru_cache(maxsize=256)
+def pass_needs(schedule: Schedule, backward: bool, rank: int, forms: tuple[tuple[str, Form], ...]) -> PassNeeds:
+    parts = parts_at_home(schedule, backward, rank, forms)
+    _, _, size = outbox_plan(schedule, backward, forms)
+    return PassNeeds(size, {item: comes_at_once(item, parts[item]) for item in parts})
+
+
 @lru_cache(maxsize=64)
 def parts_at_home(
     schedule: Schedule, backward: bool, rank: int, forms: tuple[tuple[str, Form], ...]

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightseq.kernels.merge import merge
+from lightseq.kernels.merge import merge_into
 from lightseq.schedule import Mask
 
 
@@ -74,7 +74,8 @@ def forward_tile(
         return kernel.forward(q, k, v, True, scale, into)
     out, lse = kernel.forward(q, k[:, :before], v[:, :before], False, scale)
     diagonal_out, diagonal_lse = kernel.forward(q, k[:, before:], v[:, before:], True, scale)
-    merged, lse = merge(out.to(lse.dtype), lse, diagonal_out, diagonal_lse)
+    merged = out.to(lse.dtype)
+    merge_into(merged, lse, diagonal_out, diagonal_lse)
     return merged.to(q.dtype), lse
 
 
