@@ -45,12 +45,10 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     shape = AttentionShape(
         case.length, case.heads, case.kv_heads, case.head_dim, case.batch, torch.empty(0, dtype=case.dtype).itemsize
     )
-    sizes: dict[str, Any] = {"ulysses_size": choice.ulysses_size, "head_groups": choice.head_groups}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
     context = make_context(
-        case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport, **sizes
-    )
-    ulysses_size = getattr(context.schedule, "ulysses_size", 1)
+        case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport,
+        choice.ulysses_size, choice.head_groups,
+    )  # fmt: skip
     try:
         yield Layer(
             attend=lambda q, k, v: attention(q, k, v, context)[0],
@@ -58,12 +56,12 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
             ranks=case.world,
             facts={
                 "schedule": context.schedule.name,
-                "head_groups": context.schedule.head_groups // ulysses_size,  # as asked for: of one rank's heads
-                "ulysses_size": ulysses_size,
+                "head_groups": context.schedule.turns,
+                "ulysses_size": context.schedule.ulysses_size,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
             },
-            buffer_bytes=lambda: getattr(context.transport, "buffer_bytes", 0),
+            buffer_bytes=lambda: context.transport.buffer_bytes,
         )
     finally:
         release(context)  # and with it the transport's buffers

@@ -11,6 +11,7 @@ from lightseq import executor
 from lightseq.comm import Transport, make_transport
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.layout import Layout
+from lightseq.mesh import disable_multicast
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_choice import Choice, cheapest
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count
@@ -62,6 +63,7 @@ def make_context(
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     world = dist.get_world_size(group)
+    disable_multicast()
     carrier = make_transport(transport, group, device)
     chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)

@@ -37,9 +37,8 @@ class Run:
         self._program, self._operands, self._homes, self._forms = program, operands, homes, forms
         self._transport, self._compute, self._launches = transport, compute, launches
         self._gathered: dict[int, Bundle] = {}  # by arena
-        self._own: list[
-            tuple[str, Place, Bundle]
-        ] = []  # results of this rank for itself, taken in beside the next step
+        # Results of this rank for itself, taken in beside the next step.
+        self._own: list[tuple[str, Place, Bundle]] = []
 
     def run(self) -> None:
         if self._program.staged:
@@ -64,8 +63,7 @@ class Run:
         slots: dict[int, list[Bundle]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            some = next(iter(self._operands.values()))[0]
-            self._gathered[i] = self._forms[arena.item].empty(len(arena.chunks), some.device)
+            self._gathered[i] = self._forms[arena.item].empty(len(arena.chunks), self._operands[arena.item][0].device)
         receives = []
         for i, slot, src, there in step.fills:
             if i not in slots:

@@ -55,11 +55,14 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def disable_multicast() -> None:
+    """Symmetric memory does without NVLink multicast, whose failures outlast the process. Before any is made."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
 @contextmanager
 def start(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process."""
-    # Symmetric memory is used without NVLink multicast, whose failures outlast the process.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")

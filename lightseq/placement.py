@@ -33,7 +33,6 @@ class Block(NamedTuple):
     tile: int
     item: str
     chunks: tuple[int, ...]
-    heads: int
 
 
 def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
@@ -72,7 +71,7 @@ def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int) -> dict[tuple[
 def blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[Block, ...]:
     """What a rank's tiles of a step leave in its outbox, in order: all its results for an item, if one must travel."""
     made = [
-        Block(i, item, chunks, tile.heads)
+        Block(i, item, chunks)
         for i, tile in enumerate(step.tiles[rank])
         for item, chunks in ((("dq", tile.q), ("dkv", tile.kv)) if backward else (("out", tile.q),))
     ]

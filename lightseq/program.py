@@ -109,6 +109,7 @@ class _Places:
         self.schedule, self.layout, self.backward = schedule, schedule.layout, backward
         self.rank, self.forms, self.memory, self.at = rank, forms, memory, at
         self.steps = passes(schedule, backward)
+        self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
         self.arenas = arenas(self.steps, self.layout, rank)
         starts, self.regions, _ = outbox_plan(schedule, backward, tuple(forms.items()))
         self.staged = {item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in starts.items()}
@@ -139,7 +140,7 @@ class _Places:
             tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             tuple(i for i, a in enumerate(self.arenas) if a.last == t),
             travels=bool(step.moves),
-            fresh=t == 0 or any(move.is_result for move in step.moves),
+            fresh=t == self.first_move or any(move.is_result for move in step.moves),
         )  # fmt: skip
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:

@@ -73,11 +73,15 @@ class Schedule:
         return self.layout.world
 
     def __str__(self) -> str:
-        groups = self.head_groups // self.ulysses_size
         inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
-        turns = f"heads in {groups} turns" if groups > 1 else ""
+        turns = f"heads in {self.turns} turns" if self.turns > 1 else ""
         notes = ", ".join(filter(None, (inside, turns)))
         return self.name + (f" ({notes})" if notes else "")
+
+    @property
+    def turns(self) -> int:
+        """Groups of heads that a rank computes one after the other: the head_groups that were asked for."""
+        return self.head_groups // self.ulysses_size
 
     @property
     def ulysses_size(self) -> int:
@@ -230,7 +234,7 @@ def assign(schedule: Schedule) -> Assignment:
     algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
     if not algorithm.has_head_groups:
         return algorithm.assign(outer)
-    return algorithm.assign(outer, schedule.head_groups // schedule.ulysses_size)
+    return algorithm.assign(outer, schedule.turns)
 
 
 def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:

@@ -142,7 +142,7 @@ class Trainer:
             "kernels_passed_over": dict(self.context.selection.passed_over),
             "transport": self.context.transport.name,
             "transport_passed_over": self.context.transport.passed_over,
-            "head_groups": self.context.schedule.head_groups,
+            "head_groups": self.context.schedule.turns,
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
             "world_size": self.world.size,

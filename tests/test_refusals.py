@@ -88,6 +88,14 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
     "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
     "unknown mirror": ("--report_to carrier_pigeon", ("--report_to 'carrier_pigeon'", "choose from none")),
+    # how ranks share a sequence
+    "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
+    "two levels in too few ranks": ("--schedule usp", ("2 ranks with ulysses_size 1 are prefix",)),
+    "heads that cannot be split": (
+        f"--schedule ulysses {RANDOM} {{files}}/odd",
+        ("3 query and 3 key/value heads do not allow", "prefix takes any number"),
+    ),
+    "a transport of GPUs": ("--transport symmetric", ("symmetric does not run on cpu", "use gloo")),
     # the output, and what was written before
     "output that holds a run": (
         "--output_dir {files}/run",
@@ -172,6 +180,7 @@ def _write_models(folder: Path) -> None:
     changes = {
         "dropout": {"attention_dropout": 0.1},
         "window": {"sliding_window": 16},
+        "odd": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
         "headless": {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": None},
         "heads": {"num_key_value_heads": 3},
         "mistral": {"model_type": "mistral"},

@@ -57,7 +57,7 @@ def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None
         starts = [table[i] for i in range(len(table)) if i % COPY_LINE < 2]
         steps = [table[i] for i in range(len(table)) if i % COPY_LINE > 3]
         wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
-        constants = {"ROWS": some_rows, "WORDS": words, "WIDE": wide, "num_warps": 4}
+        constants = {"LINE": COPY_LINE, "ROWS": some_rows, "WORDS": words, "WIDE": wide, "num_warps": 4}
         launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants))
     return launches
 
@@ -115,9 +115,11 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _copy(table, lines, rows, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr):
+def _copy(
+    table, lines, rows, LINE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
-    line = table + tl.program_id(0) % lines * 11
+    line = table + tl.program_id(0) % lines * LINE
     row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
     length, width, dim = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
