@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
-from worlds import spawn
+from worlds import GPU_WORLDS, spawn
 
 from lightseq.attention import SequenceContext, attention, make_context
 from lightseq.kernels import KernelSpec
@@ -138,7 +138,9 @@ def test_output_and_gradients_equal_whole_sequence_attention(world: int) -> None
     assert max(spawn(world, _parity)) < 1e-12
 
 
-def _half_precision_errors(rank: int, device: str, kernels: tuple[str, ...], dim: int, length: int) -> dict:
+def _half_precision_errors(
+    rank: int, device: str, kernels: tuple[str, ...], dim: int, length: int, transport: str = "auto"
+) -> dict:
     """Relative errors against float64 of every schedule and kernel, and of plain attention in bfloat16 on one rank."""
     dtype = torch.bfloat16
     whole = [x.to(dtype).double().to(device) for x in _whole(length, (8, 2), dim, batch=1)]
@@ -156,7 +158,8 @@ def _half_precision_errors(rank: int, device: str, kernels: tuple[str, ...], dim
 
         if KERNELS[kernel](spec).why_not(spec) is None:
             for name in fitting(dist.get_world_size(), 8, 2):
-                result[f"{kernel} {name}"] = errors(_distributed(_context(name, kernel, dtype, dim, device), narrow))
+                context = _context(name, kernel, dtype, dim, device, transport)
+                result[f"{kernel} {name}"] = errors(_distributed(context, narrow))
     return result
 
 
@@ -172,11 +175,12 @@ def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
         _check_half_precision(spawn(world, _half_precision_errors, "cpu", ("cpu",), 32, 160)[0])
 
 
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gpu_schedules_match_float64_over_nccl(dim: int) -> None:
+@pytest.mark.parametrize("world", GPU_WORLDS)
+@pytest.mark.parametrize(("dim", "transport"), [(64, "nccl"), (128, "symmetric")])
+def test_gpu_schedules_match_float64(dim: int, transport: str, world: int) -> None:
     kernels = ("fa4", "fa3", "fa2", "cudnn", "aten")
-    _check_half_precision(spawn(4, _half_precision_errors, "cuda", kernels, dim, 2048 + 5, device="cuda")[0])
+    results = spawn(world, _half_precision_errors, "cuda", kernels, dim, 2048 + 5, transport, device="cuda")
+    _check_half_precision(results[0])
 
 
 def _refusals(rank: int) -> None:

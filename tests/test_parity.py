@@ -15,7 +15,7 @@ import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from worlds import spawn
+from worlds import GPU_WORLDS, spawn
 
 import llama2
 import llama3
@@ -206,11 +206,11 @@ def test_ten_steps_equal_one_process(tmp_path: Path) -> None:
     _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], STEPS)
 
 
-@pytest.mark.gpu(4)
-def test_training_on_four_gpus_equals_one(tmp_path: Path) -> None:
-    """In float32, where the kernel is the plain one: everything around it, over nccl."""
-    cases = [*_each_schedule(4, 2), *_each_schedule(4, 1)[::2]]
-    _run(tmp_path, 4, [*cases, Case("tiny-llama3", "zigzag", 1, 3, fsdp="")], steps=1, device_type="cuda")
+@pytest.mark.parametrize("world", GPU_WORLDS)
+def test_training_on_gpus_equals_one_process(world: int, tmp_path: Path) -> None:
+    """In float32, where the kernel is the plain one: everything around it."""
+    cases = [*_each_schedule(world, 2), *_each_schedule(world, 1)[::2]]
+    _run(tmp_path, world, [*cases, Case("tiny-llama3", "zigzag", 1, 3, fsdp="")], steps=1, device_type="cuda")
 
 
 def test_the_reference_itself_learns() -> None:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)]
 
 
 def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
