@@ -80,7 +80,7 @@ class TrainConfig:
     per_device_train_batch_size: int = 1  # sequences of a sequence-parallel group in one forward pass
     per_device_eval_batch_size: int = 1  # the same, for evaluation
     gradient_accumulation_steps: int = 1  # forward passes of an optimizer step
-    optim: str = "adamw_torch"  # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8)
+    optim: str = "adamw_torch_fused"  # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8)
     learning_rate: float = 5e-5  # highest learning rate of the run
     weight_decay: float = 0.0  # decoupled decay of the weight matrices
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm (0: never)

@@ -64,15 +64,14 @@ def model_flops(config: LlamaConfig, length: int, sequences: int) -> int:
 def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
-    The loss makes the logits again in every case. `attention` repeats the layers' linears, `full` attention too. The
-    down projection is never repeated: it ends its layer, and no gradient needs what it gives out. What flash kernels
-    repeat inside is not counted.
+    `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
+    layer, and no gradient needs what it gives out. What flash kernels repeat inside is not counted.
     """
     assert remat in ("none", "attention", "full"), remat
-    repeated = config.vocab_size * config.hidden_size
+    repeated = 0
     if remat != "none":
         down = config.hidden_size * config.intermediate_size
-        repeated += config.num_hidden_layers * (layer_linear_parameters(config) - down)
+        repeated = config.num_hidden_layers * (layer_linear_parameters(config) - down)
     attention = attention_forward_flops(config, length) if remat == "full" else 0
     return sequences * (2 * repeated * length + attention)
 

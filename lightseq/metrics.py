@@ -133,20 +133,27 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
 
 
-def memory(device: torch.device) -> tuple[int, int, int]:
-    """Peak allocated, peak reserved (0 on CPU) and host resident bytes of this process."""
+def memory(device: torch.device, outside_bytes: int) -> tuple[int, int, int]:
+    """Peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
+
+    `outside_bytes` of device memory are held that torch's allocator does not know of: buffers that peers map.
+    """
     rss = psutil.Process().memory_info().rss
     if device.type != "cuda":
         return 0, 0, rss
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), rss
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return allocated + outside_bytes, reserved + outside_bytes, rss
 
 
-def reduce_over_ranks(
-    sums: list[float | Tensor], worst: list[float], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Sums and maxima over all ranks, two collectives and one synchronisation."""
-    total = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in sums])
-    highest = torch.tensor(worst, dtype=torch.float64, device=device)
+def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sums and maxima over all ranks, float64 on the device: two collectives, and the host waits for nothing."""
+    total = torch.stack([x.double() if isinstance(x, Tensor) else scalar(x, torch.float64, device) for x in sums])
+    highest = torch.stack([scalar(x, torch.float64, device) for x in worst])
     dist.all_reduce(total)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return total.tolist(), highest.tolist()
+    return total, highest
+
+
+def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number on the device by way of a kernel: to copy it there, the host would wait for all work before it."""
+    return torch.full((), x, dtype=dtype, device=device)

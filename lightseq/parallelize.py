@@ -1,6 +1,7 @@
 """Every technique that turns a Hugging Face Llama into one trained across ranks, in order, on one page."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +39,17 @@ class LossModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        head: Any = model.lm_head
+        head.forward = partial(_head_loss, head)  # the call stays: what FSDP hooks to it runs around the loss
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted."""
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return cross_entropy_sum(output.last_hidden_state, self.model.lm_head.weight, labels)
+        return self.model.lm_head(output.last_hidden_state, labels)
+
+
+def _head_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy_sum(hidden, head.weight, labels)
 
 
 def parallelize(
@@ -65,22 +72,30 @@ def parallelize(
     )
     apply_remat(layers, techniques.remat)
     if techniques.compile:
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)
+        for module in (*layers, model.model.norm):
+            module.forward = torch.compile(module.forward)
     loss_model = LossModel(model)
-    shard_parameters(loss_model, layers, meshes.parameters, techniques.compute_dtype)
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype)
     return loss_model, context
 
 
-def shard_parameters(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2 per layer, the rest as one unit. Float32 shards, gathered in the compute dtype; gradients add in float32.
+def shard_parameters(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 on `root`, which holds the model: a unit for every layer, the embeddings and the head.
 
-    The sum is the gradient: the loss is divided by the global number of valid tokens before the backward pass.
+    Float32 shards, gathered in the compute dtype; gradients add in float32. The sum is the gradient: the loss is
+    divided by the global number of valid tokens before the backward pass. Embeddings that are the head too stay
+    gathered from one end of the step to the other, with the root.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    layers: Any = model.model.layers
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = ends[0].weight is ends[1].weight
+    for unit in [*layers, *([] if tied else ends)]:
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
     fully_shard(root, mesh=mesh, mp_policy=precision)
+    if not tied:
+        for end in ends:  # a lookup has no use for its table in the backward pass, nor has a loss that is done with it
+            end.set_unshard_in_backward(False)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # these setters do not reach the modules below
             module.set_gradient_divide_factor(1.0)

@@ -24,14 +24,14 @@ from lightseq.hf import local_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
 from lightseq.mesh import Meshes, World, agree, is_main_process, make_deterministic, make_meshes, start
-from lightseq.metrics import MIRRORS, MetricsFile, StepRecord, hardware, write_run
+from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
 from lightseq.parallelize import Techniques, parallelize
 from lightseq.prepare import Inputs, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
 from lightseq.tokens import first_line
-from lightseq.window import StepResult, Window, Work
+from lightseq.window import Closed, StepResult, Window, Work
 
 
 def main(family: Family, argv: Sequence[str] | None = None) -> None:
@@ -92,6 +92,8 @@ class Trainer:
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.metrics = agree(world, lambda: self._open_output(command))
+        self.losses: list[float] = []  # logged
+        self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
     def _fill_weights(self) -> None:
         if self.inputs.resume_from is not None:
@@ -179,25 +181,37 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, logging, evaluating and saving on the way."""
         profile = StepProfile(self.config.profile_steps, self.output_dir, self.world)
-        saved, losses = self.inputs.resume_from, []
-        window, last = Window(self.context.transport.bytes_sent), self.inputs.total_steps
+        saved, last = self.inputs.resume_from, self.inputs.total_steps
+        window, closed = self._window(), None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
             window.results.append(self._step(done - 1))
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
-                losses.append(self._record(done, window).loss)
-                window = Window(self.context.transport.bytes_sent)
+                self._record(closed)  # a step late: the device is busy with this one while the host reads
+                closed, window = window.close(done, self._work(), self.context.rank == 0), self._window()
+            evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
+            saves = self._due(done, self.config.save_strategy, self.config.save_steps)
+            saves |= done == last and self.config.save_strategy != "no"
+            if evaluates or saves or done == last:
+                self._record(closed)
+                closed = None
             with window.paused():
-                if self._due(done, self.config.eval_strategy, self.config.eval_steps):
+                if evaluates:
                     self._log({"step": done, "eval_loss": self.evaluate()})
-                ends = done == last and self.config.save_strategy != "no"
-                if ends or self._due(done, self.config.save_strategy, self.config.save_steps):
+                if saves:
                     saved = self._save(done)
         profile.close()
         self.terminal.close()
         if self.metrics is not None:
-            self.terminal.summary(saved, self.metrics.path, losses)
+            self.terminal.summary(saved, self.metrics.path, self.losses)
+
+    def _window(self) -> Window:
+        return Window(self.world, self.context.transport)
+
+    def _work(self) -> Work:
+        c = self.config
+        return Work(self.inputs.model_config, c.model_max_length, self.inputs.stream.sequences_per_step, c.remat_policy)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device only under float16."""
@@ -234,11 +248,16 @@ class Trainer:
 
     def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's ids, positions and labels of a whole batch, on its device."""
-        layout, rank, device = self.context.layout, self.context.rank, self.world.device
+        layout, rank, length = self.context.layout, self.context.rank, batch.input_ids.shape[1]
         ids = shard(batch.input_ids, layout, rank)
         labels = shard(batch.labels, layout, rank, fill=IGNORE_INDEX)
-        positions = local_positions(self.context, batch.input_ids.shape[1], device).expand(len(ids), -1)
-        return ids.to(device, non_blocking=True), positions, labels.to(device, non_blocking=True)
+        if length not in self._positions:
+            self._positions[length] = local_positions(self.context, length, self.world.device)
+        return self._on_device(ids), self._positions[length].expand(len(ids), -1), self._on_device(labels)
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        """A copy that the host does not wait for: from pinned memory where there is a GPU."""
+        return x.pin_memory().to(self.world.device, non_blocking=True) if self.world.device.type == "cuda" else x
 
     def evaluate(self) -> float:
         """Mean loss over every valid token of the evaluation data."""
@@ -261,19 +280,17 @@ class Trainer:
 
     def _over_data_ranks(self, count: int) -> Tensor:
         """A count of one sequence-parallel group summed over all of them, on the device."""
-        total = torch.tensor(count if self.context.rank == 0 else 0, device=self.world.device)
-        if self.meshes.data_ranks > 1:
-            dist.all_reduce(total)
-        else:
-            total.fill_(count)
+        if self.meshes.data_ranks == 1:
+            return scalar(count, torch.int64, self.world.device)
+        total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
+        dist.all_reduce(total)
         return total
 
-    def _record(self, step: int, window: Window) -> StepRecord:
-        c, transport = self.config, self.context.transport
-        work = Work(self.inputs.model_config, c.model_max_length, self.inputs.stream.sequences_per_step, c.remat_policy)
-        record = window.record(step, work, self.world, transport.bytes_sent, self.context.rank == 0)
-        self._log(asdict(record))
-        return record
+    def _record(self, closed: Closed | None) -> None:
+        if closed is not None:
+            record = closed.record()
+            self.losses.append(record.loss)
+            self._log(asdict(record))
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:

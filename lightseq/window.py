@@ -1,4 +1,4 @@
-"""The steps between two records: collected without waiting for the device, then reduced over the ranks at once."""
+"""The steps between two records: collected, reduced over the ranks and read without the device ever waiting."""
 
 import time
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from lightseq.comm import Transport
 from lightseq.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.mesh import World
 from lightseq.metrics import StepRecord, hardware, memory, reduce_over_ranks
@@ -35,56 +36,106 @@ class Work:
     remat: str
 
 
+class Moment:
+    """Now, in the device's work where there is a GPU, else on the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def seconds_until(self, later: "Moment") -> float:
+        """Waits for the device to get there."""
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        later._event.synchronize()
+        return self._event.elapsed_time(later._event) / 1e3
+
+
 @dataclass
 class Window:
-    """Collects steps. `bytes_before` is what the transport had sent when it was opened."""
+    """Collects steps, from the moment it is made."""
 
-    bytes_before: int
+    world: World
+    transport: Transport
     results: list[StepResult] = field(default_factory=list)
-    _begin: float = field(default_factory=time.perf_counter)
-    _excluded: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._bytes_before = self.transport.bytes_sent
+        self._begin = Moment(self.world.device)
+        self._pauses: list[tuple[Moment, Moment]] = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Evaluation and saving do not count as step time."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
+        begin = Moment(self.world.device)
         yield
-        self._excluded += time.perf_counter() - begin
+        self._pauses.append((begin, Moment(self.world.device)))
 
-    def record(self, step: int, work: Work, world: World, bytes_sent: int, speaks_for_group: bool) -> StepRecord:
-        """The record of `step`, alike on every rank. The only place where a step waits for the device."""
-        count = len(self.results)
+    def close(self, step: int, work: Work, speaks_for_group: bool) -> "Closed":
+        """Ends with `step`. Every rank closes its window; the device has yet to come this far."""
+        device, end = self.world.device, Moment(self.world.device)
         loss = torch.stack([result.loss for result in self.results]).sum()
         valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
         data_seconds = sum(result.data_seconds for result in self.results)
-        sums, worst = reduce_over_ranks(
-            [loss, valid, bytes_sent - self.bytes_before], [data_seconds, *memory(world.device)], world.device
+        sent = self.transport.bytes_sent - self._bytes_before
+        worst = [data_seconds, *memory(device, self.transport.buffer_bytes)]
+        reduced = reduce_over_ranks([loss, valid, sent], worst, device)
+        numbers = torch.cat([*reduced, self.results[-1].grad_norm.double().reshape(1)])
+        if device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+        pauses = tuple(self._pauses)
+        rate = self.results[-1].learning_rate
+        return Closed(
+            step, work, self.world, len(self.results), rate, numbers, self._begin, end, pauses, Moment(device)
         )
-        seconds = (time.perf_counter() - self._begin - self._excluded) / count
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A window whose figures are on their way to the host; `arrived` is when they are there."""
+
+    step: int
+    work: Work
+    world: World
+    steps: int
+    learning_rate: float
+    numbers: Tensor
+    begin: Moment
+    end: Moment
+    pauses: tuple[tuple[Moment, Moment], ...]
+    arrived: Moment
+
+    def record(self) -> StepRecord:
+        """The record of the last step, alike on every rank. Waits for the device to have finished it."""
+        self.begin.seconds_until(self.arrived)
+        loss, valid, sent, data_seconds, allocated, reserved, rss, norm = self.numbers.tolist()
+        paused = sum(begin.seconds_until(end) for begin, end in self.pauses)
+        seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
+        work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
         flops = model_flops(work.model, work.length, work.sequences)
         repeated = recompute_flops(work.model, work.length, work.sequences, work.remat)
-        peak = peak_flops_per_second(hardware(world.device)["device"])
-        on_gpu = world.device.type == "cuda"
+        peak = peak_flops_per_second(hardware(self.world.device)["device"])
+        on_gpu = self.world.device.type == "cuda"
         return StepRecord(
-            step=step,
-            loss=sums[0] / count,
-            grad_norm=float(self.results[-1].grad_norm),
-            learning_rate=self.results[-1].learning_rate,
+            step=self.step,
+            loss=loss / self.steps,
+            grad_norm=norm,
+            learning_rate=self.learning_rate,
             tokens=tokens,
-            valid_tokens=round(sums[1] / count),
-            training_tokens_percent=100 * sums[1] / count / tokens,
+            valid_tokens=round(valid / self.steps),
+            training_tokens_percent=100 * valid / self.steps / tokens,
             step_seconds=seconds,
-            data_seconds=worst[0] / count,
+            data_seconds=data_seconds / self.steps,
             tokens_per_second=tokens / seconds,
-            tokens_per_second_per_gpu=tokens / seconds / world.size,
-            model_tflops_per_gpu=flops / seconds / world.size / 1e12,
-            mfu=mfu(flops, seconds, world.size, peak),
-            hfu=mfu(flops + repeated, seconds, world.size, peak),
-            peak_memory_allocated_bytes=int(worst[1]) if on_gpu else None,
-            peak_memory_reserved_bytes=int(worst[2]) if on_gpu else None,
-            host_rss_bytes=int(worst[3]),
-            comm_bytes=round(sums[2] / count),
+            tokens_per_second_per_gpu=tokens / seconds / ranks,
+            model_tflops_per_gpu=flops / seconds / ranks / 1e12,
+            mfu=mfu(flops, seconds, ranks, peak),
+            hfu=mfu(flops + repeated, seconds, ranks, peak),
+            peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
+            peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
+            host_rss_bytes=int(rss),
+            comm_bytes=round(sent / self.steps),
         )

@@ -51,7 +51,7 @@ def test_defaults_are_those_of_hugging_face() -> None:
     config = given("")
     assert (config.learning_rate, config.weight_decay, config.max_grad_norm) == (5e-5, 0.0, 1.0)
     assert (config.num_train_epochs, config.max_steps, config.seed) == (3.0, None, 42)
-    assert (config.lr_scheduler_type, config.optim, config.save_strategy) == ("linear", "adamw_torch", "steps")
+    assert (config.lr_scheduler_type, config.optim, config.save_strategy) == ("linear", "adamw_torch_fused", "steps")
     assert (config.save_steps, config.logging_steps, config.model_max_length) == (500, 1, 2048)
 
 

@@ -63,8 +63,8 @@ def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
 
 
-def fused_kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they can run on a tensor like this."""
+def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
+    """The Triton kernels of a module beside this one, where they can run on a tensor like this."""
     if not x.is_cuda or x.dtype is torch.float64 or find_spec("triton") is None:
         return None
-    return import_module("lightseq.kernels.fused")
+    return import_module(f"lightseq.kernels.{module}")

@@ -1,0 +1,57 @@
+"""A Triton kernel that turns logits into the gradient of their cross entropy where they lie, and gives the losses."""
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source and have no types that a checker could read.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192  # logits that one program reads at once
+
+
+def cross_entropy_(logits_NV: Tensor, labels_N: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
+    """-log p(label) of every row (N,), float32, 0 where the label is `ignore_index`.
+
+    With the gradient, p - onehot(label) takes the place of the logits, and 0 that of rows without a label.
+    """
+    assert logits_NV.is_contiguous() and labels_N.is_contiguous()
+    rows, vocabulary = logits_NV.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    _cross_entropy[(rows,)](
+        logits_NV, labels_N, losses, ignore_index, VOCABULARY=vocabulary, GRADIENT=with_gradient, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    return losses
+
+
+@triton.jit
+def _cross_entropy(
+    logits, labels, losses, ignore_index, VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    at = logits + row * VOCABULARY
+    block = tl.arange(0, BLOCK)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        if GRADIENT:
+            for start in range(0, VOCABULARY, BLOCK):
+                tl.store(at + start + block, tl.zeros((BLOCK,), tl.float32), mask=start + block < VOCABULARY)
+    else:
+        highest = -3.0e38  # finite, so that a difference of two such is no NaN
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, VOCABULARY, BLOCK):
+            x = tl.load(at + start + block, mask=start + block < VOCABULARY, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(highest, tl.max(x, 0))
+            total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+            highest = higher
+        lse = highest + tl.log(tl.sum(total, 0))
+        tl.store(losses + row, lse - tl.load(at + label).to(tl.float32))
+        if GRADIENT:
+            for start in range(0, VOCABULARY, BLOCK):
+                inside = start + block < VOCABULARY
+                x = tl.load(at + start + block, mask=inside).to(tl.float32)
+                tl.store(at + start + block, tl.exp(x - lse) - (start + block == label), mask=inside)
