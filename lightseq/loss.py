@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightseq.data import IGNORE_INDEX
 from lightseq.kernels.launches import fused_kernels
+from lightseq.kernels.products import add_product
 
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
@@ -43,7 +44,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(logits, weight_VD, out=dhidden[chunk])
             if dweight is not None:
-                _add_product(dweight, logits.T, hidden_ND[chunk])
+                add_product(dweight, logits.T, hidden_ND[chunk])
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight_VD.dtype
         return total
@@ -70,16 +71,6 @@ def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) ->
         gradient = torch.exp(wide - lse).scatter_add_(-1, target, torch.full_like(lse, -1.0))
         logits_NV.copy_(torch.where(valid.unsqueeze(-1), gradient, 0.0))
     return losses
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without rounding the product to the factors' dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

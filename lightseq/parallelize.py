@@ -14,6 +14,7 @@ from lightseq import hf
 from lightseq.attention import SequenceContext
 from lightseq.loss import cross_entropy_sum
 from lightseq.mesh import Meshes
+from lightseq.mlp import tile_mlps
 from lightseq.remat import apply_remat
 
 
@@ -70,6 +71,8 @@ def parallelize(
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
     )
+    if techniques.remat != "none":
+        tile_mlps(layers)
     apply_remat(layers, techniques.remat)
     if techniques.compile:
         for module in (*layers, model.model.norm):

@@ -19,7 +19,7 @@ from worlds import GPU_WORLDS, spawn
 
 import llama2
 import llama3
-from lightseq import weights
+from lightseq import mlp, weights
 from lightseq.config import NOT_YET, TrainConfig
 from lightseq.data import permutation
 from lightseq.family import preset_config
@@ -43,6 +43,7 @@ class Case(NamedTuple):
     accumulation: int
     remat: str = "attention"
     fsdp: str = "full_shard"
+    tile_tokens: int = mlp.TILE_TOKENS
 
 
 class Result(NamedTuple):
@@ -90,6 +91,7 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     """The product's own trainer on the ranks of a test."""
+    mlp.TILE_TOKENS = case.tile_tokens
     world_size = dist.get_world_size()
     config = TrainConfig(
         model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/out",
@@ -198,6 +200,7 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
     cases += [
         Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
         Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),
+        Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7),
     ]
     _run(tmp_path, world, cases, steps=1)
 

@@ -1,0 +1,169 @@
+"""The tiled gated MLP against that of transformers: value, gradients, what it keeps, and which modules it replaces."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from lightseq import mlp as tiled
+from lightseq.mlp import gated_mlp, tile_mlps
+
+TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
+TILES = [1, 7, 25, 49, 50, 51]
+
+
+def module(dtype: torch.dtype = torch.float64, device: str = "cpu") -> LlamaMLP:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2
+    )
+    return LlamaMLP(config).to(device, dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """x and the gradient of the output, (2, 25, H)."""
+    g = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(2, TOKENS // 2, HIDDEN, generator=g, dtype=torch.float64).to(device, dtype) for _ in "xd")
+    return x.requires_grad_(), dout
+
+
+def weights(m: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
+
+
+def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, (x, *weights(m)), dout)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_value_and_gradients_are_those_of_transformers(tile: int) -> None:
+    m, (x, dout) = module(), inputs()
+    want = results(m(x), x, m, dout)
+    for got, expected in zip(results(gated_mlp(x, *weights(m), tile), x, m, dout), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
+
+
+def check_half_precision(dtype: torch.dtype, device: str, tile: int) -> None:
+    """Against float64 on the same, already rounded numbers; plain is the module itself."""
+    m, (x, dout) = module(dtype, device), inputs(dtype, device)
+    exact, wide = copy.deepcopy(m).double(), x.detach().double().requires_grad_()
+    truth = results(exact(wide), wide, exact, dout.double())
+
+    def errors(found: list[Tensor]) -> list[float]:
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
+
+    ours, plain = errors(results(gated_mlp(x, *weights(m), tile), x, m, dout)), errors(results(m(x), x, m, dout))
+    for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
+        assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [7, 50])
+def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int) -> None:
+    check_half_precision(dtype, "cpu", tile)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [8, 50])
+def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int) -> None:
+    check_half_precision(dtype, "cuda", tile)
+
+
+def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
+    """A bfloat16 sum of equal terms stands still after 256 of them."""
+    tokens = 1024
+    x, (gate, up, down) = (
+        torch.ones(tokens, 1, dtype=torch.bfloat16),
+        (torch.ones(1, 1, dtype=torch.bfloat16) for _ in "gud"),
+    )
+    down.requires_grad_()
+    gated_mlp(x, gate, up, down, 1).sum().backward()
+    assert down.grad is not None
+    torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements that one result of an operator had, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = op(*args, **kwargs or {})
+        if not op.is_view:
+            self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
+
+
+def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    m, (x, dout) = module(), inputs()
+    with LargestResult() as plain:
+        results(m(x), x, m, dout)
+    layer = nn.Module()
+    layer.mlp = m
+    tile_mlps([layer])
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = m(x)
+    with LargestResult() as ours:
+        results(gated_mlp(x, *weights(m), 5), x, m, dout)
+    assert {t.numel() for t in kept} == {TOKENS * HIDDEN, HIDDEN * INTERMEDIATE}
+    assert plain.elements == TOKENS * INTERMEDIATE and ours.elements == max(TOKENS * HIDDEN, HIDDEN * INTERMEDIATE)
+    torch.testing.assert_close(out, LlamaMLP.forward(m, x))
+
+
+def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            ran.append(str(op))
+            return op(*args, **kwargs or {})
+
+    ran: list[str] = []
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    m, (x, dout) = module(), inputs()
+    layer = nn.Module()
+    layer.mlp = m
+    tile_mlps([layer])
+    again = torch.compile(lambda x: checkpoint(lambda y: y + m(y.sin()), x, use_reentrant=False), backend="aot_eager")
+    out = again(x)
+    with Operators():
+        got = torch.autograd.grad(out, x, dout)
+    want = torch.autograd.grad(x + LlamaMLP.forward(m, x.sin()), x, dout)
+    torch.testing.assert_close(got, want)
+    assert "lightseq.gated_mlp_backward.default" in ran and "lightseq.gated_mlp.default" not in ran
+
+
+def test_other_kinds_of_mlp_are_left_alone() -> None:
+    def replaced(change: Any) -> bool:
+        layer = nn.Module()
+        layer.mlp = module()
+        change(layer.mlp)
+        tile_mlps([layer])
+        return "forward" in vars(layer.mlp)
+
+    class Adapted(nn.Linear):
+        """A linear with something more to it, as LoRA's or float8's."""
+
+    assert replaced(lambda m: None)
+    assert not replaced(lambda m: setattr(m, "act_fn", nn.GELU()))
+    assert not replaced(lambda m: setattr(m, "up_proj", Adapted(HIDDEN, INTERMEDIATE, bias=False)))
+    assert not replaced(lambda m: setattr(m, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE)))
+    tile_mlps([nn.Linear(2, 2)])  # a layer without an MLP
+
+
+def test_the_operator_keeps_torchs_contract() -> None:
+    m, (x, _) = module(torch.float32), inputs(torch.float32)
+    torch.library.opcheck(
+        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), *weights(m), 7),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
+    )  # fmt: skip
