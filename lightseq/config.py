@@ -32,8 +32,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 
 # Flag, the values that are refused (none listed: all but the default), what they wait for. Delete a row to open a flag.
 NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
-    ("offload", (), "nothing moves to host memory"),
-    ("host_memory_budget", (), "nothing moves to host memory, so there is nothing to bound"),
     ("packing", ("best_fit",), "a sequence holds one document"),
     ("fp8", (), "the matrix products run in --bf16, --fp16 or float32"),
     ("deepspeed", (), "parameters are sharded by --fsdp alone"),
@@ -110,8 +108,10 @@ class TrainConfig:
     # what the backward pass recomputes. none: nothing; attention (the default): all but attention;
     remat: str | None = None  # full: attention too
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
-    offload: str = "none"  # what waits in host memory
-    host_memory_budget: float | None = None  # GiB of host memory that offload may take on a rank
+    # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
+    offload: str = "none"  # gradients and optimizer state, which a step then updates on the CPU; both
+    # GiB of host memory that offloaded activations may take on a rank; past it they stay on the device
+    host_memory_budget: float | None = None  # (default: 80% of what is free, shared among a host's ranks)
     # [logging and saving]
     logging_steps: int = 1  # steps between two lines of metrics.jsonl
     eval_strategy: str = "no"  # when to evaluate
@@ -359,6 +359,9 @@ def _check_memory(config: TrainConfig) -> None:
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
         raise ValueError(f"{given} means --remat {implied}, but --remat {config.remat} was given too; give one")
+    if config.host_memory_budget is not None and config.offload not in ("activations", "both"):
+        given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
+        raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
 
 
 def _check_files(config: TrainConfig) -> None:

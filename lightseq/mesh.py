@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -103,6 +104,11 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
         print(f"error: {refusals[first]}{where}", flush=True, file=sys.stderr)
     dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
     raise SystemExit(2)
+
+
+def free_host_memory(world: World) -> float:
+    """This rank's share, in bytes, of four fifths of the memory that its host has free."""
+    return 0.8 * psutil.virtual_memory().available / world.local_size
 
 
 def check_devices(world: World) -> None:

@@ -38,6 +38,7 @@ class StepRecord:
     peak_memory_allocated_bytes: int | None  # None without a GPU
     peak_memory_reserved_bytes: int | None
     host_rss_bytes: int
+    offloaded_bytes: int  # what layers keep, in host memory, on the rank that has most
     comm_bytes: int  # sent by attention in a step, all ranks
 
 

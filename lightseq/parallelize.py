@@ -1,5 +1,6 @@
 """Every technique that turns a Hugging Face Llama into one trained across ranks, in order, on one page."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from lightseq import hf
@@ -15,6 +16,7 @@ from lightseq.attention import SequenceContext
 from lightseq.loss import cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import tile_mlps
+from lightseq.offload import Offload
 from lightseq.remat import apply_remat
 
 
@@ -28,6 +30,8 @@ class Techniques:
     transport: str = "auto"
     ulysses_size: int | None = None
     remat: str = "attention"
+    offload: str = "none"
+    host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
     compile: bool = False
     deterministic: bool = False
@@ -37,9 +41,10 @@ class Techniques:
 class LossModel(nn.Module):
     """A causal language model that returns its loss: the unit whose forward is one step's forward."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, offload: Offload | None = None) -> None:
         super().__init__()
         self.model = model
+        self.offload = offload
         head: Any = model.lm_head
         head.forward = partial(_head_loss, head)  # the call stays: what FSDP hooks to it runs around the loss
 
@@ -73,29 +78,38 @@ def parallelize(
     )
     if techniques.remat != "none":
         tile_mlps(layers)
-    apply_remat(layers, techniques.remat)
+    offload = Offload(device, techniques.host_memory_bytes) if techniques.offload in ("activations", "both") else None
+    apply_remat(layers, techniques.remat, techniques.compile, offload)
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward)
-    loss_model = LossModel(model)
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype)
+    if offload is not None:
+        offload.wrap(layers)
+    loss_model = LossModel(model, offload)
+    on_host = techniques.offload in ("optimizer", "both")
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, on_host)
     return loss_model, context
 
 
-def shard_parameters(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard_parameters(
+    root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, on_host: bool = False
+) -> None:
     """FSDP2 on `root`, which holds the model: a unit for every layer, the embeddings and the head.
 
     Float32 shards, gathered in the compute dtype; gradients add in float32. The sum is the gradient: the loss is
     divided by the global number of valid tokens before the backward pass. Embeddings that are the head too stay
-    gathered from one end of the step to the other, with the root.
+    gathered from one end of the step to the other, with the root. `on_host` leaves the shards, and with them their
+    gradients and the optimizer's state, in host memory.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": place}
     layers: Any = model.model.layers
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[0].weight is ends[1].weight
     for unit in [*layers, *([] if tied else ends)]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+        fully_shard(unit, **options)
+    fully_shard(root, **options)
     if not tied:
         for end in ends:  # a lookup has no use for its table in the backward pass, nor has a loss that is done with it
             end.set_unshard_in_backward(False)

@@ -1,11 +1,13 @@
 """What the backward pass recomputes: nothing, everything in a layer but attention, or everything."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,28 +16,58 @@ from torch.utils.checkpoint import (
 )
 
 from lightseq.attention import ATTENTION_OP
+from lightseq.offload import Offload
 
 POLICIES: Final = ("none", "attention", "full")
 
 
-def apply_remat(layers: Iterable[nn.Module], policy: str) -> None:
+def apply_remat(
+    layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
+) -> None:
     """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse.
 
-    The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass.
+    The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
+    is for a forward that torch.compile shall see; `offload` takes what is kept.
     """
     assert policy in POLICIES, policy
     if policy == "none":
         return
-    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+    contexts: Callable[..., Any] = noop_context_fn
+    if policy == "attention":
+        # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
+        by_policy = partial(create_selective_checkpoint_contexts, _keep_attention)
+        contexts = by_policy if compiled else partial(_keep_contexts, offload)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # no dropout anywhere
-            context_fn=contexts if policy == "attention" else noop_context_fn,
+            context_fn=contexts,
         )
 
 
 def _keep_attention(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op is ATTENTION_OP else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_contexts(offload: Offload | None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For the forward pass and for the recomputation: what attention gave is kept in the one and taken in the other."""
+    kept: deque[list[Any]] = deque()
+    keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
+    fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
+
+    class Keep(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            if op is ATTENTION_OP:
+                kept.append([keep(x.detach()) for x in result])
+            return result
+
+    class Take(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if op is ATTENTION_OP:
+                return tuple(fetch(x).detach() for x in kept.popleft())
+            return op(*args, **(kwargs or {}))
+
+    return Keep(), Take()

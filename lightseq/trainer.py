@@ -23,7 +23,16 @@ from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
-from lightseq.mesh import Meshes, World, agree, is_main_process, make_deterministic, make_meshes, start
+from lightseq.mesh import (
+    Meshes,
+    World,
+    agree,
+    free_host_memory,
+    is_main_process,
+    make_deterministic,
+    make_meshes,
+    start,
+)  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
 from lightseq.parallelize import Techniques, parallelize
@@ -32,6 +41,8 @@ from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
 from lightseq.tokens import first_line
 from lightseq.window import Closed, StepResult, Window, Work
+
+CPU = torch.device("cpu")
 
 
 def main(family: Family, argv: Sequence[str] | None = None) -> None:
@@ -76,6 +87,8 @@ class Trainer:
             transport=config.transport,
             ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
+            offload=config.offload,
+            host_memory_bytes=self._host_memory_bytes(),
             compute_dtype=self.dtype,
             compile=config.torch_compile,
             deterministic=config.deterministic,
@@ -84,7 +97,7 @@ class Trainer:
         self.loss_model, self.context = agree(
             world, lambda: parallelize(self.model, self.meshes, world.device, techniques)
         )
-        weights.materialize(self.model, world.device)
+        weights.materialize(self.model, world.device, CPU if config.offload in ("optimizer", "both") else None)
         agree(world, self._fill_weights)
         self.optimizer = make_optimizer(self.model, config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
@@ -94,6 +107,10 @@ class Trainer:
         self.metrics = agree(world, lambda: self._open_output(command))
         self.losses: list[float] = []  # logged
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
+
+    def _host_memory_bytes(self) -> float:
+        budget = self.config.host_memory_budget
+        return free_host_memory(self.world) if budget is None else budget * 2**30
 
     def _fill_weights(self) -> None:
         if self.inputs.resume_from is not None:
@@ -147,6 +164,7 @@ class Trainer:
             "head_groups": self.context.schedule.turns,
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
+            "host_memory_bytes": self.loss_model.offload.budget_bytes if self.loss_model.offload else None,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
             "sequence_ranks": self.inputs.sequence_size,
@@ -173,7 +191,7 @@ class Trainer:
             "schedule": str(self.context.schedule),
             "kernel": str(self.context.selection),
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
-            "remat": c.remat_policy,
+            "remat": c.remat_policy + (f", {c.offload} in host memory" if c.offload != "none" else ""),
             "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
                            "ddp": "a copy on every rank"}[c.fsdp_mode],
         }  # fmt: skip
@@ -207,7 +225,7 @@ class Trainer:
             self.terminal.summary(saved, self.metrics.path, self.losses)
 
     def _window(self) -> Window:
-        return Window(self.world, self.context.transport)
+        return Window(self.world, self.context.transport, self.loss_model.offload)
 
     def _work(self) -> Work:
         c = self.config
@@ -236,7 +254,7 @@ class Trainer:
     def _update(self) -> Tensor:
         """Clips, steps and clears; returns the gradients' global norm before clipping."""
         grads = local_gradients(self.model.parameters())
-        norm = global_norm(grads, self.meshes.parameters["shard"].get_group())
+        norm = global_norm(grads, self.meshes.parameters["shard"].get_group())  # on the gradients' device
         take = True
         if self.scaler is not None:
             norm, take = self.scaler.unscale(grads, norm)

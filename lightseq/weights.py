@@ -31,9 +31,12 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Gives every parameter its (local, not yet initialised) memory and every buffer its value."""
-    model.to_empty(device=device)
+def materialize(model: PreTrainedModel, device: torch.device, parameters_on: torch.device | None = None) -> None:
+    """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
+
+    Parameters are made on `parameters_on`, where that is not the device that computes.
+    """
+    model.to_empty(device=parameters_on or device)
     if model.config.tie_word_embeddings:  # to_empty gave the two ends of the tie memory of their own
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]

@@ -13,6 +13,7 @@ from lightseq.comm import Transport
 from lightseq.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.mesh import World
 from lightseq.metrics import StepRecord, hardware, memory, reduce_over_ranks
+from lightseq.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Window:
 
     world: World
     transport: Transport
+    offload: Offload | None = None
     results: list[StepResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,9 +82,11 @@ class Window:
         valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
         data_seconds = sum(result.data_seconds for result in self.results)
         sent = self.transport.bytes_sent - self._bytes_before
-        worst = [data_seconds, *memory(device, self.transport.buffer_bytes)]
+        offloaded = self.offload.used_bytes if self.offload else 0
+        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded]
         reduced = reduce_over_ranks([loss, valid, sent], worst, device)
-        numbers = torch.cat([*reduced, self.results[-1].grad_norm.double().reshape(1)])
+        norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
+        numbers = torch.cat([*reduced, norm.reshape(1)])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         pauses = tuple(self._pauses)
@@ -110,7 +114,7 @@ class Closed:
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, sent, data_seconds, allocated, reserved, rss, norm = self.numbers.tolist()
+        loss, valid, sent, data_seconds, allocated, reserved, rss, offloaded, norm = self.numbers.tolist()
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses)
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         work, ranks = self.work, self.world.size
@@ -137,5 +141,6 @@ class Closed:
             peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
             peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
             host_rss_bytes=int(rss),
+            offloaded_bytes=int(offloaded),
             comm_bytes=round(sent / self.steps),
         )

@@ -32,7 +32,7 @@ def test_the_command_line_of_the_original_experiments_parses() -> None:
 
 
 def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
-    closed = {"offload", "host_memory_budget", "packing", "fp8", "deepspeed"}
+    closed = {"packing", "fp8", "deepspeed"}
     shown = [line.split()[0].removeprefix("--") for line in help_text(PROGRAM).splitlines() if line.startswith("  --")]
     assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)} - closed)
 
@@ -172,8 +172,6 @@ def test_an_unknown_choice_is_refused(flag: str) -> None:
     "words",
     [
         *(
-            "--offload activations",
-            "--host_memory_budget 64.0",
             "--packing best_fit",
             "--fp8 True",
             "--deepspeed ds.json",

@@ -19,7 +19,7 @@ from worlds import GPU_WORLDS, spawn
 
 import llama2
 import llama3
-from lightseq import mlp, weights
+from lightseq import mlp, offload, weights
 from lightseq.config import NOT_YET, TrainConfig
 from lightseq.data import permutation
 from lightseq.family import preset_config
@@ -44,6 +44,7 @@ class Case(NamedTuple):
     remat: str = "attention"
     fsdp: str = "full_shard"
     tile_tokens: int = mlp.TILE_TOKENS
+    offload: str = "none"
 
 
 class Result(NamedTuple):
@@ -91,13 +92,14 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     """The product's own trainer on the ranks of a test."""
-    mlp.TILE_TOKENS = case.tile_tokens
+    mlp.TILE_TOKENS, offload.LEAST_BYTES = case.tile_tokens, 0
     world_size = dist.get_world_size()
     config = TrainConfig(
         model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/out",
         model_max_length=LENGTH, max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
         max_grad_norm=CLIP, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
         sequence_parallel_size=world_size // case.data_ranks, overwrite_output_dir=True, fsdp=case.fsdp,
+        offload=case.offload,
         per_device_train_batch_size=1 if case.accumulation > 1 else 2,
     )  # fmt: skip
     world = World(rank, world_size, rank, world_size, device)
@@ -200,7 +202,9 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
     cases += [
         Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
         Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),
-        Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7),
+        Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, offload="both"),
+        Case("tiny-llama2", "zigzag", world, 3, remat="full", offload="activations"),
+        Case("tiny-llama3", "ring", 1, 3, remat="none", fsdp="", offload="activations"),
     ]
     _run(tmp_path, world, cases, steps=1)
 

@@ -1,0 +1,182 @@
+"""What layers keep for the backward pass waits in host memory, copied out and back beside the computing.
+
+Forward: a layer's tensors leave on a side stream while the next layers compute; those of two layers are on their way at
+most. Backward: the tensors of the layer below come back while a layer computes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
+IN_FLIGHT = 2  # layers whose tensors are leaving
+
+
+class Kept:
+    """A tensor on the host. `leaving` is the original, for as long as it may still be read; `back` the copy of it."""
+
+    def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
+        self.layer, self.host = layer, host
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.leaving: Tensor | None = tensor
+        self.back: Tensor | None = None
+
+
+class _Layer:
+    """What one layer kept in one forward pass."""
+
+    def __init__(self, index: int, shared: set[int]) -> None:
+        self.index, self.shared = index, shared  # the storages that are not its own
+        self.kept: dict[tuple, Kept] = {}
+        self.left: torch.cuda.Event | None = None
+        self.returned: torch.cuda.Event | None = None
+        self.coming = self.awaited = self.over = False
+
+
+class Offload:
+    """Holds what layers save on the host, up to `budget_bytes`; past that it stays on the device.
+
+    One forward pass is followed by its backward pass. On CPU the same happens with plain copies.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: float) -> None:
+        self.used_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
+        self._device, self.budget_bytes = device, budget_bytes
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
+        self._running: _Layer | None = None
+
+    def wrap(self, layers: Sequence[nn.Module]) -> None:
+        """The forward of every layer but the last, with which the backward pass begins, hands over what it saves.
+
+        Parameters, and tensors among the arguments after the first, serve several layers and stay.
+        """
+        for index, layer in enumerate(layers[:-1]):
+            layer.forward = partial(self._forward, index, layer, layer.forward)  # type: ignore[method-assign]
+
+    def keep(self, tensor: Tensor) -> Kept | Tensor:
+        """Starts the tensor's way to the host, or returns it where it stays. For use inside the forward of a layer."""
+        layer = self._running
+        if layer is None or not self._may_leave(tensor, layer):
+            return tensor
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in layer.kept:
+            if self.used_bytes + tensor.nbytes > self.budget_bytes:
+                self.stayed_bytes += tensor.nbytes
+                return tensor
+            self.used_bytes += tensor.nbytes
+            tensor = tensor.detach()
+            layer.kept[key] = Kept(layer, tensor, self._host_memory(tensor))
+            with self._beside():
+                layer.kept[key].host.copy_(_flat(tensor), non_blocking=True)
+            layer.left = self._event()
+        return layer.kept[key]
+
+    def fetch(self, kept: Kept | Tensor) -> Tensor:
+        """The tensor, on the device; what the layer before it kept begins to come back. Raises RuntimeError if gone."""
+        if isinstance(kept, Tensor):
+            return kept
+        layer = kept.layer
+        if layer.over:
+            raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
+        if not layer.awaited:
+            for later in self._layers[layer.index + 1 :]:
+                self._release(later)
+            self._bring(layer)
+            _wait_for(layer.returned)
+            layer.awaited = True
+            if layer.index:
+                self._bring(self._layers[layer.index - 1])
+        assert kept.back is not None
+        return kept.back
+
+    def _forward(self, index: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if index == 0:
+            for old in self._layers:
+                self._release(old)
+            self._layers, self.used_bytes, self.stayed_bytes = [], 0, 0
+        others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())})
+        self._layers.append(self._running)
+        if index >= IN_FLIGHT:
+            gone = self._layers[index - IN_FLIGHT]
+            _wait_for(gone.left)  # on the device; only then may its memory be somebody else's
+            for kept in gone.kept.values():
+                kept.leaving = None
+        try:
+            with saved_tensors_hooks(self.keep, self.fetch):
+                return forward(*args, **kwargs)
+        finally:
+            self._running = None
+
+    def _bring(self, layer: _Layer) -> None:
+        """Starts the way back of all that a layer kept."""
+        if layer.coming:
+            return
+        layer.coming = True
+        for kept in layer.kept.values():
+            kept.back, kept.leaving = kept.leaving, None
+            if kept.back is not None:  # never freed
+                continue
+            kept.back = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=kept.device)
+            with self._beside():
+                _flat(kept.back).copy_(kept.host, non_blocking=True)
+        layer.returned = self._event()
+
+    def _release(self, layer: _Layer) -> None:
+        if layer.over:
+            return
+        layer.over = True
+        for kept in layer.kept.values():
+            self._pool[kept.host.numel(), kept.dtype].append(kept.host)  # the side stream is done with it before more
+            kept.leaving = kept.back = None
+
+    def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:
+        here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES
+        return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
+
+    def _host_memory(self, tensor: Tensor) -> Tensor:
+        free = self._pool[tensor.numel(), tensor.dtype]
+        return free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=bool(self._side))
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the side stream, after all that the current one has begun."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _event(self) -> torch.cuda.Event | None:
+        return self._side.record_event() if self._side is not None else None
+
+
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,178 @@
+"""What layers keep goes to host memory and comes back the same, within the budget; gradients do not notice."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+from lightseq import hf, offload
+from lightseq.offload import Kept, Offload
+from lightseq.remat import apply_remat
+
+WIDTH, ROWS, LAYERS = 8, 5, 4
+
+
+class Layer(nn.Module):
+    """Saves its input, something of its own, its weight, and a tensor that every layer is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, everyones: Tensor) -> Tensor:
+        return x + self.linear(x).sin() * everyones
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, everyones: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, everyones)
+        return x.square().sum()
+
+
+@pytest.fixture(autouse=True)
+def even_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+
+
+def make(device: str, budget: float = float("inf"), dtype: torch.dtype = torch.float64) -> tuple[Model, Model, Offload]:
+    """The same model twice, the second with its layers wrapped."""
+    torch.manual_seed(0)
+    plain = Model().to(device, dtype)
+    wrapped = Model().to(device, dtype)
+    wrapped.load_state_dict(plain.state_dict())
+    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    host = Offload(target, budget)
+    host.wrap(list(wrapped.layers))
+    return plain, wrapped, host
+
+
+def inputs(device: str, rows: int = ROWS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x, everyones = (torch.randn(rows, WIDTH, generator=g, dtype=dtype).to(device) for _ in "xe")
+    return x.requires_grad_(), everyones
+
+
+def gradients(model: Model, x: Tensor, everyones: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x, everyones), [x, *model.parameters()]))
+
+
+def check_equal(device: str, budget: float) -> None:
+    plain, wrapped, host = make(device, budget)
+    for step in range(3):  # buffers come round again
+        x, everyones = inputs(device, ROWS + step % 2)
+        for got, want in zip(gradients(wrapped, x, everyones), gradients(plain, x, everyones), strict=True):
+            assert torch.equal(got, want)
+    assert host.used_bytes <= budget
+
+
+@pytest.mark.parametrize("budget", [float("inf"), 1000, 0])
+def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
+    check_equal("cpu", budget)
+
+
+@pytest.mark.gpu(1)
+def test_gradients_on_a_gpu_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_equal("cuda", float("inf"))
+    plain, wrapped, _ = make("cuda", dtype=torch.float32)
+    x, everyones = inputs("cuda", rows=1 << 18, dtype=torch.float32)  # copies take longer than the host does
+    for _ in range(5):
+        for got, want in zip(gradients(wrapped, x, everyones), gradients(plain, x, everyones), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu(1)
+def test_device_memory_shrinks_by_what_is_kept() -> None:
+    def peak(model: Model) -> int:
+        x, everyones = inputs("cuda", rows=1 << 18, dtype=torch.float32)
+        gradients(model, x, everyones)  # the allocator's first pass
+        torch.cuda.reset_peak_memory_stats()
+        gradients(model, x, everyones)
+        return torch.cuda.max_memory_allocated()
+
+    plain, wrapped, host = make("cuda", dtype=torch.float32)
+    assert peak(plain) - peak(wrapped) >= host.used_bytes / LAYERS
+
+
+def kept(model: Model, host: Offload) -> list[Tensor | Kept]:
+    """What every layer's saved tensors became, in order."""
+    found: list[Tensor | Kept] = []
+    keep: Callable[[Tensor], Kept | Tensor] = host.keep
+    host.keep = lambda tensor: found.append(keep(tensor)) or found[-1]  # type: ignore[func-returns-value, method-assign]
+    model(*inputs("cpu"))
+    return found
+
+
+def test_weights_and_what_all_layers_share_stay() -> None:
+    _, wrapped, host = make("cpu")
+    stayed = [x for x in kept(wrapped, host) if isinstance(x, Tensor)]
+    weights, (_, everyones) = {x.data_ptr() for x in wrapped.parameters()}, inputs("cpu")
+    assert stayed and all(x.data_ptr() in weights or torch.equal(x, everyones) for x in stayed)
+    assert host.used_bytes == 2 * (LAYERS - 1) * ROWS * WIDTH * 8  # each layer's input, and what the sine was taken of
+
+
+def test_the_last_layer_keeps_its_own() -> None:
+    _, wrapped, host = make("cpu")
+    wrapped(*inputs("cpu"))
+    assert len(host._layers) == LAYERS - 1
+
+
+def test_past_the_budget_tensors_stay_and_are_counted() -> None:
+    _, wrapped, host = make("cpu", budget=4 * ROWS * WIDTH * 8 + 1)
+    wrapped(*inputs("cpu"))
+    assert host.used_bytes == 4 * ROWS * WIDTH * 8 and host.stayed_bytes >= ROWS * WIDTH * 8
+
+
+def test_without_gradients_nothing_leaves() -> None:
+    _, wrapped, host = make("cpu")
+    with torch.no_grad():
+        wrapped(*inputs("cpu"))
+    assert host.used_bytes == 0 and host._layers == []
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    _, wrapped, _ = make("cpu")
+    loss = wrapped(*inputs("cpu"))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second one use --offload none"):
+        loss.backward()
+
+
+def test_what_attention_gave_leaves_too() -> None:
+    """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not."""
+    spawn(1, _kept_by_llama)
+
+
+def _kept_by_llama(rank: int) -> None:
+    offload.LEAST_BYTES = 0
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    context = hf.enable(model)
+    batch = hf.shard_batch(context, torch.randint(64, (1, 24)), torch.randint(64, (1, 24)))
+    want = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    for compiled in (False, True):
+        wrapped = LlamaForCausalLM(config)
+        wrapped.load_state_dict(model.state_dict())
+        hf.enable(wrapped)
+        layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), float("inf"))
+        apply_remat(layers, "attention", compiled, host)
+        for layer in layers if compiled else []:
+            layer.forward = torch.compile(layer.forward, backend="aot_eager")
+        host.wrap(layers)
+        loss = wrapped(**batch).loss
+        size, lse = 24 * 32 * 4, 24 * 4 * 4
+        own = {(kept.host.nbytes) for layer in host._layers for kept in layer.kept.values()}
+        assert {size, lse} <= own and host.used_bytes >= 2 * (2 * size + lse), (compiled, own, host.used_bytes)
+        got = torch.autograd.grad(loss, list(wrapped.parameters()))
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-7)
