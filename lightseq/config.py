@@ -46,7 +46,7 @@ FSDP_REFUSED: Final[Mapping[str, str]] = {
 AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("sequence_parallel_size", "ulysses_size"),
+    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint"),
 )
 POSITIVE: Final = ("num_train_epochs", "rope_theta", "step_timeout", "host_memory_budget")
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
@@ -107,6 +107,8 @@ class TrainConfig:
     # [memory]
     # what the backward pass recomputes. none: nothing; attention (the default): all but attention;
     remat: str | None = None  # full: attention too
+    # neighbouring layers of which the forward pass keeps one input; each group is run forward once more, and what
+    layers_per_checkpoint: int = 1  # remat says is then kept for its layers
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
     # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
     offload: str = "none"  # gradients and optimizer state, which a step then updates on the CPU; both
@@ -359,6 +361,9 @@ def _check_memory(config: TrainConfig) -> None:
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
         raise ValueError(f"{given} means --remat {implied}, but --remat {config.remat} was given too; give one")
+    if config.layers_per_checkpoint > 1 and config.remat_policy == "none":
+        given = f"--layers_per_checkpoint {config.layers_per_checkpoint} recomputes layers"
+        raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
     if config.host_memory_budget is not None and config.offload not in ("activations", "both"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")

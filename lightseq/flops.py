@@ -61,11 +61,12 @@ def model_flops(config: LlamaConfig, length: int, sequences: int) -> int:
     return sequences * (6 * matmul_parameters(config) * length + 3 * attention_forward_flops(config, length))
 
 
-def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str) -> int:
+def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
     layer, and no gradient needs what it gives out. What flash kernels repeat inside is not counted.
+    Layers that are `grouped` under one checkpoint run forward once more before that.
     """
     assert remat in ("none", "attention", "full"), remat
     repeated = 0
@@ -73,6 +74,9 @@ def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str
         down = config.hidden_size * config.intermediate_size
         repeated = config.num_hidden_layers * (layer_linear_parameters(config) - down)
     attention = attention_forward_flops(config, length) if remat == "full" else 0
+    if grouped:
+        repeated += config.num_hidden_layers * layer_linear_parameters(config)
+        attention += attention_forward_flops(config, length)
     return sequences * (2 * repeated * length + attention)
 
 

@@ -19,6 +19,27 @@ LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than th
 IN_FLIGHT = 2  # layers whose tensors are leaving
 
 
+class HostMemory:
+    """Buffers on the host, made once and used again, `limit_bytes` of them in all."""
+
+    def __init__(self, limit_bytes: float, pinned: bool) -> None:
+        self.limit_bytes, self.allocated_bytes = limit_bytes, 0
+        self._pinned = pinned
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat buffer, or None where that would pass the limit."""
+        if free := self._free[elements, dtype]:
+            return free.pop()
+        if self.allocated_bytes + elements * dtype.itemsize > self.limit_bytes:
+            return None
+        self.allocated_bytes += elements * dtype.itemsize
+        return torch.empty(elements, dtype=dtype, pin_memory=self._pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
 class Kept:
     """A tensor on the host. `leaving` is the original, for as long as it may still be read; `back` the copy of it."""
 
@@ -41,16 +62,15 @@ class _Layer:
 
 
 class Offload:
-    """Holds what layers save on the host, up to `budget_bytes`; past that it stays on the device.
+    """Holds what layers save in host memory; what finds no room there stays on the device.
 
     One forward pass is followed by its backward pass. On CPU the same happens with plain copies.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: float) -> None:
-        self.used_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
-        self._device, self.budget_bytes = device, budget_bytes
+    def __init__(self, device: torch.device, memory: HostMemory) -> None:
+        self.kept_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
+        self.memory, self._device = memory, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
         self._running: _Layer | None = None
 
@@ -69,12 +89,13 @@ class Offload:
             return tensor
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in layer.kept:
-            if self.used_bytes + tensor.nbytes > self.budget_bytes:
+            host = self.memory.take(tensor.numel(), tensor.dtype)
+            if host is None:
                 self.stayed_bytes += tensor.nbytes
                 return tensor
-            self.used_bytes += tensor.nbytes
+            self.kept_bytes += tensor.nbytes
             tensor = tensor.detach()
-            layer.kept[key] = Kept(layer, tensor, self._host_memory(tensor))
+            layer.kept[key] = Kept(layer, tensor, host)
             with self._beside():
                 layer.kept[key].host.copy_(_flat(tensor), non_blocking=True)
             layer.left = self._event()
@@ -104,7 +125,7 @@ class Offload:
         if index == 0:
             for old in self._layers:
                 self._release(old)
-            self._layers, self.used_bytes, self.stayed_bytes = [], 0, 0
+            self._layers, self.kept_bytes, self.stayed_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
         self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())})
         self._layers.append(self._running)
@@ -138,16 +159,12 @@ class Offload:
             return
         layer.over = True
         for kept in layer.kept.values():
-            self._pool[kept.host.numel(), kept.dtype].append(kept.host)  # the side stream is done with it before more
+            self.memory.give_back(kept.host)  # the side stream is done with it before more
             kept.leaving = kept.back = None
 
     def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:
         here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES
         return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
-
-    def _host_memory(self, tensor: Tensor) -> Tensor:
-        free = self._pool[tensor.numel(), tensor.dtype]
-        return free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=bool(self._side))
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

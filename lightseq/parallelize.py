@@ -1,6 +1,7 @@
 """Every technique that turns a Hugging Face Llama into one trained across ranks, in order, on one page."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +17,8 @@ from lightseq.attention import SequenceContext
 from lightseq.loss import cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import tile_mlps
-from lightseq.offload import Offload
-from lightseq.remat import apply_remat
+from lightseq.offload import HostMemory, Offload
+from lightseq.remat import apply_remat, group_layers
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Techniques:
     transport: str = "auto"
     ulysses_size: int | None = None
     remat: str = "attention"
+    layers_per_checkpoint: int = 1
     offload: str = "none"
     host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
@@ -78,23 +80,39 @@ def parallelize(
     )
     if techniques.remat != "none":
         tile_mlps(layers)
-    offload = Offload(device, techniques.host_memory_bytes) if techniques.offload in ("activations", "both") else None
-    apply_remat(layers, techniques.remat, techniques.compile, offload)
+    offload, inner = _offloads(techniques, device)
+    apply_remat(layers, techniques.remat, techniques.compile, inner or offload)
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward)
+    groups = [[layer] for layer in layers]
+    if techniques.layers_per_checkpoint > 1:
+        groups = group_layers(layers, techniques.layers_per_checkpoint, inner)
     if offload is not None:
-        offload.wrap(layers)
+        offload.wrap([group[0] for group in groups])
     loss_model = LossModel(model, offload)
     on_host = techniques.offload in ("optimizer", "both")
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, on_host)
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host)
     return loss_model, context
 
 
+def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | None, Offload | None]:
+    """For what waits from the forward to the backward pass, and for what waits while a group of layers runs again."""
+    if techniques.offload not in ("activations", "both"):
+        return None, None
+    memory = HostMemory(techniques.host_memory_bytes, pinned=device.type == "cuda")
+    return Offload(device, memory), Offload(device, memory) if techniques.layers_per_checkpoint > 1 else None
+
+
 def shard_parameters(
-    root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, on_host: bool = False
+    root: nn.Module,
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    groups: Sequence[list[nn.Module]],
+    on_host: bool = False,
 ) -> None:
-    """FSDP2 on `root`, which holds the model: a unit for every layer, the embeddings and the head.
+    """FSDP2 on `root`, which holds the model: a unit for every group of layers, the embeddings and the head.
 
     Float32 shards, gathered in the compute dtype; gradients add in float32. The sum is the gradient: the loss is
     divided by the global number of valid tokens before the backward pass. Embeddings that are the head too stay
@@ -104,10 +122,9 @@ def shard_parameters(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": place}
-    layers: Any = model.model.layers
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[0].weight is ends[1].weight
-    for unit in [*layers, *([] if tied else ends)]:
+    for unit in [*groups, *([] if tied else [[end] for end in ends])]:
         fully_shard(unit, **options)
     fully_shard(root, **options)
     if not tied:

@@ -1,7 +1,7 @@
 """What the backward pass recomputes: nothing, everything in a layer but attention, or everything."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -45,6 +45,61 @@ def apply_remat(
             preserve_rng_state=False,  # no dropout anywhere
             context_fn=contexts,
         )
+
+
+def group_layers(layers: Sequence[nn.Module], size: int, inner: Offload | None = None) -> list[list[nn.Module]]:
+    """Checkpoints `size` neighbouring layers as one: of them all, only the first one's input is kept.
+
+    The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
+    the host, given `inner`). The first layer's forward runs them all, and the others hand on what it returns, so that
+    the model that calls them need not know.
+    """
+    groups = [list(layers[start : start + size]) for start in range(0, len(layers), size)]
+    for group in groups:
+        if inner is not None:
+            inner.wrap(group)
+        first, *others = group
+        first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
+        for layer in others:
+            layer.forward = _hand_on  # type: ignore[method-assign, assignment]
+    return groups
+
+
+def _run_group(forwards: list[Callable[..., Tensor]], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(hidden: Tensor) -> Tensor:
+        for forward in forwards:
+            hidden = forward(hidden, *args, **kwargs)
+        return hidden
+
+    if not torch.is_grad_enabled():
+        return run(hidden)
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # weights want gradients even if hidden does not
+    return _Group.apply(hidden, anchor, run)
+
+
+class _Group(torch.autograd.Function):
+    """A checkpoint with checkpoints inside, and hooks for saved tensors between the two.
+
+    torch's own, not reentrant, counts what is saved inside, and would miss what such hooks take.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(hidden)
+        ctx.run = run
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(hidden)
+        torch.autograd.backward(out, dout)
+        return hidden.grad, None, None
+
+
+def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden
 
 
 def _keep_attention(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

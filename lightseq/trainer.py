@@ -87,6 +87,7 @@ class Trainer:
             transport=config.transport,
             ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
+            layers_per_checkpoint=config.layers_per_checkpoint,
             offload=config.offload,
             host_memory_bytes=self._host_memory_bytes(),
             compute_dtype=self.dtype,
@@ -116,7 +117,7 @@ class Trainer:
         if self.inputs.resume_from is not None:
             return  # the checkpoint's follow
         if self.inputs.weights is None:
-            weights.initialize(self.model, self.config.seed)
+            weights.initialize(self.model, self.config.seed, self.world.device)
             return
         try:
             weights.load(self.model, self.inputs.weights)
@@ -164,7 +165,8 @@ class Trainer:
             "head_groups": self.context.schedule.turns,
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
-            "host_memory_bytes": self.loss_model.offload.budget_bytes if self.loss_model.offload else None,
+            "layers_per_checkpoint": self.config.layers_per_checkpoint,
+            "host_memory_bytes": self.loss_model.offload.memory.limit_bytes if self.loss_model.offload else None,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
             "sequence_ranks": self.inputs.sequence_size,
@@ -191,7 +193,9 @@ class Trainer:
             "schedule": str(self.context.schedule),
             "kernel": str(self.context.selection),
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
-            "remat": c.remat_policy + (f", {c.offload} in host memory" if c.offload != "none" else ""),
+            "remat": c.remat_policy
+            + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
+            + (f", {c.offload} in host memory" if c.offload != "none" else ""),
             "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
                            "ddp": "a copy on every rank"}[c.fsdp_mode],
         }  # fmt: skip
@@ -229,7 +233,8 @@ class Trainer:
 
     def _work(self) -> Work:
         c = self.config
-        return Work(self.inputs.model_config, c.model_max_length, self.inputs.stream.sequences_per_step, c.remat_policy)
+        sequences, grouped = self.inputs.stream.sequences_per_step, c.layers_per_checkpoint > 1
+        return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, grouped)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device only under float16."""

@@ -49,17 +49,18 @@ def materialize(model: PreTrainedModel, device: torch.device, parameters_on: tor
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
 
 
-def initialize(model: PreTrainedModel, seed: int) -> None:
+def initialize(model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
     """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
 
-    Every parameter is drawn whole from a generator of its own, then cut: one at a time, on the parameter's device.
+    Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
+    parameter's own).
     """
     for name, parameter in model.named_parameters():
-        _fill(parameter, _draw(name, parameter, seed, model.config.initializer_range).__getitem__)
+        _fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
 
 
-def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float) -> Tensor:
-    shape, device = parameter.shape, parameter.device
+def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
+    shape, device = parameter.shape, device or parameter.device
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if len(shape) == 1:

@@ -35,6 +35,7 @@ class Work:
     length: int
     sequences: int
     remat: str
+    grouped: bool  # layers share checkpoints
 
 
 class Moment:
@@ -82,7 +83,7 @@ class Window:
         valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
         data_seconds = sum(result.data_seconds for result in self.results)
         sent = self.transport.bytes_sent - self._bytes_before
-        offloaded = self.offload.used_bytes if self.offload else 0
+        offloaded = self.offload.memory.allocated_bytes if self.offload else 0
         worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded]
         reduced = reduce_over_ranks([loss, valid, sent], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
@@ -120,7 +121,7 @@ class Closed:
         work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
         flops = model_flops(work.model, work.length, work.sequences)
-        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat)
+        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped)
         peak = peak_flops_per_second(hardware(self.world.device)["device"])
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(

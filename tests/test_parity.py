@@ -45,6 +45,7 @@ class Case(NamedTuple):
     fsdp: str = "full_shard"
     tile_tokens: int = mlp.TILE_TOKENS
     offload: str = "none"
+    layers_per_checkpoint: int = 1
 
 
 class Result(NamedTuple):
@@ -99,7 +100,7 @@ def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) 
         model_max_length=LENGTH, max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
         max_grad_norm=CLIP, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
         sequence_parallel_size=world_size // case.data_ranks, overwrite_output_dir=True, fsdp=case.fsdp,
-        offload=case.offload,
+        offload=case.offload, layers_per_checkpoint=case.layers_per_checkpoint,
         per_device_train_batch_size=1 if case.accumulation > 1 else 2,
     )  # fmt: skip
     world = World(rank, world_size, rank, world_size, device)
@@ -205,6 +206,8 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, offload="both"),
         Case("tiny-llama2", "zigzag", world, 3, remat="full", offload="activations"),
         Case("tiny-llama3", "ring", 1, 3, remat="none", fsdp="", offload="activations"),
+        Case("tiny-llama3", "zigzag", 1, 3, offload="activations", layers_per_checkpoint=3),
+        Case("tiny-llama2", "prefix", world, 1, remat="full", layers_per_checkpoint=2),
     ]
     _run(tmp_path, world, cases, steps=1)
 

@@ -44,7 +44,9 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
     model = weights.build_on_meta(config)
     if fsdp is not None:
         world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-        shard_parameters(model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32)
+        layers: Any = model.model.layers
+        groups = [[layer] for layer in layers]
+        shard_parameters(model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups)
     weights.materialize(model, CPU)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, math.nan)
