@@ -10,15 +10,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lightseq import planner
+import llama2
+import llama3
+from lightseq import planner, rehearsal
+from lightseq.family import Family
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_proof import validate
 from lightseq.schedule_render import render
 
+BOTH = Family(
+    "llama2 or llama3",
+    {**llama2.FAMILY.presets, **llama3.FAMILY.presets},
+    {**llama2.FAMILY.aliases, **llama3.FAMILY.aliases},
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["rehearse"]:  # whose flags are those of training
+        return rehearsal.main(BOTH, words[1:])
     arguments = parser().parse_args(words)
     try:
         COMMANDS[arguments.command](arguments, words)
@@ -39,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
+    commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
     return out
 
 

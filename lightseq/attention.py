@@ -1,6 +1,6 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightseq import executor
 from lightseq.comm import Transport, make_transport
 from lightseq.kernels import KernelSpec, Selection, select
+from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout
 from lightseq.mesh import disable_multicast
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
@@ -53,12 +54,14 @@ def make_context(
     ulysses_size: int | None = None,
     head_groups: int | None = None,
     gpus_per_host: int | None = None,
+    elide: bool = False,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
     `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
-    ranks of the group share a host (default: all of them), which matters for that choice alone. Raises ValueError for
-    names that do not exist or cannot run here.
+    ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
+    arithmetic out: memory and messages are real, results are zero. Raises ValueError for names that do not exist or
+    cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
@@ -68,13 +71,16 @@ def make_context(
     chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
+    selection = select(kernel, spec)
+    if elide:
+        selection = replace(selection, kernel=Elided(selection.kernel))
     name = f"{chosen.schedule}-{world}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
         schedule=table,
         rank=dist.get_rank(group),
         group=group,
-        selection=select(kernel, spec),
+        selection=selection,
         transport=carrier,
     )
     return _CONTEXTS[name]

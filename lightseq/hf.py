@@ -41,6 +41,7 @@ def enable(
     length: int = 65536,
     deterministic: bool = False,
     gpus_per_host: int | None = None,
+    elide: bool = False,
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
@@ -67,6 +68,7 @@ def enable(
         transport,
         ulysses_size,
         gpus_per_host=gpus_per_host,
+        elide=elide,
     )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)

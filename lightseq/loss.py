@@ -11,15 +11,19 @@ from lightseq.kernels.products import add_product
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS, first_chunk_only: bool = False
+) -> Tensor:
     """Sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
     hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
     sum over no valid label is 0, with zero gradients. Whatever divides it, and any upstream gradient, comes after.
+    `first_chunk_only` is for rehearsals: all memory is taken, and what lies past the first chunk is left as it was.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), chunk_tokens, with_gradient)
+    computed = chunk_tokens if first_chunk_only else len(rows)
+    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), chunk_tokens, computed, with_gradient)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -30,14 +34,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def, override]
-        ctx, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, with_gradient: bool
+        ctx,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk_tokens: int,
+        computed: int,
+        with_gradient: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         total = hidden_ND.new_zeros((), dtype=wide)
         dhidden = torch.empty_like(hidden_ND) if with_gradient and ctx.needs_input_grad[0] else None
         # The sum over chunks stays in float32.
         dweight = torch.zeros_like(weight_VD, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden_ND), chunk_tokens):
+        for start in range(0, computed, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden_ND[chunk], weight_VD)
             total += _cross_entropy_(logits, labels_N[chunk], with_gradient).sum()
@@ -56,7 +66,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dhidden = _scaled(dhidden, dloss, dhidden.dtype)
         if dweight is not None:
             dweight = _scaled(dweight, dloss, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import psutil
 import torch
@@ -104,6 +104,18 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
         print(f"error: {refusals[first]}{where}", flush=True, file=sys.stderr)
     dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
     raise SystemExit(2)
+
+
+def first_to(do: str) -> bool:
+    """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
+    return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once: to take leave properly, others would have to answer, who may be waiting for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def free_host_memory(world: World) -> float:

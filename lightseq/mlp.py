@@ -17,16 +17,17 @@ from lightseq.kernels.products import add_product
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 
 
-def tile_mlps(layers: Iterable[nn.Module]) -> None:
+def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of plain linears; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. Outside of torch.compile a checkpoint around
     the layer would first run the whole MLP once more, so short sequences keep the module's own forward there.
+    `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and _is_gated(mlp):
-            mlp.forward = partial(_forward, mlp, mlp.forward)
+            mlp.forward = partial(_forward, mlp, mlp.forward, first_tile_only)
 
 
 def _is_gated(mlp: Any) -> bool:
@@ -35,24 +36,29 @@ def _is_gated(mlp: Any) -> bool:
     return plain and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
-def _forward(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward(mlp: Any, original: Callable[[Tensor], Tensor], first_tile_only: bool, x: Tensor) -> Tensor:
     if x.numel() <= TILE_TOKENS * x.shape[-1] and not torch.compiler.is_compiling():
         return original(x)
-    return gated_mlp(x, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, TILE_TOKENS)
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    return gated_mlp(x, *weights, TILE_TOKENS, first_tile_only)
 
 
-def gated_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int) -> Tensor:
+def gated_mlp(
+    x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool = False
+) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202); keeps nothing but x for the backward pass.
 
     The product is rounded once, and the weights' gradients add up over the tiles in float32 or wider.
     """
-    return _gated_mlp(x.reshape(-1, x.shape[-1]), gate_IH, up_IH, down_HI, tile_tokens).view(x.shape)
+    return _gated_mlp(x.reshape(-1, x.shape[-1]), gate_IH, up_IH, down_HI, tile_tokens, first_tile_only).view(x.shape)
 
 
 @torch.library.custom_op("lightseq::gated_mlp", mutates_args=())
-def _gated_mlp(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int) -> Tensor:
+def _gated_mlp(
+    x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool
+) -> Tensor:
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    for rows in _tiles(len(x_NH), tile_tokens):
+    for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
         gate, up = x_NH[rows] @ gate_IH.T, x_NH[rows] @ up_IH.T
         _silu_mul_(gate, up)
         torch.mm(gate, down_HI.T, out=out[rows])
@@ -60,17 +66,23 @@ def _gated_mlp(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, ti
 
 
 @_gated_mlp.register_fake
-def _(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int) -> Tensor:
+def _(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
 
 
 @torch.library.custom_op("lightseq::gated_mlp_backward", mutates_args=())
 def _gated_mlp_backward(
-    dout_NH: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int
+    dout_NH: Tensor,
+    x_NH: Tensor,
+    gate_IH: Tensor,
+    up_IH: Tensor,
+    down_HI: Tensor,
+    tile_tokens: int,
+    first_tile_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     sums = [_Sum(weight, len(x_NH) <= tile_tokens) for weight in (gate_IH, up_IH, down_HI)]
-    for rows in _tiles(len(x_NH), tile_tokens):
+    for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up, act = x @ gate_IH.T, x @ up_IH.T, dout @ down_HI
         _silu_mul_backward_(gate, up, act)  # dgate, dup and the product itself
@@ -84,7 +96,13 @@ def _gated_mlp_backward(
 
 @_gated_mlp_backward.register_fake
 def _(
-    dout_NH: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int
+    dout_NH: Tensor,
+    x_NH: Tensor,
+    gate_IH: Tensor,
+    up_IH: Tensor,
+    down_HI: Tensor,
+    tile_tokens: int,
+    first_tile_only: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(x.new_empty(x.shape) for x in (x_NH, gate_IH, up_IH, down_HI))  # type: ignore[return-value]
 
@@ -108,8 +126,8 @@ class _Sum:
         return self._total.to(self._dtype)
 
 
-def _tiles(tokens: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, tokens, size))
+def _tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
 
 
 def _silu_mul_(gate: Tensor, up: Tensor) -> None:
@@ -135,12 +153,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.tile_tokens = inputs
+    *tensors, ctx.tile_tokens, ctx.first_tile_only = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
-    return (*_gated_mlp_backward(dout.contiguous(), *ctx.saved_tensors, ctx.tile_tokens), None)
+    return (
+        *_gated_mlp_backward(dout.contiguous(), *ctx.saved_tensors, ctx.tile_tokens, ctx.first_tile_only),
+        None,
+        None,
+    )
 
 
 _gated_mlp.register_autograd(_backward, setup_context=_setup_context)

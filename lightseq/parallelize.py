@@ -20,6 +20,8 @@ from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, group_layers
 
+MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
+
 
 @dataclass(frozen=True)
 class Techniques:
@@ -38,17 +40,20 @@ class Techniques:
     compile: bool = False
     deterministic: bool = False
     gpus_per_host: int | None = None
+    rehearses: bool = False  # attention's arithmetic is left out, and of long sequences most tiles
 
 
 class LossModel(nn.Module):
     """A causal language model that returns its loss: the unit whose forward is one step's forward."""
 
-    def __init__(self, model: PreTrainedModel, offload: Offload | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, offload: Offload | None = None, first_chunk_only: bool = False) -> None:
         super().__init__()
         self.model = model
         self.offload = offload
         head: Any = model.lm_head
-        head.forward = partial(_head_loss, head)  # the call stays: what FSDP hooks to it runs around the loss
+        head.forward = partial(
+            _head_loss, head, first_chunk_only
+        )  # the call stays: what FSDP hooks to it runs around the loss
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted."""
@@ -56,8 +61,8 @@ class LossModel(nn.Module):
         return self.model.lm_head(output.last_hidden_state, labels)
 
 
-def _head_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy_sum(hidden, head.weight, labels)
+def _head_loss(head: nn.Linear, first_chunk_only: bool, hidden: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy_sum(hidden, head.weight, labels, first_chunk_only=first_chunk_only)
 
 
 def parallelize(
@@ -77,9 +82,11 @@ def parallelize(
         length=techniques.length,
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
+        elide=techniques.rehearses,
     )
+    first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
-        tile_mlps(layers)
+        tile_mlps(layers, first_tile_only)
     offload, inner = _offloads(techniques, device)
     apply_remat(layers, techniques.remat, techniques.compile, inner or offload)
     if techniques.compile:
@@ -90,7 +97,7 @@ def parallelize(
         groups = group_layers(layers, techniques.layers_per_checkpoint, inner)
     if offload is not None:
         offload.wrap([group[0] for group in groups])
-    loss_model = LossModel(model, offload)
+    loss_model = LossModel(model, offload, first_tile_only)
     on_host = techniques.offload in ("optimizer", "both")
     shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host)
     return loss_model, context

@@ -4,7 +4,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
+from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
     Meshes,
     World,
     agree,
+    first_to,
     free_host_memory,
     is_main_process,
+    leave,
     make_deterministic,
     make_meshes,
     start,
@@ -71,7 +75,9 @@ def _timeout(words: list[str], program: str) -> float:
 class Trainer:
     """One run on one rank."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, command: str) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, command: str, rehearses: bool = False
+    ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
         self.dtype = getattr(torch, config.compute_dtype)
@@ -94,6 +100,7 @@ class Trainer:
             compile=config.torch_compile,
             deterministic=config.deterministic,
             gpus_per_host=world.local_size,
+            rehearses=rehearses,
         )
         self.loss_model, self.context = agree(
             world, lambda: parallelize(self.model, self.meshes, world.device, techniques)
@@ -207,7 +214,8 @@ class Trainer:
         window, closed = self._window(), None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
-            window.results.append(self._step(done - 1))
+            with self.explained_out_of_memory():
+                window.results.append(self._step(done - 1))
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
                 self._record(closed)  # a step late: the device is busy with this one while the host reads
@@ -227,6 +235,42 @@ class Trainer:
         self.terminal.close()
         if self.metrics is not None:
             self.terminal.summary(saved, self.metrics.path, self.losses)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a forward pass on one rank."""
+        layout = self.context.layout
+        length = layout.padded_length(self.config.model_max_length) // layout.world
+        return length * self.config.per_device_train_batch_size
+
+    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
+        """What the peak so far was made of. `taken_by_forward` is what a forward pass left taken, where measured."""
+        c, model, device = self.config, self.inputs.model_config, self.world.device
+        on_host = c.offload in ("optimizer", "both")
+        states = (0, 0, 0) if on_host else state_bytes(self.model, self.optimizer)
+        logits, gradients = loss_bytes(model, c, self.local_tokens)
+        kept = kept_activations(model, c, self.local_tokens)
+        if taken_by_forward is not None:
+            kept = max(0, taken_by_forward - gradients)
+        elif self.loss_model.offload is not None:
+            kept = max(0, kept - self.loss_model.offload.memory.allocated_bytes)
+        buffers = self.context.transport.buffer_bytes
+        peak = torch.cuda.max_memory_allocated(device) + buffers if device.type == "cuda" else 0
+        working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
+        return Breakdown(*states, kept, logits + gradients, buffers, working)
+
+    @contextmanager
+    def explained_out_of_memory(self) -> Iterator[None]:
+        """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.terminal.close()
+            if first_to("explain"):
+                parts = self.memory_parts()
+                lines = [*parts.lines(), f"error: rank {self.world.rank}: {first_line(error)}"]
+                print("\n".join([*lines, f"to fit: {advice(parts, self.config)}"]), file=sys.stderr, flush=True)
+            leave(1)
 
     def _window(self) -> Window:
         return Window(self.world, self.context.transport, self.loss_model.offload)

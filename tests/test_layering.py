@@ -53,6 +53,8 @@ LAYERS = {
     "lightseq.checkpoint": 4,
     "lightseq.metrics": 4,
     "lightseq.planner": 4,
+    "lightseq.memory": 4,
+    "lightseq.rehearsal": 4,
     "lightseq.verify": 4,
     "lightseq.cli": 5,
     "lightseq.__init__": 5,

@@ -164,6 +164,6 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
 def test_the_operator_keeps_torchs_contract() -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
-        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), *weights(m), 7),
+        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), *weights(m), 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip

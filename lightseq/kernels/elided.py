@@ -1,0 +1,49 @@
+"""A kernel whose arithmetic is left out: it takes the memory that the real one takes, and next to no time."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightseq.kernels.base import GradientRoom, Kernel, KernelSpec
+
+
+@dataclass(frozen=True)
+class Elided:
+    """Results are zero. Flash kernels sum dq in float32, dk and dv too where heads share them: that room is taken."""
+
+    kernel: Kernel
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name}, elided"
+
+    @property
+    def causal_alignment(self) -> Literal["bottom_right", "square"]:
+        return self.kernel.causal_alignment
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        return self.kernel.why_not(spec)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        batch, length, heads, _ = q.shape
+        lse = q.new_zeros((batch, heads, length), dtype=torch.promote_types(q.dtype, torch.float32))
+        return out.zero_(), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        summed = [q] if q.shape[2] == k.shape[2] else [q, k, v]
+        workspace = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in summed]
+        room = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
+            for given, x in zip(into, (q, k, v), strict=True)
+        ]
+        del workspace
+        dq, dk, dv = (x.zero_() for x in room)
+        return dq, dk, dv

@@ -1,0 +1,93 @@
+"""What a training step holds in memory, by what it is for, and which flag makes the largest part smaller."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+from lightseq.config import TrainConfig
+from lightseq.loss import CHUNK_TOKENS
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes on one GPU; `working` is what a layer, its gathered weights and its gradients need on top of what stays."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept_activations: int
+    loss: int
+    attention_buffers: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def lines(self) -> list[str]:
+        """A table, largest part first."""
+        parts = sorted(asdict(self).items(), key=lambda part: -part[1])
+        shown = [(name.replace("_", " "), size) for name, size in [*parts, ("total", self.total)]]
+        return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
+    """This rank's parameters, their gradients, and AdamW's two moments (SGD here has none), once all are there."""
+    parameters = sum(_local(p).nbytes for p in model.parameters())
+    return parameters, parameters, 0 if isinstance(optimizer, torch.optim.SGD) else 2 * parameters
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def kept_activations(model: LlamaConfig, config: TrainConfig, tokens: int) -> int:
+    """Bytes that layers keep of `tokens` local tokens until the backward pass, wherever they wait."""
+    element = 4 if config.compute_dtype == "float32" else 2
+    heads = model.num_attention_heads
+    hidden, attention = model.hidden_size, heads * (model.head_dim or model.hidden_size // heads)
+    group = config.layers_per_checkpoint
+    kept = {"full": hidden * element, "attention": (hidden + attention) * element + 4 * heads}
+    if config.remat_policy == "none":
+        # Input, q, k and v before and after their rotation, attention's output, gate, up and their product, two norms'
+        # outputs: what eager layers save; compiled ones save less.
+        key_value = attention * (model.num_key_value_heads or heads) // heads
+        return model.num_hidden_layers * tokens * element * (
+            4 * hidden + 3 * attention + 4 * key_value + 4 * model.intermediate_size
+        )  # fmt: skip
+    if group == 1:
+        return model.num_hidden_layers * tokens * kept[config.remat_policy]
+    groups = -(-model.num_hidden_layers // group)
+    return tokens * (groups * hidden * element + group * kept[config.remat_policy])
+
+
+def loss_bytes(model: LlamaConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
+    """The logits of a chunk, and what the loss keeps: the head's gradient in float32 and that of its input."""
+    element = 4 if config.compute_dtype == "float32" else 2
+    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * element
+    return logits, 4 * model.vocab_size * model.hidden_size + tokens * model.hidden_size * element
+
+
+def advice(parts: Breakdown, config: TrainConfig) -> str:
+    """The knob that moves the largest part which a knob can move."""
+    states = parts.parameters + parts.gradients + parts.optimizer
+    options: list[tuple[int, str]] = []
+    if config.remat_policy == "none":
+        options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
+    elif config.offload not in ("activations", "both"):
+        words = "both" if config.offload == "optimizer" else "activations"
+        options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
+    elif config.layers_per_checkpoint == 1:
+        options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
+    if config.offload not in ("optimizer", "both"):
+        words = "both" if config.offload == "activations" else "optimizer"
+        options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))
+    options.append((parts.working, "more GPUs on a sequence (--sequence_parallel_size), or a lower --model_max_length"))
+    if not config.torch_compile:
+        options.append((parts.working // 2, "--torch_compile True, which fuses what eager layers write out"))
+    return max(options)[1]

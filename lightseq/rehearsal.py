@@ -1,0 +1,153 @@
+"""A training step with everything but attention's arithmetic: whether a length fits is known in a minute or two.
+
+python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq rehearse --model_name_or_path llama3-8b --random_init \\
+    --bf16 --model_max_length 1000000 --offload activations
+"""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightseq.config import TrainConfig, parse
+from lightseq.family import Family
+from lightseq.memory import GIB, Breakdown, advice
+from lightseq.mesh import World, agree, start
+from lightseq.metrics import hardware, versions
+from lightseq.parallelize import MOST_WHOLE_TOKENS
+from lightseq.prepare import Inputs, prepare
+from lightseq.tokens import write_token_directory
+from lightseq.trainer import Trainer
+
+LEAST_VOCABULARY = 32  # token ids that every model has
+RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step took on the rank that took most, in bytes. Without a GPU only what can be counted is known."""
+
+    length: int
+    ranks: int
+    peak_bytes: int | None
+    capacity_bytes: int | None
+    offloaded_bytes: int
+    seconds: float
+    parts: Breakdown
+
+    def lines(self, config: TrainConfig) -> list[str]:
+        end = [f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep"]
+        if self.peak_bytes is None or self.capacity_bytes is None:
+            return [
+                *self.parts.lines(),
+                *end,
+                "without a GPU only these parts are known; rehearse where you will train",
+            ]
+        peak = f"{self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
+        return [*self.parts.lines(), *end, f"fits: {peak}", f"for more room: {advice(self.parts, config)}"]
+
+
+def main(family: Family, argv: Sequence[str]) -> int:
+    """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
+    words = list(argv)
+    for flag in ("--data_path", "--output_dir"):
+        words += [] if flag in words else [flag, NOWHERE]
+    with start(TrainConfig.step_timeout) as world:
+        asked = agree(world, lambda: parse(words, PROGRAM))
+        folder = _shared_folder(world)
+        try:
+            config = _config(asked, folder)
+            inputs = agree(world, lambda: _inputs(config, family, world, folder))
+            trainer = Trainer(config, inputs, world, f"{PROGRAM} {shlex.join(argv)}", rehearses=True)
+            result = rehearse(trainer)
+        finally:
+            if world.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        if world.is_main:
+            print("\n".join(result.lines(asked)), flush=True)
+            if asked.output_dir != NOWHERE:
+                _write(Path(asked.output_dir), result, asked, world)
+    return 0
+
+
+def rehearse(trainer: Trainer) -> Rehearsal:
+    """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
+    begin, on_gpu = time.perf_counter(), trainer.world.device.type == "cuda"
+    for p in trainer.model.parameters():
+        p.grad = torch.zeros_like(p)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    taken = _TakenByForward(trainer.loss_model, on_gpu)
+    for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        with trainer.explained_out_of_memory():
+            trainer._step(step)
+            if on_gpu:
+                torch.cuda.synchronize()
+    offload = trainer.loss_model.offload
+    parts = trainer.memory_parts(taken.bytes)
+    host = offload.memory.allocated_bytes if offload else 0
+    worst = torch.tensor([parts.total, host], dtype=torch.float64, device=trainer.world.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    peak, host = (int(x) for x in worst.tolist())
+    return Rehearsal(
+        trainer.config.model_max_length, trainer.world.size, peak if on_gpu else None,
+        hardware(trainer.world.device).get("memory_bytes"), host, time.perf_counter() - begin, parts,
+    )  # fmt: skip
+
+
+class _TakenByForward:
+    """Device memory that the forward pass leaves taken for the backward pass."""
+
+    def __init__(self, loss_model: nn.Module, on_gpu: bool) -> None:
+        self.bytes = self._before = 0
+        if on_gpu:
+            loss_model.register_forward_pre_hook(lambda *_: setattr(self, "_before", torch.cuda.memory_allocated()))
+            loss_model.register_forward_hook(
+                lambda *_: setattr(self, "bytes", torch.cuda.memory_allocated() - self._before)
+            )
+
+
+def _shared_folder(world: World) -> Path:
+    """A temporary directory of one name on every host."""
+    name = [tempfile.mkdtemp(prefix="lightseq-rehearsal-") if world.is_main else ""]
+    dist.broadcast_object_list(name)
+    folder = Path(name[0])
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _config(asked: TrainConfig, folder: Path) -> TrainConfig:
+    """The run that was asked for, of two steps, which reads and leaves nothing."""
+    return dataclasses.replace(
+        asked, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
+        eval_strategy="no", eval_data_path=None, save_strategy="no", report_to="none", profile_steps=None,
+        resume_from_checkpoint=None, gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
+    )  # fmt: skip
+
+
+def _inputs(config: TrainConfig, family: Family, world: World, folder: Path) -> Inputs:
+    """Data of one long document: every token has a target."""
+    if world.local_rank == 0:
+        ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY
+        write_token_directory(folder / "data", [ids], LEAST_VOCABULARY, dict)
+    dist.barrier()
+    return prepare(config, family, world)
+
+
+def _write(directory: Path, result: Rehearsal, config: TrainConfig, world: World) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    record = {**asdict(result), "config": config.to_json(), "hardware": hardware(world.device), "versions": versions()}
+    (directory / RECORD).write_text(json.dumps(record) + "\n")

@@ -1,0 +1,132 @@
+"""Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import spawn
+
+from lightseq.__main__ import BOTH
+from lightseq.attention import attention, make_context
+from lightseq.config import TrainConfig, parse
+from lightseq.family import preset_config
+from lightseq.kernels import KernelSpec
+from lightseq.loss import cross_entropy_sum
+from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes
+from lightseq.mlp import gated_mlp
+from lightseq.schedule_cost import AttentionShape
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIRED = "--model_name_or_path tiny-llama3 --random_init --data_path d --output_dir o"
+
+
+def given(words: str = "") -> TrainConfig:
+    return parse(f"{REQUIRED} {words}".split(), "llama3/train.py")
+
+
+def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_path: Path) -> None:
+    length, flags = 1024, "--offload activations --model_max_length 1024 --remat full"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightseq", "rehearse"]
+    flags += f" --model_name_or_path tiny-llama3 --random_init --output_dir {tmp_path}"
+    done = subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "rehearsal.jsonl").read_text())
+    model = preset_config(BOTH, "tiny-llama3")
+    parameters = record["parts"]["parameters"]
+    assert parameters == record["parts"]["gradients"] == record["parts"]["optimizer"] / 2
+    assert "3,082,496 parameters" in done.stdout and abs(parameters - 4 * 3_082_496 / 2) < 0.01 * parameters
+    # Each layer's input but the last one's, where they reach a MiB: half of 1024 tokens are less.
+    assert record["offloaded_bytes"] == 0 and model.hidden_size * 4 * length / 2 < 2**20
+    assert "cpu, elided" in done.stdout and "without a GPU only these parts are known" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal.jsonl"]
+
+
+def _elided(rank: int) -> None:
+    world = dist.get_world_size()
+    shape = AttentionShape(64, 4, 2, 8)
+    spec = KernelSpec("cpu", (0, 0), torch.float32, 8)
+    for schedule in ("zigzag", "prefix", "ulysses"):
+        context = make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, schedule, elide=True)
+        q, kv = (torch.randn(1, 64 // world, n, 8, requires_grad=True) for n in (4, 2))
+        before = context.transport.bytes_sent
+        out, _ = attention(q, kv, kv, context)
+        out.sum().backward()
+        assert not out.any() and q.grad is not None and not q.grad.any()
+        assert context.transport.bytes_sent > before  # messages are real
+
+
+def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() -> None:
+    spawn(2, _elided)
+
+
+def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
+    x, (gate, up), down = (
+        torch.randn(10, 4, dtype=torch.float64),
+        torch.randn(2, 6, 4).double(),
+        torch.randn(4, 6).double(),
+    )
+    whole, first = (gated_mlp(x, gate, up, down, 3, only) for only in (False, True))
+    assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
+    hidden, head, labels = torch.randn(10, 4), torch.randn(7, 4), torch.arange(10) % 7
+    part = cross_entropy_sum(hidden, head, labels, 4, first_chunk_only=True)
+    torch.testing.assert_close(part, cross_entropy_sum(hidden[:4], head, labels[:4], 4))
+
+
+def test_what_layers_keep_by_hand() -> None:
+    model = preset_config(BOTH, "llama3-8b")  # 32 layers, hidden 4096, 32 heads of 128
+    layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4
+    assert kept_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input
+    assert kept_activations(model, given("--bf16"), 10) == 10 * 32 * (layer_input + out + lse)
+    grouped = given("--bf16 --layers_per_checkpoint 5")
+    assert kept_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
+    logits, gradients = loss_bytes(model, given("--bf16"), 10_000)
+    assert (logits, gradients) == (2048 * 128256 * 2, 128256 * 4096 * 4 + 10_000 * 4096 * 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "knob"),
+    [
+        ("--remat none", {"kept_activations": 9}, "--remat attention"),
+        ("", {"kept_activations": 9}, "--offload activations"),
+        ("--offload optimizer", {"kept_activations": 9}, "--offload both"),
+        ("--offload activations", {"kept_activations": 9}, "--layers_per_checkpoint 4"),
+        ("", {"optimizer": 9}, "--offload optimizer"),
+        ("--offload activations", {"optimizer": 9}, "--offload both"),
+        ("--offload both", {"working": 9}, "--sequence_parallel_size"),
+    ],
+)
+def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: dict[str, int], knob: str) -> None:
+    names = ("parameters", "gradients", "optimizer", "kept_activations", "loss", "attention_buffers", "working")
+    assert knob in advice(Breakdown(**dict.fromkeys(names, 1) | parts), given(words))
+
+
+OUT_OF_MEMORY = """
+import sys, torch
+import llama3
+from lightseq import trainer
+def fail(self, step):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+trainer.Trainer._step = fail
+trainer.main(llama3.FAMILY, sys.argv[1:])
+"""
+
+
+def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(OUT_OF_MEMORY)
+    data = tmp_path / "data.pkl"
+    data.write_bytes(pickle.dumps({"input_ids": [list(range(64))] * 2}))
+    words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(tmp_path / "fail.py"), *words.split(), "--max_steps", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("CUDA out of memory. Tried to allocate 7.00 GiB.") == 1, done.stderr
+    assert "parameters" in done.stderr and "to fit: " in done.stderr
