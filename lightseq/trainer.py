@@ -268,7 +268,8 @@ class Trainer:
             self.terminal.close()
             if first_to("explain"):
                 parts = self.memory_parts()
-                lines = [*parts.lines(), f"error: rank {self.world.rank}: {first_line(error)}"]
+                what = ". ".join(str(error).split(". ")[:2])  # what happened, and for how many bytes
+                lines = [*parts.lines(), f"error: rank {self.world.rank}: {what}"]
                 print("\n".join([*lines, f"to fit: {advice(parts, self.config)}"]), file=sys.stderr, flush=True)
             leave(1)
 
