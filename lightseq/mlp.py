@@ -15,13 +15,16 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
+# Up to so many tokens on a rank the module's own forward runs: tiles made a whole step of Llama-3.2-1B 12% slower at
+# 16,384 tokens a rank and 5% at 65,536, and saved 0.03 and 2 GiB (docs/experiments.md).
+UNTILED_TOKENS = 65536
 
 
 def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of plain linears; others stay.
 
-    The backward pass makes gate and up again from the input, tile by tile. Outside of torch.compile a checkpoint around
-    the layer would first run the whole MLP once more, so short sequences keep the module's own forward there.
+    The backward pass makes gate and up again from the input, tile by tile. Short sequences keep the module's own
+    forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
     `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
     """
     for layer in layers:
@@ -37,7 +40,7 @@ def _is_gated(mlp: Any) -> bool:
 
 
 def _forward(mlp: Any, original: Callable[[Tensor], Tensor], first_tile_only: bool, x: Tensor) -> Tensor:
-    if x.numel() <= TILE_TOKENS * x.shape[-1] and not torch.compiler.is_compiling():
+    if x.numel() <= UNTILED_TOKENS * x.shape[-1]:
         return original(x)
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     return gated_mlp(x, *weights, TILE_TOKENS, first_tile_only)

@@ -106,6 +106,7 @@ class LargestResult(TorchDispatchMode):
 
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
     m, (x, dout) = module(), inputs()
     with LargestResult() as plain:
         results(m(x), x, m, dout)
@@ -130,6 +131,7 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
 
     ran: list[str] = []
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
     layer.mlp = m
@@ -141,6 +143,23 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
     want = torch.autograd.grad(x + LlamaMLP.forward(m, x.sin()), x, dout)
     torch.testing.assert_close(got, want)
     assert "lightseq.gated_mlp_backward.default" in ran and "lightseq.gated_mlp.default" not in ran
+
+
+def test_short_sequences_keep_the_modules_own_forward() -> None:
+    m, (x, _) = module(), inputs()
+    layer = nn.Module()
+    layer.mlp = m
+    tile_mlps([layer])
+    ran: list[str] = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            ran.append(str(op))
+            return op(*args, **kwargs or {})
+
+    with Operators():
+        m(x)
+    assert ran and "lightseq.gated_mlp.default" not in ran
 
 
 def test_other_kinds_of_mlp_are_left_alone() -> None:

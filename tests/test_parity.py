@@ -93,7 +93,8 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     """The product's own trainer on the ranks of a test."""
-    mlp.TILE_TOKENS, offload.LEAST_BYTES = case.tile_tokens, 0
+    mlp.TILE_TOKENS = mlp.UNTILED_TOKENS = case.tile_tokens
+    offload.LEAST_BYTES = 0
     world_size = dist.get_world_size()
     config = TrainConfig(
         model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/out",
