@@ -52,12 +52,13 @@ for number, host in enumerate(hosts):
     log = open(options["output"].replace("%N", host), "a" if options["open-mode"] == "append" else "w")
     numbers = {"SLURM_NODEID": str(number), "SLURM_PROCID": str(number), "SLURM_LOCALID": "0"}
     tasks.append(subprocess.Popen(enter + command, stdout=log, stderr=log, env=os.environ | numbers))
-while any(task.poll() is None for task in tasks):
-    if any(task.poll() for task in tasks):
+failed = 0
+while any(task.poll() is None for task in tasks) or (not failed and any(task.poll() for task in tasks)):
+    if not failed and (failed := next((code for task in tasks if (code := task.poll())), 0)):
         for task in tasks:
             task.terminate()
-    time.sleep(0.1)
-sys.exit(max(abs(task.returncode) for task in tasks))
+    time.sleep(0.05)
+sys.exit(abs(failed))
 """
 
 SCONTROL = """
