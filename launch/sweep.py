@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import fnmatch
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not arguments.timeout > 0:
                 raise ValueError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
             sweep = replace(sweep, timeout_seconds=arguments.timeout)
+        if arguments.submit and shutil.which("sbatch") is None:
+            raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
         cells = expand(sweep)
         chosen = choose(cells, arguments.only)
         noted = read_records(sweep.output_dir)
@@ -100,7 +103,7 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
     """Runs or submits what is to be done, noting each end as it comes."""
     leave = {"done", "submitted"} | (set() if arguments.retry_failed else {*FAILED})
     todo = [cell for cell in chosen if records[cell.name].status not in leave]
-    print(f"{sweep_table.describe(sweep)}: {left_out(chosen, records)}{len(todo)} to run")
+    print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records)}{len(todo)} to run")
     write_records(sweep.output_dir, records.values())
     if todo and sweep.data is not None:
         make_data(sweep.data)

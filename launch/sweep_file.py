@@ -39,6 +39,7 @@ class Sweep:
     """A sweep file. Settings carry the trainer's own names, and every value is the word that was typed."""
 
     path: Path
+    description: str
     output_dir: Path
     timeout_seconds: float  # of a cell
     gpus_per_node: int  # for jobs
@@ -69,6 +70,7 @@ def read_sweep(path: Path) -> Sweep:
     raw = Raw(path, _load(path))
     return Sweep(
         path=path,
+        description=raw.word("description", path.stem),
         output_dir=Path(raw.word("output_dir", f"outputs/sweeps/{path.stem}")),
         timeout_seconds=raw.number("timeout_seconds", HOUR),
         gpus_per_node=int(raw.number("gpus_per_node", 4)),

@@ -96,7 +96,7 @@ class Terminal:
     """A bar on a terminal, a line a cell in a log."""
 
     def __init__(self, cells: int) -> None:
-        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.console = Console(file=sys.stdout, highlight=False)
         self.cells, self.number = cells, 0
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -125,7 +125,7 @@ class Terminal:
         line = Text(f"{count} {record.name}  ")
         line.append(record.status, style=STYLES.get(record.status, ""))
         line.append(f"{took}{job}{why}")
-        self.console.print(line)
+        self.console.print(line, soft_wrap=not self.console.is_terminal)  # a log keeps a line in one piece
         if self._bar is not None:
             self._bar.advance(self._task)
 
@@ -135,4 +135,4 @@ class Terminal:
 
 
 def describe(sweep: Sweep) -> str:
-    return f"sweep {sweep.path.stem}, into {sweep.output_dir}"
+    return f"sweep: {sweep.description}, into {sweep.output_dir}"

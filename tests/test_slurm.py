@@ -308,6 +308,7 @@ def can_make_hosts() -> bool:
     return subprocess.run([*SPACES, *cable], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_two_hosts_joined_by_a_cable_train_together(cluster: Cluster, data: str) -> None:
     if not can_make_hosts():
         pytest.skip("making network namespaces is not allowed here")

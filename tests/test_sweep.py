@@ -14,12 +14,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launch.sweep_cells import Cell, expand
+from launch.sweep import main
+from launch.sweep_cells import Cell, expand, varying
 from launch.sweep_estimate import START_SECONDS, Measured, estimate, step_flops
 from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import cause, slurm_command
-from launch.sweep_table import table
+from launch.sweep_table import shown_value, table
 from lightseq.config import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,7 +215,9 @@ def test_the_table_has_one_line_a_cell(path: Path, width: int) -> None:
     lines = [line for line in console.export_text().splitlines() if line.strip()]
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[-len(cells) :]] == [str(n) for n in range(1, len(cells) + 1)]
-    assert all("pending" in line and line.rstrip().endswith("~83 min") for line in lines[-len(cells) :])
+    for cell, line in zip(cells, lines[-len(cells) :], strict=True):
+        values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
+        assert line.split()[1:] == [*values, "pending", "~83", "min"]
 
 
 # Running
@@ -267,14 +270,15 @@ def ran(directory: Path) -> list[str]:
 
 
 def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) -> None:
-    path = sweep(sweep_dir, "timeout_seconds: 1.5\ngrid: {ranks: 2, seed: [1, 2, 3, 4]}")
+    path = sweep(sweep_dir, "timeout_seconds: 4\ngrid: {ranks: 2, seed: [1, 2, 3, 4]}")
     done = launch(sweep_dir, path)
     assert done.returncode == 1, done.stderr
     found = records(sweep_dir)
     assert [r["status"] for r in found.values()] == ["failed", "timeout", "failed", "done"]
     assert found["ranks-2_seed-1"]["error"] == "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
-    assert found["ranks-2_seed-2"]["error"].startswith("ran past 1.5 s")
+    assert found["ranks-2_seed-2"]["error"].startswith("ran past 4 s")
     assert "steps of metrics.jsonl are missing" in found["ranks-2_seed-3"]["error"]
+    assert found["ranks-2_seed-2"]["seconds"] >= 4
     good = found["ranks-2_seed-4"]
     assert good["seconds"] > 0 and good["output_dir"] == str(sweep_dir / "out" / "ranks-2_seed-4")
     assert good["flags"]["seed"] == "4" and good["command"].startswith(
@@ -333,31 +337,36 @@ def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.S
     assert worker in below and not [pid for pid in below if lives(pid)]
     assert [r["status"] for r in records(sweep_dir).values()] == ["done", "stopped", "pending"]
     ran(sweep_dir)
-    assert launch(sweep_dir, path, "--timeout", "1").returncode == 1
+    assert launch(sweep_dir, path, "--timeout", "3").returncode == 1
     assert ran(sweep_dir) == ["seed-2", "seed-5"]
 
 
-def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path) -> None:
+def test_listing_runs_nothing_and_says_what_is_known(
+    sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
     listed = launch(sweep_dir, path, "--list")
     assert listed.returncode == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
     assert "3 cells, 3 not done, time unknown" in listed.stdout
     launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
-    listed = launch(sweep_dir, path, "--list")
-    rows = [line.split()[:3] for line in listed.stdout.splitlines() if line.startswith(" ")]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(sweep_dir)
+    assert main(["--config", str(path), "--list"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
     assert [row for row in rows if row and row[0].isdecimal()] == [
         ["1", "1", "failed"],
         ["2", "4", "done"],
         ["3", "5", "pending"],
     ]
-    assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in listed.stdout
-    assert "2 not done, about" in listed.stdout and "by the cells that ran" in listed.stdout
+    assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in shown
+    assert "2 not done, about" in shown and "by the cells that ran" in shown
 
 
 def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4]}")
-    for options in (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml")):
-        done = launch(sweep_dir, path, *options)
+    for options in (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",)):
+        done = launch(sweep_dir, path, *options, PATH="/usr/bin:/bin")
         assert done.returncode == 2 and done.stderr.startswith("launch/sweep.py: error: ")
         assert len(done.stderr.splitlines()) == 1
 
