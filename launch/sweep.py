@@ -26,7 +26,7 @@ from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import estimate, gpu_name, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
-from launch.sweep_run import LOG, followed, local_command, make_data, run, submit, typed
+from launch.sweep_run import LOG, followed, local_command, make_data, run, slurm_command, submit, typed
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
@@ -104,6 +104,9 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
     leave = {"done", "submitted"} | (set() if arguments.retry_failed else {*FAILED})
     todo = [cell for cell in chosen if records[cell.name].status not in leave]
     print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records)}{len(todo)} to run")
+    if arguments.submit:
+        for cell in todo:
+            slurm_command(sweep, cell)  # what no job can be made of is refused before any is handed over
     write_records(sweep.output_dir, records.values())
     if todo and sweep.data is not None:
         make_data(sweep.data)
