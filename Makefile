@@ -65,9 +65,9 @@ test-gpu: $(READY)
 check: $(READY)
 	@echo "check: format"; $(RUN) -m ruff format --check .
 	@echo "check: lint"; $(RUN) -m ruff check .
-	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks
-	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/*.sbatch .ci/run
+	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks launch
+	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* .ci/run
 
 clean:
 	rm -rf $(OUTPUT) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
-	find lightseq llama2 llama3 data_gen analysis tests -name __pycache__ -prune -exec rm -rf {} +
+	find lightseq llama2 llama3 data_gen launch analysis tests -name __pycache__ -prune -exec rm -rf {} +

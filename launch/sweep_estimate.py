@@ -1,0 +1,107 @@
+"""How long a cell will take: by cells of the same sweep that ran, else by its FLOPs and the device's peak."""
+
+import functools
+import math
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from launch.sweep_cells import Cell
+from launch.sweep_records import Record, median_step
+
+# Assumed where nothing was measured: what a well-fed GPU reaches, and what starting processes takes.
+SHARE_OF_PEAK: Final = 0.4
+START_SECONDS: Final = 45.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell that ran: a step's FLOPs and seconds, and the seconds of all that is no step."""
+
+    cell: Cell
+    step_flops: float
+    step_seconds: float
+    other_seconds: float
+
+
+def measured(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[Measured]:
+    found = []
+    for cell in cells:
+        record = records[cell.name]
+        step = median_step(cell.output_dir) if record.status == "done" else math.nan
+        if math.isfinite(step) and (work := step_flops(cell)):
+            run_seconds = step * (cell.config.max_steps or 0)
+            other = START_SECONDS if record.seconds is None else max(0.0, record.seconds - run_seconds)
+            found.append(Measured(cell, work, step, other))
+    return found
+
+
+def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float | None:
+    """Seconds of a cell that is to run, or None."""
+    steps = cell.config.max_steps
+    if steps is None or not (known or device):
+        return None
+    work = step_flops(cell)
+    if work is None:
+        return None
+    per_rank = work / cell.ranks
+    if known:
+        near = min(known, key=lambda other: distance(cell, other.cell))
+        step = near.step_seconds * per_rank / (near.step_flops / near.cell.ranks)
+        return near.other_seconds + steps * step
+    peak = _peak(device)
+    return None if peak is None else START_SECONDS + steps * per_rank / (peak * SHARE_OF_PEAK)
+
+
+def distance(cell: Cell, other: Cell) -> tuple[int, float]:
+    """How unlike two cells are: settings that differ, then how far their lengths are apart."""
+    keys = (cell.settings.keys() | other.settings.keys()) - {"model_max_length"}
+    differing = sum(cell.settings.get(key) != other.settings.get(key) for key in keys)
+    return differing, abs(math.log(cell.config.model_max_length / other.config.model_max_length))
+
+
+def step_flops(cell: Cell) -> float | None:
+    """Of one optimizer step over all ranks, with what is recomputed; None for a model whose shape is not at hand."""
+    from lightseq import flops  # seconds of importing transformers, only where something is to be estimated
+
+    model = _model_config(cell.family, cell.config.model_name_or_path)
+    if model is None:
+        return None
+    c = cell.config
+    data_ranks = max(1, cell.ranks // (c.sequence_parallel_size or cell.ranks))
+    sequences = c.per_device_train_batch_size * c.gradient_accumulation_steps * data_ranks
+    shape = (model, c.model_max_length, sequences)
+    return float(flops.model_flops(*shape) + flops.recompute_flops(*shape, c.remat_policy))
+
+
+@functools.cache
+def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of transformers, which is not imported yet
+    import llama2
+    import llama3
+    from lightseq.family import preset_config
+
+    known = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}[family]
+    preset = known.aliases.get(name, name)
+    return preset_config(known, preset) if preset in known.presets else None
+
+
+def _peak(device: str | None) -> float | None:
+    from lightseq.flops import peak_flops_per_second
+
+    return None if device is None else peak_flops_per_second(device)
+
+
+def gpu_name() -> str | None:
+    """The name of the first GPU here, as the driver has it: asking torch would take seconds."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        asked = [program, "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None

@@ -1,0 +1,190 @@
+"""What a sweep file says: a grid of training flags in YAML, read key by key, with one line on what is wrong in it."""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from lightseq.config import OLDER_SPELLINGS, TrainConfig
+
+Settings = Mapping[str, str]
+Axes = Mapping[str, tuple[str, ...]]
+
+# Short words for what most sweeps vary. `ranks`, `dtype` and `family` are no flags: the launcher takes them.
+SHORT: Final[Mapping[str, str]] = {
+    "model": "model_name_or_path",
+    "length": "model_max_length",
+    "batch": "per_device_train_batch_size",
+}
+LAUNCHER: Final = ("ranks", "dtype", "family")
+OURS: Final = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+FLAGS: Final = tuple(field.name for field in fields(TrainConfig))
+SETTINGS: Final = (*SHORT, *LAUNCHER, *(flag for flag in FLAGS if flag not in OURS), *OLDER_SPELLINGS)
+KEYS: Final = (
+    *("description", "output_dir", "timeout_seconds", "gpus_per_node", "data"),
+    *("fixed", "grid", "exclude", "include"),
+)
+SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
+UNITS: Final[Mapping[str, int]] = {"K": 2**10, "M": 2**20}
+HOUR: Final = 3600.0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file. Settings carry the trainer's own names, and every value is the word that was typed."""
+
+    path: Path
+    description: str
+    output_dir: Path
+    timeout_seconds: float  # of a cell
+    gpus_per_node: int  # for jobs
+    data: Settings | None  # flags of `data_gen synthetic`; its output is every cell's data
+    fixed: Settings
+    grid: Axes
+    exclude: tuple[Axes, ...]
+    include: tuple[Axes, ...]
+
+    def wrong(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {key}: {problem}")
+
+
+class Words(yaml.BaseLoader):
+    """YAML in which every scalar is the text that was typed: `no` is no False, and 10:12 no number of seconds."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Raises ValueError, with file and key, for what cannot be read or means nothing."""
+    raw = Raw(path, _load(path))
+    return Sweep(
+        path=path,
+        description=raw.word("description", path.stem),
+        output_dir=Path(raw.word("output_dir", f"outputs/sweeps/{path.stem}")),
+        timeout_seconds=raw.number("timeout_seconds", HOUR),
+        gpus_per_node=int(raw.number("gpus_per_node", 4)),
+        data=raw.data(),
+        fixed={key: values[0] for key, values in raw.axes("fixed", raw.top.get("fixed", {}), single=True).items()},
+        grid=raw.axes("grid", raw.top.get("grid", {})),
+        exclude=raw.entries("exclude"),
+        include=raw.entries("include"),
+    )
+
+
+def tokens(text: str) -> str:
+    """4K as 4096; what is no number is left for the trainer to refuse."""
+    match = re.fullmatch(r"(\d+)([KM])", text)
+    return str(int(match[1]) * UNITS[match[2]]) if match else text
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The file as YAML has it, and the checks that turn it into what it should be."""
+
+    path: Path
+    top: Mapping[str, Any]
+
+    def wrong(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {key}: {problem}")
+
+    def word(self, key: str, default: str) -> str:
+        value = self.top.get(key, default)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(key, "give one word")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        try:
+            value = float(self.word(key, str(default)))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise self.wrong(key, f"{self.top[key]!r} is no number above 0")
+        return value
+
+    def data(self) -> Settings | None:
+        """`data` names what `python3 -m data_gen synthetic` makes."""
+        value = self.top.get("data")
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not all(isinstance(word, str) for word in value.values()):
+            raise self.wrong("data", f"give flags of data_gen synthetic: {', '.join(SYNTHETIC)}")
+        for key in value:
+            if key not in SYNTHETIC:
+                raise self.wrong(f"data.{key}", f"unknown{nearest(key, SYNTHETIC)}; choose from {', '.join(SYNTHETIC)}")
+        missing = [key for key in ("kind", "documents", "length", "output") if key not in value]
+        if missing:
+            raise self.wrong("data", f"{missing[0]} is missing")
+        return {key: tokens(word) if key == "length" else word for key, word in value.items()}
+
+    def entries(self, key: str) -> tuple[Axes, ...]:
+        value = self.top.get(key, [])
+        if not isinstance(value, list):
+            raise self.wrong(key, "give a list, a `-` before every entry")
+        return tuple(self.axes(f"{key}[{place}]", entry) for place, entry in enumerate(value))
+
+    def axes(self, where: str, value: object, single: bool = False) -> Axes:
+        """Settings with the values of each; a single word stands for a list of it."""
+        if not isinstance(value, dict):
+            raise self.wrong(where, "give `setting: value` lines")
+        found: dict[str, tuple[str, ...]] = {}
+        for key, words in value.items():
+            place = f"{where}.{key}"
+            if key in OURS:
+                raise self.wrong(place, "every cell gets its own; leave it out")
+            if key not in SETTINGS:
+                raise self.wrong(place, f"unknown setting{nearest(key, SETTINGS)}")
+            name = OLDER_SPELLINGS.get(SHORT.get(key, key), SHORT.get(key, key))
+            if name in found:
+                raise self.wrong(place, f"{name} is given twice")
+            found[name] = tuple(self._values(place, name, words, single))
+        return found
+
+    def _values(self, place: str, name: str, value: Any, single: bool) -> Sequence[str]:
+        words: list[Any] = value if isinstance(value, list) else [value]
+        if single and isinstance(value, list):
+            raise self.wrong(place, "is the same in every cell, so give one value; lists stand in grid")
+        if not words:
+            raise self.wrong(place, "give at least one value")
+        for word in words:
+            if not isinstance(word, str):
+                raise self.wrong(place, f"{word} is no single value; put JSON in quotes")
+        if len(set(words)) < len(words):
+            raise self.wrong(place, f"{next(word for word in words if words.count(word) > 1)} is listed twice")
+        return [tokens(word) if name == "model_max_length" else word for word in words]
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        top = yaml.load(path.read_text(encoding="utf-8"), Loader=Words)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is no text in UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{path}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(top, dict):
+        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
+    for key in top:
+        if key not in KEYS:
+            raise ValueError(f"{path}: {key}: unknown{nearest(key, KEYS)}; keys are {', '.join(KEYS)}")
+    return top

@@ -1,0 +1,122 @@
+"""What is known of a sweep's cells: sweep.jsonl, one object a cell, and whether a run's own files say it is done."""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from launch.sweep_cells import Cell
+from lightseq.config import TrainConfig
+
+FILE: Final = "sweep.jsonl"
+FAILED: Final = ("failed", "timeout")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of sweep.jsonl."""
+
+    name: str
+    status: str  # done, failed, timeout, stopped, submitted or pending
+    seconds: float | None  # from the start of its processes to their end
+    error: str | None  # the last line that says what went wrong
+    job_id: str | None
+    output_dir: str
+    command: str  # as typed in the repository root
+    family: str
+    ranks: int
+    flags: Mapping[str, str]
+
+
+def pending(cell: Cell, command: str) -> Record:
+    flags = dict(zip((f.removeprefix("--") for f in cell.flags[::2]), cell.flags[1::2], strict=True))
+    return Record(cell.name, "pending", None, None, None, str(cell.output_dir), command, cell.family, cell.ranks, flags)
+
+
+def read_records(directory: Path) -> dict[str, Record]:
+    """By name; a file that is not ours to read is refused, so that it is not written over."""
+    path = directory / FILE
+    if not path.is_file():
+        return {}
+    known = {field.name for field in fields(Record)}
+    found: dict[str, Record] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = Record(**{key: value for key, value in json.loads(line).items() if key in known})
+        except (json.JSONDecodeError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} line {number}: is no record of a sweep ({error}); remove the line") from None
+        found[record.name] = record
+    return found
+
+
+def write_records(directory: Path, records: Iterable[Record]) -> None:
+    """All at once: who reads meanwhile sees the old file or the new one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = directory / f".{FILE}"
+    beside.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    os.replace(beside, directory / FILE)
+
+
+def now(cell: Cell, record: Record | None, command: str) -> Record:
+    """What a cell is, from its files first and then from what the sweep noted of it under the same command."""
+    fresh = pending(cell, command)
+    noted = record if record is not None and (record.flags, record.ranks) == (fresh.flags, fresh.ranks) else None
+    if finished(cell):
+        seconds = noted.seconds if noted is not None and noted.status in ("done", "submitted") else None
+        return replace(fresh, status="done", seconds=seconds, job_id=noted.job_id if noted else None)
+    if noted is None or noted.status == "done":  # its files are gone, or other flags wrote them
+        return fresh
+    return replace(noted, command=command)
+
+
+def finished(cell: Cell) -> bool:
+    """Whether the cell's directory holds a run of these very flags, to its last step."""
+    about = _read_json(cell.output_dir / "run.json")
+    config, total = about.get("config"), about.get("total_steps")
+    if not isinstance(config, dict) or not isinstance(total, int) or about.get("world_size") != cell.ranks:
+        return False
+    if comparable(config) != comparable(cell.config.to_json()):
+        return False
+    every = cell.config.logging_steps
+    wanted = {*range(every, total + 1, every), total}
+    return wanted <= {record["step"] for record in steps(cell.output_dir)}
+
+
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config, less what says where it went; flags that are younger than the run had their default."""
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    ignored = ("output_dir", "overwrite_output_dir")
+    return {key: value for key, value in {**defaults, **config}.items() if key not in ignored}
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    """A run's logged steps so far; a line that is still being written is left out."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "step" in record and "loss" in record:
+            found.append(record)
+    return found
+
+
+def median_step(directory: Path) -> float:
+    """Seconds of a step, the first left out where there are more; NaN where none is known."""
+    known = [record["step_seconds"] for record in steps(directory) if record.get("step_seconds")]
+    return statistics.median(known[1:] or known) if known else math.nan
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,173 @@
+"""Runs a cell's processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from launch.sweep_cells import Cell
+from launch.sweep_file import Settings, Sweep
+from launch.sweep_records import Record, finished
+
+LOG: Final = "log.txt"
+POLL_SECONDS: Final = 0.25
+PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
+# What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
+# ranks' complaints follow from it.
+CAUSES: Final = (
+    re.compile(r"^(?:\w[\w./]*: )?error: .+"),
+    re.compile(r"^.*OutOfMemoryError.*"),
+    re.compile(r"^(?:\[rank\d+\]: ?)?(?!.*ChildFailedError)\w[\w.]*(?:Error|Exception)\b.*"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a cell's processes ended."""
+
+    status: str
+    seconds: float
+    error: str | None = None
+
+
+def local_command(cell: Cell) -> list[str]:
+    return ["launch/local.sh", cell.family, *cell.words]
+
+
+def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
+    """One node, or as many whole ones as the ranks fill."""
+    per_node = min(cell.ranks, sweep.gpus_per_node)
+    if cell.ranks % per_node:
+        raise sweep.wrong("ranks", f"{cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node")
+    nodes = cell.ranks // per_node
+    script = "one_node" if nodes == 1 else "several_nodes"
+    options = (f"--job-name={cell.name}", f"--nodes={nodes}", f"--gpus-per-node={per_node}")
+    minutes = f"--time={-(-int(sweep.timeout_seconds) // 60)}"
+    return ["sbatch", *options, minutes, f"launch/slurm/{script}.sbatch", cell.family, *cell.words]
+
+
+def typed(cell: Cell, command: Sequence[str]) -> str:
+    """A command as one would type it."""
+    return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
+
+
+def environment(processes: int) -> dict[str, str]:
+    """For the launch scripts: this program's own interpreter, unless another is named or the container has its own."""
+    python = {} if "CONTAINER" in os.environ else {"PYTHON": sys.executable}
+    return {**python, **os.environ, "NPROC": str(processes)}
+
+
+def make_data(flags: Settings) -> None:
+    """What `data` in the sweep file describes, where it is not there yet."""
+    output = Path(flags["output"])
+    if (output / "meta.json").exists() or output.is_file():
+        return
+    words = [word for key, value in flags.items() for word in (f"--{key}", value)]
+    done = subprocess.run([sys.executable, "-m", "data_gen", "synthetic", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"data: {cause(done.stderr) or 'data_gen failed'}")
+    print(f"data: {done.stdout.strip()}")
+
+
+def run(cell: Cell, timeout_seconds: float, tick: Callable[[], None]) -> Ended:
+    """Runs to the end, to the timeout, or until interrupted (KeyboardInterrupt, with every process gone)."""
+    cell.output_dir.mkdir(parents=True, exist_ok=True)
+    log = cell.output_dir / LOG
+    begin = time.monotonic()
+    late = False
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            local_command(cell),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment(cell.ranks),
+            start_new_session=True,  # Ctrl-C comes to this program alone, which ends them in order
+        )
+        try:
+            while process.poll() is None and not late:
+                time.sleep(POLL_SECONDS)
+                tick()
+                late = time.monotonic() - begin > timeout_seconds
+        finally:
+            end(process)
+    seconds = time.monotonic() - begin
+    if late:
+        return Ended("timeout", seconds, f"ran past {timeout_seconds:g} s; raise timeout_seconds or --timeout")
+    if process.returncode:
+        error = cause(log.read_text(errors="replace")) or f"exit status {process.returncode}"
+        return Ended("failed", seconds, error)
+    if not finished(cell):
+        return Ended("failed", seconds, "ended without an error, but run.json or steps of metrics.jsonl are missing")
+    return Ended("done", seconds)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a launcher and all below it. Its workers lead sessions of their own: only the tree of processes has them."""
+    if process.poll() is not None:
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave the rest running
+    try:
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PARTING_SECONDS)
+        for left in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.kill()
+        process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def cause(said: str) -> str | None:
+    """The line of a log that says what went wrong, else its last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for pattern in CAUSES:
+        if found := next((line for line in lines if pattern.match(line)), None):
+            return found
+    return lines[-1] if lines else None
+
+
+def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
+    """Hands a cell to sbatch; accounts, partitions and the like come from its own SBATCH_ variables."""
+    words = slurm_command(sweep, cell)
+    per_node = min(cell.ranks, sweep.gpus_per_node)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(per_node))
+    job = re.search(r"Submitted batch job (\d+)", done.stdout)
+    if done.returncode or job is None:
+        error = cause(done.stderr) or f"sbatch gave exit status {done.returncode}"
+        return replace(record, status="failed", error=error, command=typed(cell, words))
+    return replace(record, status="submitted", error=None, job_id=job[1], command=typed(cell, words))
+
+
+def followed(records: Mapping[str, Record]) -> dict[str, Record]:
+    """Submitted cells that are not done: failed if Slurm no longer has their job."""
+    jobs = [record.job_id for record in records.values() if record.status == "submitted" and record.job_id]
+    squeue = shutil.which("squeue")
+    if not jobs or squeue is None:
+        return dict(records)
+    asked = [squeue, "--noheader", "--me", "--format=%i"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    if done.returncode:  # Slurm does not answer: nothing is known
+        return dict(records)
+    alive = set(done.stdout.split())
+
+    def follow(record: Record) -> Record:
+        if record.status != "submitted" or record.job_id in alive:
+            return record
+        return replace(record, status="failed", error=f"job {record.job_id} ended without all steps; see logs/")
+
+    return {name: follow(record) for name, record in records.items()}

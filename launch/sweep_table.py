@@ -1,0 +1,138 @@
+"""What a person sees of a sweep: the table of its cells with their times, the bar while they run, and how it ended."""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from launch.sweep_cells import Cell, label, varying
+from launch.sweep_file import UNITS, Sweep
+from launch.sweep_records import FAILED, Record
+
+STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
+
+
+def shown_seconds(seconds: float) -> str:
+    """12 s, 3 min or 2.5 h."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def shown_value(setting: str, value: str | None) -> str:
+    """A word of the table; lengths in thousands of tokens where they are whole ones."""
+    if value is None:
+        return "-"
+    if setting == "model_max_length" and value.isdecimal():
+        for unit, size in sorted(UNITS.items(), key=lambda item: -item[1]):
+            if int(value) % size == 0:
+                return f"{int(value) // size}{unit}"
+    return value or '""'
+
+
+def table(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[str, float | None]) -> Table:
+    """A row a cell, a column for every setting that differs."""
+    settings = varying(cells)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    out.add_column("#", justify="right", style="dim", no_wrap=True)
+    for setting in settings:
+        numbers = all((cell.settings.get(setting) or "0").isdecimal() for cell in cells)
+        heading = label(setting).replace("_", "_\n")  # the names of flags are wider than their values
+        out.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    out.add_column("status", no_wrap=True)
+    out.add_column("time", justify="right", no_wrap=True)
+    for number, cell in enumerate(cells, 1):
+        record = records[cell.name]
+        values = [shown_value(setting, cell.settings.get(setting)) for setting in settings]
+        status = Text(record.status, style=STYLES.get(record.status, ""))
+        out.add_row(str(number), *values, status, shown_time(record, times[cell.name]))
+    return out
+
+
+def shown_time(record: Record, estimated: float | None) -> str:
+    if record.seconds is not None and record.status == "done":
+        return shown_seconds(record.seconds)
+    if record.status == "done":
+        return "-"
+    return "?" if estimated is None else f"~{shown_seconds(estimated)}"
+
+
+def total(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[str, float | None], source: str) -> str:
+    """What is left to run, and where the estimates come from."""
+    left = [cell for cell in cells if records[cell.name].status != "done"]
+    if not left:
+        spent = sum(records[cell.name].seconds or 0.0 for cell in cells)
+        return f"{counted(len(cells), 'cell')}, all done, in {shown_seconds(spent)}"
+    known = [seconds for cell in left if (seconds := times[cell.name]) is not None]
+    unknown = len(left) - len(known)
+    words = [f"{counted(len(cells), 'cell')}, {len(left)} not done"]
+    if known:
+        words.append(f"about {shown_seconds(sum(known))}{f' and {unknown} of unknown time' if unknown else ''}")
+    else:
+        words.append("time unknown")
+    return ", ".join(words) + (f"; {source}" if known else "")
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def fixed_line(cells: Sequence[Cell]) -> str:
+    """What all cells have in common, which the table leaves out."""
+    differing = {*varying(cells), "data_path"}
+    same = {key: value for key, value in cells[0].settings.items() if key not in differing}
+    return ", ".join(f"{label(key)}={shown_value(key, value)}" for key, value in same.items())
+
+
+def failures(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[str]:
+    return [f"{cell.name}: {r.error}" for cell in cells if (r := records[cell.name]).status in FAILED]
+
+
+class Terminal:
+    """A bar on a terminal, a line a cell in a log."""
+
+    def __init__(self, cells: int) -> None:
+        self.console = Console(file=sys.stdout, highlight=False)
+        self.cells, self.number = cells, 0
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("sweep"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+                TextColumn("{task.fields[doing]}"), console=self.console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("sweep", total=cells, doing="")
+            self._bar.start()
+
+    def begin(self, cell: Cell) -> None:
+        self.number += 1
+        if self._bar is not None:
+            self._bar.update(self._task, doing=cell.name)
+
+    def step(self, cell: Cell, done: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, doing=f"{cell.name}  step {done}/{cell.config.max_steps or '?'}")
+
+    def say(self, record: Record) -> None:
+        """How a cell ended, which stays in sight."""
+        count = f"[{self.number:>{len(str(self.cells))}}/{self.cells}]"
+        took = f" in {shown_seconds(record.seconds)}" if record.seconds is not None else ""
+        job = f" as job {record.job_id}" if record.status == "submitted" else ""
+        why = f": {record.error}" if record.error else ""
+        line = Text(f"{count} {record.name}  ")
+        line.append(record.status, style=STYLES.get(record.status, ""))
+        line.append(f"{took}{job}{why}")
+        self.console.print(line, soft_wrap=not self.console.is_terminal)  # a log keeps a line in one piece
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(sweep: Sweep) -> str:
+    return f"sweep: {sweep.description}, into {sweep.output_dir}"

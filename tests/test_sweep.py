@@ -1,0 +1,260 @@
+"""Knows how launch/sweep.py runs cells: they fail, time out, stop and go on as they should, and are not run twice. A
+stand-in for the trainer writes a run's files at once; one cell trains for real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.sweep import main
+from launch.sweep_run import cause
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"
+
+# In the place of an interpreter that runs torch's launcher: the seed says what becomes of the run.
+TRAINER = f"""#!{sys.executable}
+import json, os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from lightseq.config import parse
+place = next(i for i, word in enumerate(sys.argv) if word.endswith("/train.py"))
+config = parse(sys.argv[place + 1 :], "stand-in")
+output = Path(config.output_dir)
+with (output.parent / "ran").open("a") as ran:
+    print(output.name, file=ran)
+if config.seed == 1:
+    print("[rank0]: torch.OutOfMemoryError: CUDA out of memory", "torch...ChildFailedError: failed", sep="\\n")
+    sys.exit(1)
+if config.seed == 2:
+    worker = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    (output / "worker").write_text(str(worker.pid))
+    worker.wait()
+steps = range(1, config.max_steps + (config.seed != 3))
+ranks = int(sys.argv[sys.argv.index("torch.distributed.run") + 2].split("=")[1])
+about = {{"config": config.to_json(), "total_steps": config.max_steps, "world_size": ranks}}
+(output / "run.json").write_text(json.dumps(about))
+(output / "metrics.jsonl").write_text("".join(
+    json.dumps({{"step": step, "loss": 1.0, "step_seconds": 0.5}}) + "\\n" for step in steps))
+"""
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "sweep.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def sweep_dir(tmp_path: Path) -> Path:
+    (tmp_path / "python").write_text(TRAINER)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def sweep(directory: Path, text: str) -> Path:
+    output, fixed = directory / "out", FIXED
+    return write(directory, f"output_dir: {output}\nfixed: {{{fixed}}}\n{text}")
+
+
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHON": str(directory / "python"), "PATH": f"{directory}:{os.environ['PATH']}", **more}
+
+
+def launch(directory: Path, path: Path, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path), *options]
+    return subprocess.run(
+        command, cwd=directory, env=environment(directory, **more), capture_output=True, text=True, timeout=120
+    )
+
+
+def records(directory: Path) -> dict[str, dict[str, Any]]:
+    lines = (directory / "out" / "sweep.jsonl").read_text().splitlines()
+    found = {record["name"]: record for record in map(json.loads, lines)}
+    assert len(found) == len(lines), "one object a cell"
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Whether a process still runs; one that nobody has buried yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ran(directory: Path) -> list[str]:
+    """Cells whose trainer was started, in order, since last asked."""
+    path = directory / "out" / "ran"
+    words = path.read_text().split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return words
+
+
+def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "timeout_seconds: 4\ngrid: {ranks: 2, seed: [1, 2, 3, 4]}")
+    done = launch(sweep_dir, path)
+    assert done.returncode == 1, done.stderr
+    found = records(sweep_dir)
+    assert [r["status"] for r in found.values()] == ["failed", "timeout", "failed", "done"]
+    assert found["ranks-2_seed-1"]["error"] == "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
+    assert found["ranks-2_seed-2"]["error"].startswith("ran past 4 s")
+    assert "steps of metrics.jsonl are missing" in found["ranks-2_seed-3"]["error"]
+    assert found["ranks-2_seed-2"]["seconds"] >= 4
+    good = found["ranks-2_seed-4"]
+    assert good["seconds"] > 0 and good["output_dir"] == str(sweep_dir / "out" / "ranks-2_seed-4")
+    assert good["flags"]["seed"] == "4" and good["command"].startswith(
+        "NPROC=2 launch/local.sh llama3 --model_name_or_"
+    )
+    assert not lives(int((sweep_dir / "out/ranks-2_seed-2/worker").read_text()))
+    assert len(ran(sweep_dir)) == 4
+
+    again = launch(sweep_dir, path)
+    assert again.returncode == 1 and ran(sweep_dir) == []
+    assert "1 done, 3 failed before (--retry-failed runs them), 0 to run" in again.stdout
+
+    retried = launch(sweep_dir, path, "--retry-failed", "--only", "seed-1")
+    assert retried.returncode == 1 and ran(sweep_dir) == ["ranks-2_seed-1"]
+    only = launch(sweep_dir, path, "--only", "seed-[4]")
+    assert only.returncode == 0 and ran(sweep_dir) == []
+    assert list(records(sweep_dir)) == list(found), "cells that were not asked for keep their records"
+
+
+def test_a_cell_is_done_only_with_all_steps_of_these_very_flags(sweep_dir: Path) -> None:
+    first = "grid: {seed: [5, 6]}"
+    assert launch(sweep_dir, sweep(sweep_dir, first)).returncode == 0
+    assert len(ran(sweep_dir)) == 2
+    metrics = sweep_dir / "out" / "seed-5" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    assert launch(sweep_dir, sweep(sweep_dir, first)).returncode == 0
+    assert ran(sweep_dir) == ["seed-5"]
+
+    changed = sweep(sweep_dir, first + "\ninclude: [{seed: 6, lr_scheduler_type: cosine}]")
+    assert launch(sweep_dir, changed).returncode == 0
+    assert ran(sweep_dir) == ["seed-6_lr_scheduler_type-cosine"]
+    other = write(sweep_dir, changed.read_text().replace("max_steps: 2", "max_steps: 3"))
+    assert launch(sweep_dir, other).returncode == 0
+    assert len(ran(sweep_dir)) == 3
+    (sweep_dir / "out" / "sweep.jsonl").unlink()
+    assert launch(sweep_dir, other).returncode == 0
+    assert ran(sweep_dir) == [], "a run's own files say that it is done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.Signals, sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: [4, 2, 5]}")
+    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path)]
+    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    noted = sweep_dir / "out" / "seed-2" / "worker"
+    deadline = time.monotonic() + 30
+    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker = int(noted.read_text())
+    below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and said.decode().splitlines() == [
+        "launch/sweep.py: stopped; the same command goes on from here"
+    ]
+    assert worker in below and not [pid for pid in below if lives(pid)]
+    assert [r["status"] for r in records(sweep_dir).values()] == ["done", "stopped", "pending"]
+    ran(sweep_dir)
+    assert launch(sweep_dir, path, "--timeout", "3").returncode == 1
+    assert ran(sweep_dir) == ["seed-2", "seed-5"]
+
+
+def test_listing_runs_nothing_and_says_what_is_known(
+    sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
+    listed = launch(sweep_dir, path, "--list")
+    assert listed.returncode == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
+    assert "3 cells, 3 not done, time unknown" in listed.stdout
+    launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(sweep_dir)
+    assert main(["--config", str(path), "--list"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
+    assert [row for row in rows if row and row[0].isdecimal()] == [
+        ["1", "1", "failed"],
+        ["2", "4", "done"],
+        ["3", "5", "pending"],
+    ]
+    assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in shown
+    assert "2 not done, about" in shown and "by the cells that ran" in shown
+
+
+def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: [4]}")
+    for options in (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",)):
+        done = launch(sweep_dir, path, *options, PATH="/usr/bin:/bin")
+        assert done.returncode == 2 and done.stderr.startswith("launch/sweep.py: error: ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path) -> None:
+    for name, source in {
+        "sbatch": 'printf "%s\\n" "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"',
+        "squeue": 'echo "${ALIVE-}"',
+    }.items():
+        (sweep_dir / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
+        (sweep_dir / name).chmod(0o755)
+    jobs = sweep_dir / "jobs"
+    path = sweep(sweep_dir, "gpus_per_node: 2\ntimeout_seconds: 90\ngrid: {ranks: [1, 4]}")
+    done = launch(sweep_dir, path, "--submit", JOBS=str(jobs))
+    assert done.returncode == 0, done.stderr
+    one, several = jobs.read_text().splitlines()
+    assert one.startswith(
+        "--job-name=ranks-1 --nodes=1 --gpus-per-node=1 --time=2 launch/slurm/one_node.sbatch llama3 "
+    )
+    assert several.startswith("--job-name=ranks-4 --nodes=2 --gpus-per-node=2 --time=2 launch/slurm/several_nodes.sba")
+    assert [(r["status"], r["job_id"]) for r in records(sweep_dir).values()] == [("submitted", "1"), ("submitted", "2")]
+
+    launch(sweep_dir, path, "--submit", JOBS=str(jobs), ALIVE="1\n2")
+    assert len(jobs.read_text().splitlines()) == 2, "not twice"
+    gone = launch(sweep_dir, path, "--list", JOBS=str(jobs), ALIVE="2")
+    assert "failed: ranks-1: job 1 ended without all steps" in gone.stdout
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "gpus_per_node: 2\ngrid: {ranks: [2, 3]}")
+    (sweep_dir / "sbatch").write_text('#!/usr/bin/env bash\ntouch "$JOBS"\n')
+    (sweep_dir / "sbatch").chmod(0o755)
+    done = launch(sweep_dir, path, "--submit", JOBS=str(sweep_dir / "jobs"))
+    assert not (sweep_dir / "jobs").exists(), "nothing is submitted where not all can be"
+    assert done.returncode == 2 and "ranks: 3 do not fill nodes of 2 GPUs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("  model tiny\nerror: --data_path x: no\nE1 ChildFailedError\n", "error: --data_path x: no"),
+        ("Traceback\n[rank1]: ValueError: odd\n[rank0]: RuntimeError: closed by peer\n", "[rank1]: ValueError: odd"),
+        ("RuntimeError: closed\n[rank1]: torch.OutOfMemoryError: full\n", "[rank1]: torch.OutOfMemoryError: full"),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nKilled\n", "Killed"),
+        ("launch/local.sh: error: NPROC 'x' is not\nusage: \n", "launch/local.sh: error: NPROC 'x' is not"),
+        ("", None),
+    ],
+)
+def test_the_cause_of_a_failure_is_found_in_its_log(log: str, said: str | None) -> None:
+    assert cause(log) == said
+
+
+def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
+    tiny = (ROOT / "launch" / "sweeps" / "tiny.yaml").read_text()
+    text = tiny.replace("data/sweep-tiny", str(tmp_path / "data")) + f"output_dir: {tmp_path / 'out'}\n"
+    python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = launch(tmp_path, write(tmp_path, text), "--only", "length-256_ranks-2_schedule-zigzag", **python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = [r for r in records(tmp_path).values() if r["status"] == "done"]
+    run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
+    assert run["world_size"] == 2 and run["schedule"] == "zigzag"
+    assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5

@@ -1,0 +1,179 @@
+"""Knows what launch/sweep.py makes of a sweep file: its cells, its refusals, how long cells will take, their table."""
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.sweep_cells import Cell, expand, varying
+from launch.sweep_estimate import START_SECONDS, Measured, estimate, step_flops
+from launch.sweep_file import read_sweep
+from launch.sweep_records import pending
+from launch.sweep_run import slurm_command
+from launch.sweep_table import shown_value, table
+from lightseq.config import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.yaml"))
+VOCABULARY = {"llama2": 32000, "llama3": 128256}
+FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "sweep.yaml"
+    path.write_text(text)
+    return path
+
+
+def cells_of(directory: Path, text: str) -> list[Cell]:
+    return expand(read_sweep(write(directory, f"fixed: {{{FIXED}}}\n{text}")))
+
+
+def names(cells: list[Cell]) -> list[str]:
+    return [cell.name for cell in cells]
+
+
+def test_a_grid_is_every_combination_less_what_is_excluded_plus_what_is_included(tmp_path: Path) -> None:
+    cells = cells_of(
+        tmp_path,
+        """
+grid: {ranks: [1, 2], schedule: [ring, zigzag]}
+exclude: [{ranks: 1, schedule: [zigzag, prefix]}]
+include: [{ranks: 4, schedule: prefix, kernel: [cpu, reference]}, {ranks: 2, schedule: ring}]
+""",
+    )
+    assert names(cells) == [
+        "ranks-1_schedule-ring",
+        "ranks-2_schedule-ring",
+        "ranks-2_schedule-zigzag",
+        "ranks-4_schedule-prefix_kernel-cpu",
+        "ranks-4_schedule-prefix_kernel-reference",
+    ]
+    assert [cell.ranks for cell in cells] == [1, 2, 2, 4, 4]
+    assert cells[3].config.kernel == "cpu" and cells[0].config.kernel == "auto"
+
+
+def test_a_cell_keeps_its_name_when_the_grid_grows(tmp_path: Path) -> None:
+    before = names(cells_of(tmp_path, "grid: {model: [meta-llama/Llama-3.2-1B], length: [4K]}"))
+    after = names(cells_of(tmp_path, "grid: {model: [meta-llama/Llama-3.2-1B, tiny-llama3], length: [4K, 8K]}"))
+    assert before == ["Llama-3.2-1B_length-4096"]
+    assert set(before) < set(after)
+
+
+def test_every_word_of_the_file_reaches_the_flag_as_it_was_typed(tmp_path: Path) -> None:
+    """In plain YAML `no` is False, 10:12 a number in base 60 and 2e-5 a string."""
+    (cell,) = cells_of(
+        tmp_path,
+        """grid: {save_strategy: no, profile_steps: 10:12, learning_rate: 2e-5, length: 1M, fsdp: "", dtype: bfloat16,
+  rope_scaling: '{"rope_type": "linear", "factor": 4}', batch: 2, gradient_checkpointing: False, ranks: 2}""",
+    )
+    c = cell.config
+    assert (c.save_strategy, c.profile_steps, c.learning_rate, c.fsdp) == ("no", (10, 12), 2e-5, "")
+    assert (c.model_max_length, c.bf16, c.per_device_train_batch_size) == (2**20, True, 2)
+    assert c.rope_scaling == {"rope_type": "linear", "factor": 4} and c.remat_policy == "none"
+    assert parse(cell.words, "") == parse([*cell.words], "llama3/train.py")
+    assert parse(cell.words, "").output_dir == f"outputs/sweeps/sweep/{cell.name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("grid: {schedul: [ring]}", "grid.schedul: unknown setting; did you mean schedule?"),
+        ("gird: {schedule: [ring]}", "gird: unknown; did you mean grid?; keys are"),
+        ("grid: {schedule: [ring], schedule: [zigzag]}", " line 2: schedule is given twice"),
+        ("grid: {schedule: [ring}", " line 2: "),
+        ("grid: [ring]", "grid: give `setting: value` lines"),
+        ("grid: {schedule: []}", "grid.schedule: give at least one value"),
+        ("grid: {schedule: [ring, ring]}", "grid.schedule: ring is listed twice"),
+        ("grid: {rope_scaling: [{factor: 2}]}", "grid.rope_scaling: {'factor': '2'} is no single value; put JSON in"),
+        ("grid: {output_dir: [a]}", "grid.output_dir: every cell gets its own"),
+        ("grid: {model: [a-llama3], model_name_or_path: [b]}", "grid.model_name_or_path: model_name_or_path is given"),
+        ("grid: {model: [mistral]}", "model: mistral is by its name of no one family; add `family: llama2`"),
+        ("grid: {family: [llama4]}", "family: 'llama4' is unknown; choose from llama3, llama2"),
+        ("grid: {ranks: [0]}", "ranks: '0' is no number of processes"),
+        ("grid: {dtype: [int8]}", "dtype: 'int8' is unknown; choose from bfloat16"),
+        ("grid: {dtype: [float16], bf16: [true]}", "dtype: bf16 and fp16 say the same"),
+        ("grid: {schedule: [ringg]}", "schedule-ringg: --schedule 'ringg' is unknown; choose from auto, ring"),
+        ("grid: {batch: [0]}", "batch-0: --per_device_train_batch_size 0: give at least 1"),
+        ("grid: {length: [4KB]}", "length-4KB: --model_max_length: '4KB' is not a whole number"),
+        ("grid: {ranks: [1]}\nexclude: [{ranks: 2}]", "exclude[0]: matches no cell"),
+        ("grid: {ranks: [1]}\nexclude: {ranks: 1}", "exclude: give a list"),
+        ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),
+        ("", "grid: no cell is left; give settings in grid or include"),
+        ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is no number above 0"),
+        ("grid: {ranks: 1}\ndata: {kind: zipf}", "data: documents is missing"),
+        ("grid: {ranks: 1}\ndata: {knd: zipf}", "data.knd: unknown; did you mean kind?"),
+        ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name; they differ in tokenizer"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_and_key(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        cells_of(tmp_path, text)
+    line = str(refused.value)
+    assert line.startswith(f"{tmp_path / 'sweep.yaml'}") and said in line and "\n" not in line
+
+
+def test_lists_among_what_is_fixed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fixed\.ranks: is the same in every cell"):
+        read_sweep(write(tmp_path, "fixed: {ranks: [1, 2]}"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_sweeps_ask_only_for_what_the_trainer_takes(path: Path) -> None:
+    sweep = read_sweep(path)
+    cells = expand(sweep)
+    assert len(cells) > 5
+    for cell in cells:
+        config = parse(cell.words, f"{cell.family}/train.py")
+        assert config.output_dir == str(cell.output_dir) and config.random_init and config.max_steps
+        assert sweep.data is not None
+        assert config.model_max_length <= int(sweep.data["length"]), "a document of the data is a whole sequence"
+        assert int(sweep.data["vocab_size"]) <= VOCABULARY[cell.family], "its ids are words of the model"
+        slurm_command(sweep, cell)
+
+
+def test_the_scaling_sweep_covers_the_experiment() -> None:
+    cells = expand(read_sweep(ROOT / "launch" / "sweeps" / "scaling_llama.yaml"))
+    models = {"llama2-7b", "llama2-3b", "llama3.2-1b", "llama3.2-3b"}
+    found = {(c.config.model_name_or_path, c.config.model_max_length, c.ranks) for c in cells}
+    assert {(model, length, 4) for model in models for length in (256, 512, 1024, 2048)} <= found
+    assert {ranks for _, _, ranks in found} == {1, 2, 4}
+    assert max(length for _, length, _ in found) == 2**20
+
+
+def test_estimates_scale_a_like_cell_by_flops_and_ranks(tmp_path: Path) -> None:
+    grid = "grid: {length: [1K, 4K], ranks: [1, 2], remat: [none, full]}"
+    cells = {cell.name: cell for cell in cells_of(tmp_path, grid)}
+    ran = [
+        Measured(cell, step_flops(cell) or 0, step_seconds, 5.0)
+        for name, step_seconds in (("length-1024_ranks-1_remat-none", 2.0), ("length-1024_ranks-1_remat-full", 99.0))
+        for cell in [cells[name]]
+    ]
+    longer, wider = cells["length-4096_ranks-1_remat-none"], cells["length-4096_ranks-2_remat-none"]
+    growth = (step_flops(longer) or 0) / ran[0].step_flops
+    assert 4 < growth < 16
+    assert estimate(longer, ran, None) == pytest.approx(5 + 2 * 2 * growth)
+    assert estimate(wider, ran, None) == pytest.approx(5 + 2 * 2 * growth / 2)
+
+
+def test_estimates_fall_back_to_the_peak_of_the_device_and_then_to_nothing(tmp_path: Path) -> None:
+    known, unknown = cells_of(tmp_path, "grid: {model: [llama3.2-1b, ./my-llama3], length: 32K, ranks: 4}")
+    seconds = estimate(known, [], "NVIDIA H100")
+    assert seconds == pytest.approx(START_SECONDS + 2 * (step_flops(known) or 0) / 4 / (0.4 * 989e12))
+    assert estimate(known, [], None) is None and estimate(known, [], "a GPU of no renown") is None
+    assert estimate(unknown, [], "NVIDIA H100") is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_has_one_line_a_cell(path: Path, width: int) -> None:
+    cells = expand(read_sweep(path))
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(cells, {c.name: pending(c, "") for c in cells}, dict.fromkeys(names(cells), 5000.0)))
+    lines = [line for line in console.export_text().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[-len(cells) :]] == [str(n) for n in range(1, len(cells) + 1)]
+    for cell, line in zip(cells, lines[-len(cells) :], strict=True):
+        values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
+        assert line.split()[1:] == [*values, "pending", "~83", "min"]
