@@ -1,0 +1,139 @@
+"""DeepSpeed: ZeRO-3 and Ulysses sequence parallelism (ALST), as https://www.deepspeed.ai/tutorials tells to set it up.
+
+bfloat16 with float32 master weights; UlyssesSPAttentionHF around SDPA, forced to cuDNN; the MLP tiled, a tile as long as
+the model is wide; the loss tiled, a GiB of float32 logits a tile; every layer checkpointed whole, as transformers does
+it; torch's fused AdamW and clipping by DeepSpeed. Nothing is offloaded, which would save memory and cost time, and
+nothing is compiled.
+"""
+
+import contextlib
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaForCausalLM
+
+from benchmarks.training.peer import CLIP_NORM, Job, Peer, StepOutcome, adamw, local, plain_tensor, positions
+from lightseq import weights
+from lightseq.data import Batch
+
+LOGIT_BYTES = 2**30
+
+
+def prepare(job: Job) -> Peer:
+    if job.world.size == 1:
+        raise ValueError("DeepSpeed's Ulysses: needs at least two ranks")
+    job.check_heads("DeepSpeed's Ulysses")
+    job.check_divides(job.world.size, "DeepSpeed's Ulysses")
+    import deepspeed
+
+    on_gpu = job.world.device.type == "cuda"
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
+    settings = settings_of(job, on_gpu)
+    engine = make_engine(job, settings)
+    places = local(positions(job), job)
+
+    def step(batch: Batch) -> StepOutcome:
+        ids, labels = local(batch.input_ids, job), local(batch.labels, job)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext():
+            loss = engine(ids, places, labels)
+            engine.backward(loss)
+            engine.step()
+        return StepOutcome(loss.detach(), plain_tensor(engine.get_global_grad_norm()))
+
+    kernel, transport = ("cudnn", "nccl") if on_gpu else ("sdpa", "gloo")
+    return Peer(step, {"schedule": "ulysses", "kernel": kernel, "transport": transport, "remat": "full"})
+
+
+def settings_of(job: Job, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "sequence_parallel_size": job.world.size,
+        "gradient_clipping": CLIP_NORM,
+        "bf16": {"enabled": on_gpu},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+    }
+
+
+def make_engine(job: Job, settings: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    job.config._attn_implementation = "sdpa"
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=SimpleNamespace(config=with_text_config(job)),
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=job.world.size,
+        micro_batch_size=1,
+        seq_length=job.length,
+        seq_length_is_variable=False,
+    )
+    with deepspeed.zero.Init(config_dict_or_path=settings, mpu=groups):
+        model = LlamaForCausalLM(job.config)
+    draw_weights(model, job)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(tiled_mlp, layer.mlp)
+    loss_model = LossModel(model, job.length)
+    engine, *_ = deepspeed.initialize(
+        model=loss_model, optimizer=adamw(loss_model, job), config=settings, mpu=groups
+    )
+    engine.train()
+    return engine
+
+
+def with_text_config(job: Job) -> Any:
+    """The config with its head dim spelled out: DeepSpeed asks for it by that name and finds None."""
+    job.config.head_dim = job.head_dim
+    return job.config
+
+
+def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
+    """The weights that everybody starts from."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if job.world.is_main:
+            weights.initialize(model, job.seed)
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def tiled_mlp(mlp: Any, x: Tensor) -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    return TiledMLP.apply(gated, mlp, x, math.ceil(x.shape[1] / x.shape[2]), weights)
+
+
+def gated(mlp: Any, x: Tensor) -> Tensor:
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+class LossModel(nn.Module):
+    """A language model that returns this rank's share of the mean loss over the whole sequence.
+
+    Divided inside the tiles: what comes after them would scale the gradient of the hidden states, not the head's.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, tokens: int) -> None:
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        tiles = math.ceil(labels.numel() * self.model.config.vocab_size * 4 / LOGIT_BYTES)
+        head = [self.model.lm_head.weight]
+        return TiledFusedLogitsLoss.apply(self.tile_loss, self.model, hidden, labels, None, tiles, head, "sum")
+
+    def tile_loss(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum") / self.tokens
