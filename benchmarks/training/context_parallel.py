@@ -1,13 +1,12 @@
-"""accelerate: FSDP2 and torch's context parallel, as https://huggingface.co/docs/accelerate (context parallelism) has it.
+"""The peer `accelerate`: FSDP2 and torch's context parallel, as accelerate's guide to context parallelism has them.
 
 Float32 master weights, bfloat16 mixed precision by accelerate's own policy; every layer checkpointed whole, the only
-choice that its plugin has; keys and values gathered over ranks (its default rotation), zigzag order; attention forced to
-cuDNN, the fastest of SDPA's; transformers' own loss, all logits at once; fused AdamW and clipping. Nothing is compiled.
+choice that its plugin has; keys and values gathered over ranks (its default rotation), zigzag order; attention forced
+to cuDNN, the fastest of SDPA's; transformers' own loss, all logits at once; fused AdamW and clipping. No compilation.
 """
 
 import contextlib
 
-import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -1,4 +1,4 @@
-"""The flags of the benchmark of whole training steps: what they are called, what they mean, what is wrong with a value."""
+"""The flags of the benchmark of whole steps: what they are called, what they mean, and what is wrong with a value."""
 
 import argparse
 import shlex
@@ -10,6 +10,7 @@ import torch
 from benchmarks.flags import Flag, Parser, length, listed, one_of, positive, seconds
 from lightseq.config import parse as parse_training
 
+NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # by lightseq's trainer, whatever else is given
 IMPLEMENTATIONS = ("lightseq", "plain", "accelerate", "deepspeed")
 
 EXAMPLES = """examples:
@@ -70,7 +71,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise ValueError("--lightseq_flags needs lightseq among the --implementations")
     for given in flags.lightseq_flags:
         try:
-            parse_training([*"--model_name_or_path m --data_path d --output_dir o".split(), *shlex.split(given)], "")
+            parse_training([*NEEDED, *shlex.split(given)], "")
         except ValueError as error:
             raise ValueError(f"--lightseq_flags {given!r}: {error}") from None
     return flags

@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 def run(words: Sequence[str], timeout: float, log: Path) -> None:
-    """Runs python with these words to its end. Raises Failed where that is not within the timeout, or not a good one."""
+    """Runs python with these words to its end. Raises Failed where that is too late or not a good one."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT)

@@ -25,9 +25,14 @@ class Outcome:
 
 def read_outcome(trial: Trial) -> Outcome:
     """Raises Failed where a trial ended well but left too little behind."""
-    outcome = read_run(trial) if trial.implementation == OURS else Outcome(**json.loads(trial.result.read_text()))
+    try:
+        outcome = read_run(trial) if trial.implementation == OURS else Outcome(**json.loads(trial.result.read_text()))
+    except (OSError, ValueError, LookupError) as error:
+        raise Failed(f"ended without its numbers ({type(error).__name__})") from error
     if len(outcome.step_seconds) != trial.setting.all_steps:
-        raise Failed(f"{len(outcome.step_seconds)} of {trial.setting.all_steps} steps recorded; one is to be logged each")
+        raise Failed(
+            f"{len(outcome.step_seconds)} of {trial.setting.all_steps} steps recorded; one is to be logged each"
+        )
     return outcome
 
 

@@ -1,7 +1,7 @@
-"""The plain step: what anyone can write today from well-known parts, and the floor for everything else.
+"""The peer `plain`: what anyone can write today from well-known parts, and the floor for everything else.
 
 Transformers' Llama; FSDP2 over all ranks, a unit a layer, bfloat16 gathered from float32 shards, gradients added in
-float32; Ulysses by NCCL all-to-all around the fastest kernel there is (FlashAttention-4, else cuDNN; on CPU torch's own)
+float32; Ulysses by NCCL all-to-all around the fastest kernel there is (FlashAttention-4, else cuDNN; on CPU torch's)
 as one operator; every layer checkpointed but for that operator's results; the loss in checkpointed chunks; every layer
 compiled; fused AdamW and clipping to a global norm. Shapes: B batch, S sequence, H heads, D head dim.
 """
@@ -131,17 +131,23 @@ def _kernel(name: str, q: Tensor) -> Kernel:
     return KERNELS[name](spec_of(q.device, q.dtype, q.shape[-1]))
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    """An operator takes no group, but its name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 @torch.library.custom_op("plain_step::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
     """(B, S local, all H, D) -> the same, and lse (B, local H, S whole), which the backward pass needs."""
-    ranks = _resolve_process_group(group)
-    out, lse = _kernel(kernel, q).forward(*(exchange(x, ranks, True) for x in (q, k, v)), True, scale)
+    ranks = _group(group)
+    q, k, v = (exchange(x, ranks, True) for x in (q, k, v))
+    out, lse = _kernel(kernel, q).forward(q, k, v, True, scale)
     return exchange(out, ranks, False), lse.contiguous()
 
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
-    ranks = _resolve_process_group(group).size()
+    ranks = _group(group).size()
     b, s, h, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((b, h // ranks, s * ranks), dtype=wide)
@@ -151,9 +157,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) ->
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kernel: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = _resolve_process_group(group)
-    inputs = [exchange(x, ranks, True) for x in (dout, q, k, v, out)]
-    grads = _kernel(kernel, q).backward(*inputs, lse, True, scale)
+    ranks = _group(group)
+    dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, q, k, v, out))
+    grads = _kernel(kernel, q).backward(dout, q, k, v, out, lse, True, scale)
     dq, dk, dv = (exchange(grad, ranks, False) for grad in grads)
     return dq, dk, dv
 

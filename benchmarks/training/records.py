@@ -93,7 +93,6 @@ def numbers(trial: Trial, outcome: Outcome, machine: Machine) -> dict[str, Any]:
     seconds = outcome.step_seconds[s.warmup :]
     median = statistics.median(seconds)
     flops = model_flops(s.config, trial.length, 1)
-    finite = all(map(math.isfinite, outcome.losses))
     return {
         "tokens_per_second": trial.length / median,
         "tokens_per_second_lowest": trial.length / max(seconds),
@@ -103,11 +102,15 @@ def numbers(trial: Trial, outcome: Outcome, machine: Machine) -> dict[str, Any]:
         "mfu": mfu(flops, median, s.world, peak_flops_per_second(machine.hardware["device"])),
         "peak_memory_allocated_bytes": outcome.peak_memory_allocated_bytes,
         "peak_memory_reserved_bytes": outcome.peak_memory_reserved_bytes,
-        "first_loss": outcome.losses[0],
-        "last_loss": outcome.losses[-1],
-        "losses_finite": finite,
-        "first_grad_norm": outcome.grad_norms[0],
+        "first_loss": json_number(outcome.losses[0]),
+        "last_loss": json_number(outcome.losses[-1]),
+        "losses_finite": all(map(math.isfinite, outcome.losses)),
+        "first_grad_norm": json_number(outcome.grad_norms[0]),
     }
+
+
+def json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------------
@@ -118,15 +121,16 @@ def line(point: Mapping[str, Any]) -> str:
     head = f"{shown(point['length']):>6}  {point['label']}: "
     if point["skipped"]:
         return f"{head}skipped: {point['skipped']}"
-    return f"{head}{point['tokens_per_second']:,.0f} tokens/s, {point['step_seconds']:.3g} s a step, loss " + (
-        f"{point['first_loss']:.4f} → {point['last_loss']:.4f}"
-    )
+    pace = f"{point['tokens_per_second']:,.0f} tokens/s, {point['step_seconds']:.3g} s a step"
+    if not point["losses_finite"]:
+        return f"{head}{pace}, losses not finite"
+    return f"{head}{pace}, loss {point['first_loss']:.4f} → {point['last_loss']:.4f}"
 
 
 def table(points: Sequence[Mapping[str, Any]]) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
-    for name in ("tokens", "implementation", "tokens/s", "lowest–highest", "MFU", "peak GiB", "first loss"):
-        out.add_column(name, justify="left" if name == "implementation" else "right", no_wrap=True)
+    for name in ("tokens", "", "tokens/s", "from–to", "MFU", "GiB", "last loss"):
+        out.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     for point in points:
         out.add_row(shown(point["length"]), point["label"], *cells(point))
     return out
@@ -141,5 +145,5 @@ def cells(point: Mapping[str, Any]) -> list[str]:
         f"{point['tokens_per_second_lowest']:,.0f}–{point['tokens_per_second_highest']:,.0f}",
         f"{share:.1%}" if share is not None else "-",
         f"{peak / GIB:.1f}" if peak is not None else "-",
-        f"{point['first_loss']:.4f}" + ("" if point["losses_finite"] else ", not finite later"),
+        f"{point['last_loss']:.4f}" if point["losses_finite"] else "not finite",
     ]

@@ -151,5 +151,5 @@ def write_inputs(setting: Setting, lengths: list[int]) -> None:
     for length in lengths:
         spec = Synthetic("zipf", setting.all_steps, length + 1, setting.config.vocab_size, setting.seed)
         documents = [document(spec, index) for index in range(spec.documents)]
-        about = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
+        about: dict[str, object] = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
         write_token_directory(setting.data_directory(length), documents, spec.vocab_size, about.copy, force=True)

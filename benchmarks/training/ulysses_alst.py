@@ -1,8 +1,8 @@
-"""DeepSpeed: ZeRO-3 and Ulysses sequence parallelism (ALST), as https://www.deepspeed.ai/tutorials tells to set it up.
+"""The peer `deepspeed`: ZeRO-3 and Ulysses sequence parallelism, as DeepSpeed's tutorial on ALST sets them up.
 
-bfloat16 with float32 master weights; UlyssesSPAttentionHF around SDPA, forced to cuDNN; the MLP tiled, a tile as long as
-the model is wide; the loss tiled, a GiB of float32 logits a tile; every layer checkpointed whole, as transformers does
-it; torch's fused AdamW and clipping by DeepSpeed. Nothing is offloaded, which would save memory and cost time, and
+bfloat16 with float32 master weights; UlyssesSPAttentionHF around SDPA, forced to cuDNN; the MLP tiled, a tile as long
+as the model is wide; the loss tiled, a GiB of float32 logits a tile; every layer checkpointed whole, as transformers
+does it; torch's fused AdamW, clipping by DeepSpeed. Nothing is offloaded, which would save memory and cost time, and
 nothing is compiled.
 """
 
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.training.peer import CLIP_NORM, Job, Peer, StepOutcome, adamw, local, plain_tensor, positions
 from lightseq import weights
@@ -44,7 +46,7 @@ def prepare(job: Job) -> Peer:
             loss = engine(ids, places, labels)
             engine.backward(loss)
             engine.step()
-        return StepOutcome(loss.detach(), plain_tensor(engine.get_global_grad_norm()))
+        return StepOutcome(loss.detach() / job.world.size, plain_tensor(engine.get_global_grad_norm()))
 
     kernel, transport = ("cudnn", "nccl") if on_gpu else ("sdpa", "gloo")
     return Peer(step, {"schedule": "ulysses", "kernel": kernel, "transport": transport, "remat": "full"})
@@ -66,8 +68,9 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     job.config._attn_implementation = "sdpa"
+    job.config.head_dim = job.head_dim  # asked for by this name, and not derived where it is None
     groups = UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=SimpleNamespace(config=with_text_config(job)),
+        model_name_or_path=SimpleNamespace(config=job.config),
         core_attn_implementation="sdpa",
         sequence_parallel_size=job.world.size,
         micro_batch_size=1,
@@ -76,22 +79,16 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
     )
     with deepspeed.zero.Init(config_dict_or_path=settings, mpu=groups):
         model = LlamaForCausalLM(job.config)
+    # ZeRO's Init rounds the rotary frequencies to bfloat16, which would turn far positions by wrong angles.
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=job.config).to(job.world.device)
     draw_weights(model, job)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.model.layers:
         layer.mlp.forward = partial(tiled_mlp, layer.mlp)
-    loss_model = LossModel(model, job.length)
-    engine, *_ = deepspeed.initialize(
-        model=loss_model, optimizer=adamw(loss_model, job), config=settings, mpu=groups
-    )
+    loss_model = LossModel(model, job.length // job.world.size)
+    engine, *_ = deepspeed.initialize(model=loss_model, optimizer=adamw(loss_model, job), config=settings, mpu=groups)
     engine.train()
     return engine
-
-
-def with_text_config(job: Job) -> Any:
-    """The config with its head dim spelled out: DeepSpeed asks for it by that name and finds None."""
-    job.config.head_dim = job.head_dim
-    return job.config
 
 
 def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
@@ -118,9 +115,9 @@ def gated(mlp: Any, x: Tensor) -> Tensor:
 
 
 class LossModel(nn.Module):
-    """A language model that returns this rank's share of the mean loss over the whole sequence.
+    """A language model that returns the mean loss over its local tokens, a tile at a time.
 
-    Divided inside the tiles: what comes after them would scale the gradient of the hidden states, not the head's.
+    ZeRO-3 averages gradients over ranks, which is the gradient of the mean: all ranks have equally many targets.
     """
 
     def __init__(self, model: LlamaForCausalLM, tokens: int) -> None:
@@ -128,12 +125,27 @@ class LossModel(nn.Module):
         self.model, self.tokens = model, tokens
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         tiles = math.ceil(labels.numel() * self.model.config.vocab_size * 4 / LOGIT_BYTES)
+        tiled = self.checkpointed if self.model.config.tie_word_embeddings else self.fused
+        return tiled(hidden, labels, tiles)
+
+    def fused(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+        """ALST's own. It divides inside: after the tiles, it would scale the gradient of the hidden states alone."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
         head = [self.model.lm_head.weight]
         return TiledFusedLogitsLoss.apply(self.tile_loss, self.model, hidden, labels, None, tiles, head, "sum")
 
+    def checkpointed(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+        """For embeddings that are the head too, whose gradient ZeRO-3 takes once a step.
+
+        ALST's own loss hands it over in the forward pass already, and the lookup has another one in the backward pass.
+        """
+        tiled = zip(hidden.chunk(tiles, dim=1), labels.chunk(tiles, dim=1), strict=True)
+        losses = [checkpoint(self.tile_loss, self.model, x, y, use_reentrant=False) for x, y in tiled]
+        return torch.stack(losses).sum()
+
     def tile_loss(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum") / self.tokens
+        logits = model.lm_head(hidden).float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / self.tokens

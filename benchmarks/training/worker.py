@@ -14,6 +14,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def measure(peer: Peer, stream: BatchStream, steps: int, world: World) -> Outcom
             clock.wait(marks[i - 1])
         results.append(peer.step(stream.batch(i)))
         marks.append(clock.mark())
-    seconds = torch.tensor([clock.seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)], device=device)
+    seconds = torch.tensor([clock.seconds(a, b) for a, b in pairwise(marks)], device=device)
     losses = torch.stack([result.loss.float().to(device) for result in results])
     peaks = torch.tensor(peak_memory(device), device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
