@@ -119,7 +119,7 @@ def draw(comparisons: Sequence[Comparison], output: Path) -> list[Path]:
 def figure(comparison: Comparison) -> Figure:
     """Bars by length, for tokens per second and, where it is known, for memory beside it."""
     panels: list[tuple[str, str, Value]] = [
-        ("Throughput", "tokens per second, all GPUs", lambda s: s.tokens_per_second)
+        ("Whole training steps", "tokens per second, all GPUs", lambda s: s.tokens_per_second)
     ]
     if any(step.peak_memory_bytes for step in comparison.steps):
         panels.append(("Peak memory", "GiB per GPU", memory))

@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
             point = take(trial, provenance)
             file.write(json.dumps(point) + "\n")
             file.flush()
-            print(line(point), flush=True)
+            print(line(point) + (f" ({trial.log})" if point["skipped"] else ""), flush=True)
             points.append(point)
     Console().print(table(points))
     print(f"records  {flags.output}")

@@ -19,6 +19,7 @@ from benchmarks.training.peer import (
     on_device,
     plain_tensor,
     positions,
+    sdpa_facts,
     whole_model,
 )
 from lightseq.data import Batch
@@ -75,5 +76,5 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
             optimizer.zero_grad()
         return StepOutcome(loss.detach() / job.world.size, plain_tensor(norm))
 
-    kernel, transport = ("cudnn", "nccl") if on_gpu else ("sdpa", "gloo")
-    return Peer(step, {"schedule": "context parallel", "kernel": kernel, "transport": transport, "remat": "full"})
+    facts = {"schedule": "context parallel", "remat": "full", "compile": False}
+    return Peer(step, {**facts, **sdpa_facts(on_gpu)})

@@ -65,6 +65,10 @@ def parser() -> Parser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The flags, checked. Raises ValueError with one line for what is wrong."""
     flags = parser().parse_args(words)
+    if not flags.output.suffix:
+        raise ValueError(
+            f"--output {flags.output} has no suffix; name it {flags.output}.jsonl, for its logs go beside it"
+        )
     if flags.output.exists() and not flags.append:
         raise ValueError(f"--output {flags.output} exists; name another file, or give --append")
     if flags.lightseq_flags and "lightseq" not in flags.implementations:

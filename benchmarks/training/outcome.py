@@ -8,7 +8,7 @@ from benchmarks.training.launch import Failed
 from benchmarks.training.trials import OURS, Trial
 from lightseq.metrics import METRICS, RUN, read_records
 
-FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat")
+FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Outcome:
     peak_memory_allocated_bytes: int | None
     peak_memory_reserved_bytes: int | None
     facts: dict[str, Any] = field(default_factory=dict)
+    sequences: int = 1  # of a step
 
 
 def read_outcome(trial: Trial) -> Outcome:
@@ -40,12 +41,13 @@ def read_run(trial: Trial) -> Outcome:
     """lightseq's trainer, from its own files. Its memory counts buffers outside of torch's allocator."""
     steps = read_records(trial.directory / METRICS)
     about = json.loads((trial.directory / RUN).read_text())
-    last = steps[-1]
+    last, compiled = steps[-1], about["config"]["torch_compile"]
     return Outcome(
         [step["step_seconds"] for step in steps],
         [step["loss"] for step in steps],
         [step["grad_norm"] for step in steps],
         last["peak_memory_allocated_bytes"],
         last["peak_memory_reserved_bytes"],
-        {name: about[name] for name in FACTS},
+        {name: about.get(name) for name in FACTS} | {"compile": compiled},
+        last["tokens"] // trial.length,
     )

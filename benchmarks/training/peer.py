@@ -98,3 +98,8 @@ def plain_tensor(x: Tensor | float) -> Tensor:
     if isinstance(x, DTensor):
         return x.full_tensor()
     return x.detach() if isinstance(x, Tensor) else torch.tensor(float(x))
+
+
+def sdpa_facts(on_gpu: bool) -> dict[str, str]:
+    """What runs attention, and what carries it, where a peer is left to torch's SDPA; forced to cuDNN on GPUs."""
+    return {"kernel": "cudnn", "transport": "nccl"} if on_gpu else {"kernel": "sdpa", "transport": "gloo"}

@@ -63,8 +63,8 @@ def prepare(job: Job) -> Peer:
         optimizer.zero_grad()
         return StepOutcome(loss.detach(), plain_tensor(norm))
 
-    transport = "nccl" if job.world.device.type == "cuda" else "gloo"
-    return Peer(step, {"schedule": "ulysses", "kernel": kernel, "transport": transport, "remat": "attention"})
+    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.compile}
+    return Peer(step, {**facts, "transport": "nccl" if job.world.device.type == "cuda" else "gloo"})
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

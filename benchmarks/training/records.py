@@ -76,7 +76,6 @@ def record(trial: Trial, outcome: Outcome | None, skipped: str | None, provenanc
         **(numbers(trial, outcome, provenance.machine) if outcome else {}),
         "warmup": s.warmup,
         "steps": s.steps,
-        "compile": s.compile,
         "skipped": skipped,
         "trial_command": trial.shown_command,
         "command": provenance.command,
@@ -92,11 +91,11 @@ def numbers(trial: Trial, outcome: Outcome, machine: Machine) -> dict[str, Any]:
     s = trial.setting
     seconds = outcome.step_seconds[s.warmup :]
     median = statistics.median(seconds)
-    flops = model_flops(s.config, trial.length, 1)
+    tokens, flops = outcome.sequences * trial.length, model_flops(s.config, trial.length, outcome.sequences)
     return {
-        "tokens_per_second": trial.length / median,
-        "tokens_per_second_lowest": trial.length / max(seconds),
-        "tokens_per_second_highest": trial.length / min(seconds),
+        "tokens_per_second": tokens / median,
+        "tokens_per_second_lowest": tokens / max(seconds),
+        "tokens_per_second_highest": tokens / min(seconds),
         "step_seconds": median,
         "model_tflops_per_gpu": flops / median / s.world / 1e12,
         "mfu": mfu(flops, median, s.world, peak_flops_per_second(machine.hardware["device"])),

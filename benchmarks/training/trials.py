@@ -18,7 +18,6 @@ from lightseq.tokens import write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "lightseq"
-CLIP_NORM = 1.0  # lightseq's default; the peers clip too
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.training.peer import CLIP_NORM, Job, Peer, StepOutcome, adamw, local, plain_tensor, positions
+from benchmarks.training.peer import (
+    CLIP_NORM,
+    Job,
+    Peer,
+    StepOutcome,
+    adamw,
+    local,
+    plain_tensor,
+    positions,
+    sdpa_facts,
+)
 from lightseq import weights
 from lightseq.data import Batch
 
@@ -48,8 +58,8 @@ def prepare(job: Job) -> Peer:
             engine.step()
         return StepOutcome(loss.detach() / job.world.size, plain_tensor(engine.get_global_grad_norm()))
 
-    kernel, transport = ("cudnn", "nccl") if on_gpu else ("sdpa", "gloo")
-    return Peer(step, {"schedule": "ulysses", "kernel": kernel, "transport": transport, "remat": "full"})
+    facts = {"schedule": "ulysses", "remat": "full", "compile": False}
+    return Peer(step, {**facts, **sdpa_facts(on_gpu)})
 
 
 def settings_of(job: Job, on_gpu: bool) -> dict[str, Any]:
