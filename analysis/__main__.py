@@ -2,6 +2,7 @@
 
 `python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
+`python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 """
 
 import argparse
@@ -11,12 +12,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster
+from . import attention, cluster, step
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"attention": attention.main, "cluster": cluster.main}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "attention": attention.main,
+    "cluster": cluster.main,
+    "step": step.main,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
         usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
-        "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted.",
+        "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
+        "`python3 -m analysis step FILE...` what benchmarks/step.py measured.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from .figures import GREY, STYLE
+from .markdown import table_lines
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
 from .summary import GIB
 
@@ -87,20 +88,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def markdown(table: Table, value: str) -> list[str]:
-    """Rows as Markdown, padded so that they can be read as they are."""
+    """A row a line, a column a length."""
     unit, cell = CELLS[value]
     rows = [["", *map(shown, table.lengths)]]
     for line in table.lines:
         found = [line.at(length) for length in table.lengths]
         rows.append([line.label, *("" if p is None else "–" if p.skipped else cell(p) for p in found)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def row(cells: Sequence[str]) -> str:
-        padded = [text.rjust(width) for text, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join((cells[0].ljust(widths[0]), *padded))} |"
-
-    rule = f"|{'|'.join(['-' * (widths[0] + 2), *('-' * (w + 1) + ':' for w in widths[1:])])}|"
-    return [f"{unit}; {table.title}", "", row(rows[0]), rule, *map(row, rows[1:])]
+    return [f"{unit}; {table.title}", "", *table_lines(rows)]
 
 
 def remarks(table: Table) -> list[str]:

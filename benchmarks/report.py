@@ -16,7 +16,7 @@ from benchmarks.plan import Subject
 from lightseq.mesh import World
 from lightseq.metrics import hardware, versions
 
-PEER_PACKAGES = ("triton", "ring-flash-attn", "axolotl-ringmaster")
+PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
 FLOPS = "3.5 * 4 * length^2 * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
 ARROW = " → "
 GAP = "  "

@@ -1,0 +1,1 @@
+"""Whole training steps, measured: lightseq's trainer, and what one would use instead."""

@@ -1,0 +1,80 @@
+"""The peer `accelerate`: FSDP2 and torch's context parallel, as accelerate's guide to context parallelism has them.
+
+Float32 master weights, bfloat16 mixed precision by accelerate's own policy; every layer checkpointed whole, the only
+choice that its plugin has; keys and values gathered over ranks (its default rotation), zigzag order; attention forced
+to cuDNN, the fastest of SDPA's; transformers' own loss, all logits at once; fused AdamW and clipping. No compilation.
+"""
+
+import contextlib
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.training.peer import (
+    CLIP_NORM,
+    Job,
+    Peer,
+    StepOutcome,
+    adamw,
+    on_device,
+    plain_tensor,
+    positions,
+    sdpa_facts,
+    whole_model,
+)
+from lightseq.data import Batch
+
+
+def prepare(job: Job) -> Peer:
+    if job.world.size == 1:
+        raise ValueError("context parallel: needs at least two ranks")
+    if job.world.device.type != "cuda":
+        raise ValueError("torch's context parallel needs a CUDA device")
+    job.check_divides(2 * job.world.size, "context parallel")
+    return fsdp2(job, context_ranks=job.world.size)
+
+
+def fsdp2(job: Job, context_ranks: int) -> Peer:
+    """With one context rank it is accelerate's FSDP2 alone, each rank with the whole sequence: as far as a CPU gets."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+    on_gpu = job.world.device.type == "cuda"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=True,
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(
+        mixed_precision="bf16" if on_gpu else "no",
+        parallelism_config=ParallelismConfig(cp_size=context_ranks) if context_ranks > 1 else None,
+        fsdp_plugin=plugin,
+        cpu=not on_gpu,
+    )
+    model = whole_model(job)
+    model.set_attn_implementation("sdpa")
+    model, optimizer = accelerator.prepare(model, adamw(model, job))
+    model.train()
+    places = positions(job)
+
+    def step(batch: Batch) -> StepOutcome:
+        ids, labels, where = (on_device(x, job.world.device) for x in (batch.input_ids, batch.labels, places.clone()))
+        split = contextlib.nullcontext()
+        if context_ranks > 1:
+            split = accelerator.maybe_context_parallel(
+                buffers=[ids, labels, where], buffer_seq_dims=[1, 1, 1], no_restore_buffers={ids, labels, where}
+            )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext(), split:
+            # Every position has a target, so that the mean over ranks of their means is the mean.
+            loss: Tensor = model(input_ids=ids, position_ids=where, labels=labels, shift_labels=labels).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        return StepOutcome(loss.detach() / job.world.size, plain_tensor(norm))
+
+    facts = {"schedule": "context parallel", "remat": "full", "compile": False}
+    return Peer(step, {**facts, **sdpa_facts(on_gpu)})

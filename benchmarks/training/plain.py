@@ -1,0 +1,184 @@
+"""The peer `plain`: what anyone can write today from well-known parts, and the floor for everything else.
+
+Transformers' Llama; FSDP2 over all ranks, a unit a layer, bfloat16 gathered from float32 shards, gradients added in
+float32; Ulysses by NCCL all-to-all around the fastest kernel there is (FlashAttention-4, else cuDNN; on CPU torch's)
+as one operator; every layer checkpointed but for that operator's results; the loss in checkpointed chunks; every layer
+compiled; fused AdamW and clipping to a global norm. Shapes: B batch, S sequence, H heads, D head dim.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.peers import exchange
+from benchmarks.training.peer import (
+    CLIP_NORM,
+    Job,
+    Peer,
+    StepOutcome,
+    adamw,
+    local,
+    plain_tensor,
+    positions,
+    whole_model,
+)
+from lightseq.data import Batch
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, select
+
+NAME = "plain_ulysses"
+LOSS_TOKENS = 4096
+
+
+def prepare(job: Job) -> Peer:
+    job.check_heads("Ulysses")
+    job.check_divides(job.world.size, "Ulysses")
+    kernel = select("auto", spec_of(job.world.device, job.dtype, job.head_dim)).kernel.name
+    assert dist.group.WORLD is not None
+    ALL_ATTENTION_FUNCTIONS.register(NAME, partial(ulysses, kernel=kernel, group=dist.group.WORLD.group_name))
+    model = whole_model(job)
+    model.set_attn_implementation(NAME)
+    for layer in model.model.layers:
+        layer.forward = kept_attention(layer.forward)
+        if job.compile:
+            layer.forward = torch.compile(layer.forward)
+    loss_model = shard_parameters(LossModel(model), job)
+    optimizer = adamw(loss_model, job)
+    places = local(positions(job), job)
+
+    def step(batch: Batch) -> StepOutcome:
+        ids, labels = local(batch.input_ids, job), local(batch.labels, job)
+        loss = loss_model(ids, places, labels) / batch.valid_tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(loss_model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return StepOutcome(loss.detach(), plain_tensor(norm))
+
+    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.compile}
+    return Peer(step, {**facts, "transport": "nccl" if job.world.device.type == "cuda" else "gloo"})
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+class LossModel(nn.Module):
+    """A language model that returns the sum of -log p over its local labels, a chunk's logits at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        chunks = zip(hidden[0].split(LOSS_TOKENS), labels[0].split(LOSS_TOKENS), strict=True)
+        return torch.stack([checkpoint(self.loss, x, y, use_reentrant=False) for x, y in chunks]).sum()
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
+
+
+def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
+    precision = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32)
+    layers: Any = loss_model.model.model.layers
+    for layer in layers:
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(loss_model, mp_policy=precision)
+    for module in loss_model.modules():
+        if isinstance(module, FSDPModule):  # gradients are summed: the loss is divided by all tokens already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return loss_model
+
+
+def kept_attention(forward: Any) -> Any:
+    """Checkpoints a layer's forward, all of it but attention."""
+    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _keep_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = op is torch.ops.plain_step.attention.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def ulysses(
+    module: nn.Module, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: None, scaling: float, kernel: str,
+    group: str, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls in place of its own attention."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BHSD, k_BHSD, v_BHSD))
+    return _attention(q, k, v, scaling, kernel, group)[0], None
+
+
+def spec_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelSpec:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return KernelSpec(device.type, capability, dtype, head_dim)
+
+
+def _kernel(name: str, q: Tensor) -> Kernel:
+    return KERNELS[name](spec_of(q.device, q.dtype, q.shape[-1]))
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    """An operator takes no group, but its name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("plain_step::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
+    """(B, S local, all H, D) -> the same, and lse (B, local H, S whole), which the backward pass needs."""
+    ranks = _group(group)
+    q, k, v = (exchange(x, ranks, True) for x in (q, k, v))
+    out, lse = _kernel(kernel, q).forward(q, k, v, True, scale)
+    return exchange(out, ranks, False), lse.contiguous()
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
+    ranks = _group(group).size()
+    b, s, h, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty((b, h // ranks, s * ranks), dtype=wide)
+
+
+@torch.library.custom_op("plain_step::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kernel: str, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    ranks = _group(group)
+    dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, q, k, v, out))
+    grads = _kernel(kernel, q).backward(dout, q, k, v, out, lse, True, scale)
+    dq, dk, dv = (exchange(grad, ranks, False) for grad in grads)
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kernel: str, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.kernel, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _attention_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.kernel, ctx.group)
+    return (*grads, None, None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)

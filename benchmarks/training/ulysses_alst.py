@@ -1,0 +1,161 @@
+"""The peer `deepspeed`: ZeRO-3 and Ulysses sequence parallelism, as DeepSpeed's tutorial on ALST sets them up.
+
+bfloat16 with float32 master weights; UlyssesSPAttentionHF around SDPA, forced to cuDNN; the MLP tiled, a tile as long
+as the model is wide; the loss tiled, a GiB of float32 logits a tile; every layer checkpointed whole, as transformers
+does it; torch's fused AdamW, clipping by DeepSpeed. Nothing is offloaded, which would save memory and cost time, and
+nothing is compiled.
+"""
+
+import contextlib
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from benchmarks.training.peer import (
+    CLIP_NORM,
+    Job,
+    Peer,
+    StepOutcome,
+    adamw,
+    local,
+    plain_tensor,
+    positions,
+    sdpa_facts,
+)
+from lightseq import weights
+from lightseq.data import Batch
+
+LOGIT_BYTES = 2**30
+
+
+def prepare(job: Job) -> Peer:
+    if job.world.size == 1:
+        raise ValueError("DeepSpeed's Ulysses: needs at least two ranks")
+    job.check_heads("DeepSpeed's Ulysses")
+    job.check_divides(job.world.size, "DeepSpeed's Ulysses")
+    import deepspeed
+
+    on_gpu = job.world.device.type == "cuda"
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
+    settings = settings_of(job, on_gpu)
+    engine = make_engine(job, settings)
+    places = local(positions(job), job)
+
+    def step(batch: Batch) -> StepOutcome:
+        ids, labels = local(batch.input_ids, job), local(batch.labels, job)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext():
+            loss = engine(ids, places, labels)
+            engine.backward(loss)
+            engine.step()
+        return StepOutcome(loss.detach() / job.world.size, plain_tensor(engine.get_global_grad_norm()))
+
+    facts = {"schedule": "ulysses", "remat": "full", "compile": False}
+    return Peer(step, {**facts, **sdpa_facts(on_gpu)})
+
+
+def settings_of(job: Job, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "sequence_parallel_size": job.world.size,
+        "gradient_clipping": CLIP_NORM,
+        "bf16": {"enabled": on_gpu},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+    }
+
+
+def make_engine(job: Job, settings: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    job.config._attn_implementation = "sdpa"
+    job.config.head_dim = job.head_dim  # asked for by this name, and not derived where it is None
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=SimpleNamespace(config=job.config),
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=job.world.size,
+        micro_batch_size=1,
+        seq_length=job.length,
+        seq_length_is_variable=False,
+    )
+    with deepspeed.zero.Init(config_dict_or_path=settings, mpu=groups):
+        model = LlamaForCausalLM(job.config)
+    # ZeRO's Init rounds the rotary frequencies to bfloat16, which would turn far positions by wrong angles.
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=job.config).to(job.world.device)
+    draw_weights(model, job)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(tiled_mlp, layer.mlp)
+    loss_model = LossModel(model, job.length // job.world.size)
+    engine, *_ = deepspeed.initialize(model=loss_model, optimizer=adamw(loss_model, job), config=settings, mpu=groups)
+    engine.train()
+    return engine
+
+
+def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
+    """The weights that everybody starts from."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if job.world.is_main:
+            weights.initialize(model, job.seed)
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def tiled_mlp(mlp: Any, x: Tensor) -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    return TiledMLP.apply(gated, mlp, x, math.ceil(x.shape[1] / x.shape[2]), weights)
+
+
+def gated(mlp: Any, x: Tensor) -> Tensor:
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+class LossModel(nn.Module):
+    """A language model that returns the mean loss over its local tokens, a tile at a time.
+
+    ZeRO-3 averages gradients over ranks, which is the gradient of the mean: all ranks have equally many targets.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, tokens: int) -> None:
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        tiles = math.ceil(labels.numel() * self.model.config.vocab_size * 4 / LOGIT_BYTES)
+        tiled = self.checkpointed if self.model.config.tie_word_embeddings else self.fused
+        return tiled(hidden, labels, tiles)
+
+    def fused(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+        """ALST's own. It divides inside: after the tiles, it would scale the gradient of the hidden states alone."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        head = [self.model.lm_head.weight]
+        return TiledFusedLogitsLoss.apply(self.tile_loss, self.model, hidden, labels, None, tiles, head, "sum")
+
+    def checkpointed(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+        """For embeddings that are the head too, whose gradient ZeRO-3 takes once a step.
+
+        ALST's own loss hands it over in the forward pass already, and the lookup has another one in the backward pass.
+        """
+        tiled = zip(hidden.chunk(tiles, dim=1), labels.chunk(tiles, dim=1), strict=True)
+        losses = [checkpoint(self.tile_loss, self.model, x, y, use_reentrant=False) for x, y in tiled]
+        return torch.stack(losses).sum()
+
+    def tile_loss(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = model.lm_head(hidden).float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / self.tokens

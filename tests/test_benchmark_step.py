@@ -1,0 +1,241 @@
+"""Knows what the benchmark of whole steps must measure and record, that its peers train alike, and what it survives."""
+
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+from worlds import spawn
+
+from benchmarks import step
+from benchmarks.training.flags import parse
+from benchmarks.training.launch import Failed, reason, run
+from benchmarks.training.outcome import Outcome
+from benchmarks.training.peer import Job, whole_model
+from benchmarks.training.records import Machine
+from benchmarks.training.trials import Trial, setting_of, trials, write_inputs
+from benchmarks.training.worker import PEERS, measure
+from lightseq.data import BatchStream, open_examples
+from lightseq.flops import model_flops
+from lightseq.kernels.torch_native import CpuKernel
+from lightseq.mesh import World
+
+LENGTH, STEPS = 64, 3
+KEYS = {
+    "benchmark", "implementation", "label", "model", "layers", "length", "world", "tokens_per_second", "step_seconds",
+    "tokens_per_second_lowest", "tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "losses_finite",
+    "peak_memory_allocated_bytes", "peak_memory_reserved_bytes", "first_loss", "last_loss", "warmup", "steps",
+    "command", "commit", "hardware", "versions", "kernel", "schedule", "transport", "remat", "compile", "skipped",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "m", tied=True)
+
+
+def save_model(path: Path, tied: bool) -> Path:
+    LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+def flags(model: Path, tmp_path: Path, more: str = "") -> list[str]:
+    words = f"--model {model} --lengths {LENGTH} --nproc_per_node 2 --warmup 1 --steps {STEPS - 1} --no_compile"
+    return [*words.split(), "--output", str(tmp_path / "out" / "s.jsonl"), *more.split()]
+
+
+def read(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out" / "s.jsonl").read_text().splitlines()]
+
+
+# ---- for real -------------------------------------------------------------------------------------------------------
+
+
+def test_lightseq_and_the_plain_step_run_for_real_and_train_alike(model: Path, tmp_path: Path) -> None:
+    assert step.main(flags(model, tmp_path, "--implementations lightseq,plain --layers 2 --timeout 120")) == 0
+    ours, plain = read(tmp_path)
+    assert all(point.keys() >= KEYS and point["skipped"] is None for point in (ours, plain))
+    assert [point["label"] for point in (ours, plain)] == ["lightseq", "plain"]
+    assert plain["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-5)
+    assert plain["last_loss"] == pytest.approx(ours["last_loss"], rel=1e-5)
+    assert plain["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+    config = LlamaConfig.from_pretrained(model, num_hidden_layers=2)
+    for point in (ours, plain):
+        assert (point["layers"], point["world"], point["losses_finite"]) == (2, 2, True)
+        assert (point["remat"], point["compile"]) == ("attention", False)
+        assert (point["hardware"]["device"], point["versions"]["torch"]) == ("cpu", torch.__version__)
+        assert point["tokens_per_second"] == pytest.approx(LENGTH / point["step_seconds"])
+        flops = model_flops(config, LENGTH, 1) / point["step_seconds"] / 2
+        assert point["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+        assert point["tokens_per_second_lowest"] <= point["tokens_per_second"] <= point["tokens_per_second_highest"]
+
+
+def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[Outcome, int]:
+    """A peer's steps in the group that the test has joined, and how often attention's forward ran in the last one."""
+    calls: list[int] = []
+    forward = CpuKernel.forward
+    CpuKernel.forward = lambda *args: calls.append(1) or forward(*args)  # type: ignore[assignment, method-assign]
+    config = LlamaConfig.from_pretrained(model)
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
+    job = Job(config, LENGTH, world, 1e-3, 0, compile=False)
+    module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
+    prepared = module.fsdp2(job, context_ranks=1) if peer == "fsdp2" else module.prepare(job)
+    outcome = measure(prepared, stream(tmp_path, config), STEPS, world)
+    return outcome, len(calls) // STEPS
+
+
+def stream(tmp_path: Path, config: LlamaConfig) -> BatchStream:
+    return BatchStream(open_examples(tmp_path / "out" / "s" / f"data-{LENGTH}", LENGTH, config.vocab_size), LENGTH, 1)
+
+
+def write_data(model: Path, tmp_path: Path) -> None:
+    asked = parse(flags(model, tmp_path))
+    write_inputs(setting_of(asked, on_gpu=False), asked.lengths)
+
+
+def first_by_hand(model: Path, tmp_path: Path) -> tuple[float, float]:
+    """Loss and gradient norm of the first step by transformers, in this process."""
+    config = LlamaConfig.from_pretrained(model)
+    batch = stream(tmp_path, config).batch(0)
+    net = whole_model(Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu")), 1e-3, 0, compile=False))
+    loss = net(input_ids=batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
+    loss.backward()
+    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+
+
+@pytest.mark.parametrize(
+    ("peer", "tied"), [("plain", True), ("deepspeed", True), ("deepspeed", False), ("fsdp2", False)]
+)
+def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: str, tied: bool) -> None:
+    pytest.importorskip({"fsdp2": "accelerate"}.get(peer, "torch" if peer == "plain" else peer))
+    model = save_model(tmp_path / "m", tied)
+    write_data(model, tmp_path)
+    loss, norm = first_by_hand(model, tmp_path)
+    (outcome, calls), (other, _) = spawn(2, train, peer, tmp_path, model)
+    assert outcome.losses[0] == pytest.approx(loss, rel=1e-5)
+    assert outcome.grad_norms[0] == pytest.approx(norm, rel=1e-4)
+    assert outcome.losses[-1] < outcome.losses[0]  # some learning: the steps are taken
+    assert (other.losses, len(outcome.step_seconds)) == (outcome.losses, STEPS)
+    if peer == "plain":
+        assert calls == 3  # once a layer: the backward pass keeps what it computed
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+WRITES = """
+import json, sys
+json.dump({"step_seconds": [9, 0.5, 0.25], "losses": [3, 2, float("nan")], "grad_norms": [1, 1, 1],
+           "peak_memory_allocated_bytes": 5, "peak_memory_reserved_bytes": 6, "facts": {"kernel": "k"}, "sequences": 2},
+          open(sys.argv[1], "w"))
+"""
+DIES = "raise RuntimeError('no luck') from ValueError('the root of it')"
+HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)'])"
+
+
+def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {"lightseq": DIES, "accelerate": HANGS, "plain": WRITES, "deepspeed": "pass"}
+    monkeypatch.setattr(Trial, "command", property(lambda t: ["-c", scripts[t.implementation], str(t.result)]))
+    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(True, {"device": "NVIDIA H200"}, {"torch": "2"}))
+    begin = time.monotonic()
+    assert step.main(flags(model, tmp_path, "--timeout 1 --implementations lightseq,accelerate,deepspeed,plain")) == 0
+    assert time.monotonic() - begin < 20
+    ours, hung, deepspeed, plain = read(tmp_path)
+    assert ours["skipped"] == "the root of it" and ours["tokens_per_second"] is None
+    assert hung["skipped"] == "no end within 1 s"
+    assert deepspeed["skipped"] == "ended without its numbers (FileNotFoundError)"
+    assert plain["skipped"] is None
+    assert (plain["tokens_per_second"], plain["tokens_per_second_lowest"], plain["tokens_per_second_highest"]) == (
+        pytest.approx(2 * LENGTH / 0.375), 2 * LENGTH / 0.5, 2 * LENGTH / 0.25,  # two sequences a step
+    )  # fmt: skip
+    assert plain["mfu"] == pytest.approx(plain["model_tflops_per_gpu"] / 989)
+    assert (plain["losses_finite"], plain["peak_memory_allocated_bytes"], plain["kernel"]) == (False, 5, "k")
+    assert "skipped: no end within 1 s" in capsys.readouterr().out
+
+
+def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="no end within"):
+        run(["-c", HANGS], 1.0, tmp_path / "log.txt")
+    assert not [
+        p for p in psutil.Process(os.getpid()).children(recursive=True) if "time.sleep(100)" in " ".join(p.cmdline())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]: RuntimeError: NCCL\n", "out of memory"),
+        ("error: --kernel fa9 is unknown\nRuntimeError: later\n", "--kernel fa9 is unknown"),
+        ("[rank0]: ValueError: 5 heads do not divide\n", "5 heads do not divide"),
+        ("[rank2]: torch.distributed.DistBackendError: NCCL error\n", "torch.distributed.DistBackendError: NCCL error"),
+        (
+            "  RuntimeError is not a line of its own\n  traceback : Signal 9 (SIGKILL) received",
+            "killed: Signal 9 (SIGKILL)",
+        ),
+        ("", "ended with status 3"),
+    ],
+)
+def test_a_log_says_why(log: str, said: str) -> None:
+    assert reason(log, 3) == said
+
+
+# ---- commands and flags ---------------------------------------------------------------------------------------------
+
+
+def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_peers(model: Path, tmp_path: Path) -> None:
+    words = flags(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq")
+    asked = parse([*words, "--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"])
+    rows = trials(asked, setting_of(asked, on_gpu=True))
+    labels = ["lightseq", "lightseq (remat none, schedule ulysses)", "lightseq (tf32)", "plain"]
+    assert [(row.length, row.label) for row in rows] == [(n, label) for n in (2048, 4096) for label in labels]
+    command = rows[1].shown_command
+    assert command.startswith("python3 -m torch.distributed.run --standalone --nproc_per_node=2 ")
+    assert "llama3/train.py" in command and command.endswith("--torch_compile False --remat none --schedule ulysses")
+    assert "--bf16" in command and "--random_init" in command
+    assert len({row.directory for row in rows}) == len(rows)
+    assert "benchmarks/training/worker.py plain" in rows[3].shown_command
+
+
+def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
+    asked = parse(flags(Path("tiny-llama2"), tmp_path))
+    (ours, *_) = trials(asked, setting_of(asked, on_gpu=False))
+    assert "llama2/train.py" in ours.shown_command and "--bf16" not in ours.shown_command
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed"),
+        ("--lengths 1X", "'1X' is no length"),
+        ("--steps 0", "'0' is not a positive whole number"),
+        ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
+        ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
+        ("--model tiny-lama3", "did you mean tiny-llama3?"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
+    assert step.main([*words.split(), "--output", str(tmp_path / "s.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_an_output_file_that_exists_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").touch()
+    with pytest.raises(ValueError, match="exists; name another file, or give --append"):
+        parse(["--output", str(tmp_path / "s.jsonl")])
+    with pytest.raises(ValueError, match=r"has no suffix; name it steps.jsonl"):
+        parse(["--output", "steps"])
