@@ -3,6 +3,7 @@
 `python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
+`python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, step
+from . import attention, cluster, profile, step
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -20,6 +21,7 @@ from .summary import summarize, tables
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "attention": attention.main,
     "cluster": cluster.main,
+    "profile": profile.main,
     "step": step.main,
 }
 
@@ -31,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
-        "`python3 -m analysis step FILE...` what benchmarks/step.py measured.",
+        "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
+        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")

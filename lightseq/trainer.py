@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
@@ -214,7 +215,7 @@ class Trainer:
         window, closed = self._window(), None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
-            with self.explained_out_of_memory():
+            with self.explained_out_of_memory(), record_function(f"step {done}"):
                 window.results.append(self._step(done - 1))
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
@@ -294,11 +295,14 @@ class Trainer:
         scale = self.scaler.scale if self.scaler else 1.0
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         for batch in batches:
-            share = self.loss_model(*self.shard(batch)) / divisor
-            (share * scale).backward()
+            with record_function("forward"):
+                share = self.loss_model(*self.shard(batch)) / divisor
+            with record_function("backward"):
+                (share * scale).backward()
             loss += share.detach()
         rate = self.learning_rate.apply(self.optimizer, step)
-        norm = self._update()
+        with record_function("update"):
+            norm = self._update()
         return StepResult(loss, norm, rate, valid, data_seconds)
 
     def _update(self) -> Tensor:

@@ -1,0 +1,113 @@
+"""Every millisecond of a traced step under one name: kinds, phases, what is hidden and what is not."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import __main__ as analysis
+from analysis.profile import IDLE, KINDS, account_of, kind_of, read
+
+KERNELS = {
+    "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object": "attention, backward",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object": "attention, forward",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob": "attention, forward",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob": "attention, backward",
+    "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN": "matrix products",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "matrix products",
+    "_cross_entropy": "loss",
+    "_backward": "MLP's product",
+    "triton_poi_fused_mul_silu_4": "compiled layers' glue",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer, norm, clip",
+    "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>": "weights: cast and join",
+    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "weights: cast and join",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
+    "c10d::symmetric_memory::barrier_kernel(unsigned int**, int)": "attention's exchange",
+    "Memcpy PtoP (Device -> Device)": "attention's exchange",
+    "_copy": "attention's exchange",
+    "Memcpy HtoD (Pinned -> Device)": "host copies",
+    "void at::native::elementwise_kernel<128, 2>": "other kernels",
+}
+
+
+@pytest.mark.parametrize(("kernel", "kind"), KERNELS.items())
+def test_a_kernel_is_counted_as_what_it_is_for(kernel: str, kind: str) -> None:
+    assert KINDS[kind_of(kernel)][0] == kind
+
+
+def event(name: str, start_ms: float, ms: float, category: str = "kernel", launch: int = 0) -> dict[str, Any]:
+    arguments = {"correlation": launch} if launch else {}
+    return {"ph": "X", "cat": category, "name": name, "ts": start_ms * 1e3, "dur": ms * 1e3, "args": arguments}
+
+
+def two_steps() -> list[dict[str, Any]]:
+    """Each: 2 ms of forward attention, a collective of 3 ms beside its second half, 1 ms of nothing, 4 ms of update."""
+    events = []
+    for i, begin in enumerate((0.0, 9.0)):
+        first = 10 * i
+        events += [
+            event(f"step {i + 4}", begin, 0.9, "user_annotation"),
+            event("forward", begin, 0.4, "user_annotation"),
+            event("update", begin + 0.5, 0.3, "user_annotation"),
+            event("cudaLaunchKernel", begin + 0.1, 0.01, "cuda_runtime", first + 1),
+            event("cudaLaunchKernel", begin + 0.2, 0.01, "cuda_runtime", first + 2),
+            event("cudaLaunchKernel", begin + 0.6, 0.01, "cuda_runtime", first + 3),
+            event("flash_fwd_kernel", begin, 2, launch=first + 1),
+            event("ncclDevKernel_AllGather", begin + 1, 3, launch=first + 2),
+            event("FusedAdam", begin + 5, 4, launch=first + 3),
+        ]
+    return events
+
+
+def test_every_millisecond_counts_once_and_hidden_communication_apart() -> None:
+    account = account_of(two_steps())
+    assert (account.steps, account.step_ms) == (2, pytest.approx(9))
+    spent = {key: pytest.approx(ms) for key, ms in account.spent.items()}
+    assert spent == {
+        ("attention, forward", "forward"): 2,
+        ("collectives", "forward"): 2,
+        (IDLE, "update"): 1,
+        ("optimizer, norm, clip", "update"): 4,
+    }
+    assert account.hidden["collectives"] == pytest.approx(1) and account.hidden["attention, forward"] == pytest.approx(
+        0
+    )
+
+
+def write(directory: Path, events: list[dict[str, Any]]) -> Path:
+    path = directory / "profile" / "rank0.json.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return path
+
+
+def test_the_table_says_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, two_steps())
+    assert analysis.main(["profile", str(tmp_path), "--kernels", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "9.0 ms a step, mean of 2" in out and "FusedAdam" in out
+    row = next(line.split() for line in out.splitlines() if "collectives" in line)
+    assert row == ["collectives", "2.0", "0.0", "2.0", "22.2", "1.0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: d, "is not there; train with --profile_steps"),
+        (lambda d: write(d, [event("aten::mm", 0, 1, "cpu_op")]), "holds nothing that ran on a GPU"),
+        (lambda d: write(d, two_steps()).write_bytes(b"\x1f\x8bcut"), "is no whole trace"),
+    ],
+)
+def test_a_trace_that_cannot_be_used_is_one_clear_line(
+    make: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path)
+    assert analysis.main(["profile", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_trace_may_be_named_itself(tmp_path: Path) -> None:
+    assert read(write(tmp_path, two_steps()))
