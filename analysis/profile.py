@@ -206,7 +206,7 @@ def table(account: Account) -> Table:
 def kernel_table(account: Account, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
-    out.add_column("kernel", overflow="ellipsis", no_wrap=True)
+    out.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=64)
     for name, ms in _longest(account.names)[:count]:
         out.add_row(f"{ms:.2f}", name)
     return out
