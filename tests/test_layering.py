@@ -54,6 +54,8 @@ LAYERS = {
     "lightseq.metrics": 4,
     "lightseq.planner": 4,
     "lightseq.memory": 4,
+    "lightseq.watchdog": 4,
+    "lightseq.preemption": 4,
     "lightseq.rehearsal": 4,
     "lightseq.verify": 4,
     "lightseq.cli": 5,

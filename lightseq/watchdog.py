@@ -1,0 +1,167 @@
+"""Names the rank that died, froze or fell behind, and ends all ranks, so that no run waits for ever.
+
+Every rank tells a shared store once a second where it is, from a thread that goes on while the main one waits in a
+collective. A rank whose beat stops is dead or frozen; among ranks that still beat, the one that is furthest behind is
+who the others wait for.
+"""
+
+import faulthandler
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightseq.mesh import World, leave
+
+PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
+SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
+STATUS = 70  # of a process that the watchdog ends; EX_SOFTWARE
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Where a rank says it is: `number` grows as long as the rank lives, `seconds` tells how long it is there."""
+
+    rank: int
+    host: str
+    number: int
+    step: int
+    phase: str
+    seconds: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, PHASES.index(self.phase)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (step {self.step}, {self.phase}, for {self.seconds:.0f} s)"
+
+
+class Watchdog:
+    """Started before the first step, closed after the last. `end` is called with the verdict on every rank."""
+
+    def __init__(
+        self, world: World, timeout_seconds: float, stacks: Path, end: Callable[[str], None] | None = None
+    ) -> None:
+        self._world, self._timeout, self._stacks = world, timeout_seconds, stacks
+        self._end = end or self._give_up
+        self._interval = min(1.0, timeout_seconds / 20)
+        self._at = (0, "start", time.monotonic())
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
+        self._closed = threading.Event()
+        self._store = _store_of_its_own() if world.size > 1 else None
+        if self._store is not None:
+            self._publish(self._here(0))
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def mark(self, step: int, phase: str) -> None:
+        """The main thread has come this far. Costs nothing that could be measured."""
+        self._at = (step, phase, time.monotonic())
+
+    def close(self) -> None:
+        """This rank is done; the others need not hear of it again."""
+        self.mark(self._at[0], "end")
+        self._closed.set()
+        self._thread.join()
+        if self._store is not None:
+            with suppress(RuntimeError):  # the launcher may be gone already
+                self._publish(self._here(-1))
+
+    def _watch(self) -> None:
+        number = 0
+        while not self._closed.wait(self._interval):
+            number += 1
+            try:
+                text = self._judge(self._here(number))
+            except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+                text = (
+                    f"the store that the ranks meet in is gone, and with it the rank or launcher that held it ({error})"
+                )
+            if text and not self._closed.is_set():
+                self._end(text)
+                return
+
+    def _here(self, number: int) -> Beat:
+        step, phase, since = self._at
+        return Beat(self._world.rank, socket.gethostname(), number, step, phase, time.monotonic() - since)
+
+    def _publish(self, here: Beat) -> None:
+        assert self._store is not None
+        self._store.set(f"beat {here.rank}", json.dumps(asdict(here)))
+
+    def _judge(self, here: Beat) -> str | None:
+        """What is wrong, in the words of whoever saw it first; None as long as all is well."""
+        if self._store is None:
+            return f"{here} does not go on" if here.seconds > self._timeout else None
+        self._publish(here)
+        if self._store.check(["verdict"]):
+            return self._store.get("verdict").decode()
+        beats = self._beats()
+        silent = self._silent(beats)
+        late = here.seconds > self._timeout
+        if not silent and not late:
+            return None
+        if late:  # who has not even begun by now never will
+            missing = set(range(self._world.size)) - {beat.rank for beat in beats}
+            silent += [Beat(rank, "an unknown host", 0, 0, "start", here.seconds) for rank in sorted(missing)]
+        text = verdict(beats, silent)
+        return self._store.compare_set("verdict", "", text).decode()
+
+    def _beats(self) -> list[Beat]:
+        assert self._store is not None
+        keys = [f"beat {rank}" for rank in range(self._world.size)]
+        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+
+    def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
+        """Ranks that have beaten before and do no more."""
+        now, patience = time.monotonic(), max(SILENT_BEATS * self._interval, min(self._timeout / 2, SILENT_SECONDS))
+        for beat in beats:
+            if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
+                self._heard[beat.rank] = (beat.number, now)
+        return [beat for beat in beats if beat.phase != "end" and now - self._heard[beat.rank][1] > patience]
+
+    def _give_up(self, text: str) -> None:
+        """Leaves the stacks of all threads in a file, says the verdict once, and ends this process."""
+        self._stacks.mkdir(parents=True, exist_ok=True)
+        path = self._stacks / f"rank{self._world.rank}.txt"
+        with path.open("w") as file:
+            file.write(text + "\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        if self._store is None or self._store.add("said", 1) == 1:
+            print(f"error: {text}; where every rank was is in {self._stacks}", file=sys.stderr, flush=True)
+        time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
+        leave(STATUS)
+
+
+def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:
+    """One line that names the rank to look at."""
+    if silent:
+        names = ", ".join(map(str, silent))
+        return f"no sign of life from {names}: the process is dead or frozen, or its host is unreachable"
+    last = min(beats, key=lambda beat: beat.place)
+    ahead = [beat for beat in beats if beat.place > last.place]
+    if not ahead:
+        return f"no rank goes on: all are where {last} is; a collective or a kernel does not end"
+    behind = [beat for beat in beats if beat.place == last.place]
+    furthest = max(ahead, key=lambda beat: beat.place)
+    return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
+
+
+def _store_of_its_own() -> dist.Store:
+    """A connection besides the one on which the main thread may be waiting."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=30))
+    return dist.PrefixStore("watchdog", own)

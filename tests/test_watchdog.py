@@ -1,0 +1,113 @@
+"""A rank that freezes, dies or falls behind is named, every process ends, and a healthy run is left alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightseq.watchdog import STATUS, Beat, verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 4.0
+
+# Three ranks that count steps together. Rank 1 does something at step 3.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from lightseq.mesh import start
+from lightseq.watchdog import Watchdog
+what, stacks = sys.argv[1], Path(sys.argv[2])
+with start(60) as world:
+    watchdog = Watchdog(world, %s, stacks)
+    for step in range(1, 6):
+        watchdog.mark(step, "data")
+        if world.rank == 1 and step == 3 and what != "nothing":
+            time.sleep(0.5)  # a beat says that it is here
+            if what == "freezes":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "dies":
+                os._exit(9)
+            if what == "falls behind":
+                time.sleep(1000)
+        watchdog.mark(step, "forward")
+        if what == "dies":  # the others wait where no closed connection wakes them
+            time.sleep(0.2 if step < 3 else 1000)
+        else:
+            dist.all_reduce(torch.zeros(1))
+    watchdog.close()
+    print("done", world.rank)
+"""
+
+
+def run(what: str, folder: Path) -> list[tuple[int | None, str, str]]:
+    """Exit status, standard output and error of three ranks; one that still runs after the others is None."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    (folder / "program.py").write_text(PROGRAM % TIMEOUT)
+    processes = []
+    for rank in range(3):
+        names = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(folder / "program.py"), what, str(folder / "hang")]
+        processes.append(
+            subprocess.Popen(
+                command, env={**os.environ, **names}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    ended: list[tuple[int | None, str, str]] = []
+    deadline = time.monotonic() + 90
+    for rank in (0, 2, 1):
+        process = processes[rank]
+        try:
+            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()) if rank != 1 else 5)
+            ended.append((process.returncode, out, err))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            ended.append((None, *process.communicate()))
+    return [ended[0], ended[2], ended[1]]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("freezes", "no sign of life from rank 1 on"),
+        ("dies", "no sign of life from rank 1 on"),
+        ("falls behind", "rank 1 on"),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: str, tmp_path: Path) -> None:
+    ends = run(what, tmp_path)
+    # The second to end may see the connection of the first close before its own watchdog gets to it.
+    assert STATUS in (ends[0][0], ends[2][0]) and all(ends[rank][0] for rank in (0, 2)), ends
+    said = "".join(err for _, _, err in ends)
+    assert said.count("error: ") == 1 and words in said and "step 3, data" in said, said
+    if what == "falls behind":
+        assert ends[1][0] and "fell behind: others are at step 3, forward" in said
+    stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
+    assert {"rank0.txt", "rank2.txt"} <= stacks.keys() and "program.py" in stacks["rank0.txt"]
+
+
+def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
+    for rank, (status, out, err) in enumerate(run("nothing", tmp_path)):
+        assert (status, out, err) == (0, f"done {rank}\n", "")
+    assert not (tmp_path / "hang").exists()
+
+
+def beat(rank: int, step: int, phase: str) -> Beat:
+    return Beat(rank, "node", 7, step, phase, 12.0)
+
+
+def test_a_verdict_names_who_is_to_blame() -> None:
+    beats = [beat(0, 5, "backward"), beat(1, 5, "data"), beat(2, 5, "forward"), beat(3, 5, "data")]
+    behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
+    assert verdict(beats, []) == f"{behind}: others are at step 5, backward"
+    assert verdict(beats, [beats[0]]).startswith("no sign of life from rank 0 on node (step 5, backward, for 12 s)")
+    assert "no rank goes on: all are where rank 0" in verdict([beat(0, 5, "update"), beat(1, 5, "update")], [])
+    assert verdict([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")
