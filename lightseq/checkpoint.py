@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
+from lightseq.optimization import set_rate
 from lightseq.weights import save_pretrained
 
 STATE, FACTS = "state", "trainer_state.json"
@@ -79,7 +81,15 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     _make_state(optimizer)
     tensors = _tensors(model, optimizer)
     _check_fit(directory, tensors)
-    dcp.load(tensors, checkpoint_id=directory / STATE)
+    try:
+        dcp.load(tensors, checkpoint_id=directory / STATE)
+    except CheckpointException as error:  # on all ranks alike
+        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
+            raise
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
+            "cut apart; resume on as many ranks as it was saved on"
+        ) from error
 
 
 def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -114,12 +124,12 @@ def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        set_rate(group, rate)

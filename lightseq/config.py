@@ -19,7 +19,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
-    "optim": ("adamw_torch", "adamw_torch_fused", "sgd"),
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_torch_8bit", "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
@@ -80,7 +80,8 @@ class TrainConfig:
     per_device_train_batch_size: int = 1  # sequences of a sequence-parallel group in one forward pass
     per_device_eval_batch_size: int = 1  # the same, for evaluation
     gradient_accumulation_steps: int = 1  # forward passes of an optimizer step
-    optim: str = "adamw_torch_fused"  # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8)
+    # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8); adamw_8bit, or adamw_torch_8bit: torchao's, its states
+    optim: str = "adamw_torch_fused"  # in a byte a weight each
     learning_rate: float = 5e-5  # highest learning rate of the run
     weight_decay: float = 0.0  # decoupled decay of the weight matrices
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm (0: never)

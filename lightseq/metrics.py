@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-PACKAGES: Final = ("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed")
+PACKAGES: Final = (
+    *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
+)
 
 
 @dataclass(frozen=True)

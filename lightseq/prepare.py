@@ -15,6 +15,7 @@ from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.kernels import KernelSpec, select
 from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
+from lightseq.optimization import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     check_mirror(config.report_to)
+    check_optimizer(config.optim, world.device)
     output_dir = Path(config.output_dir)
     resume_from = _check_output_dir(output_dir, config)
     source = resolve(family, config.model_name_or_path, config.random_init)

@@ -141,7 +141,7 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
         ("--warmup_ratio 3", "--warmup_ratio 3.0: give a share"),
         ("--lr_scheduler_type constant --warmup_steps 3", "choose constant_with_warmup"),
         ("--schedule rnig", "--schedule 'rnig' is unknown; choose from auto, ring, striped, zigzag, balanced, prefix"),
-        ("--optim adafactor", "--optim 'adafactor' is unknown; choose from adamw_torch, adamw_torch_fused, sgd"),
+        ("--optim adafactor", "--optim 'adafactor' is unknown; choose from adamw_torch, adamw_torch_fused, adamw_8bit"),
         ("--fsdp shard_grad_op", "--fsdp shard_grad_op is refused"),
         ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),

@@ -1,0 +1,119 @@
+"""AdamW with states of 8 bits: it trains as AdamW does, in a quarter of the memory, and goes on where it stopped."""
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import Ended, program
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+from worlds import spawn
+
+from lightseq import optimization, trainer
+from lightseq.metrics import read_records
+from lightseq.optimization import check_optimizer
+
+pytest.importorskip("torchao")
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
+# States of fewer than 4096 values on a rank stay as they are.
+QUANTIZED = CONFIG.vocab_size * 128 * 2 + 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
+NORMS = 3 * 128
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("8bit")
+    CONFIG.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, 64, 16)
+    ids = [((start + 5 * np.arange(48)) % 64).tolist() for start in starts]
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": ids}))
+    return folder
+
+
+def words(files: Path, output: str, more: str) -> str:
+    return (
+        f"--model_name_or_path {files}/model --random_init --data_path {files}/data.pkl --output_dir {files}/{output} "
+        f"--model_max_length 48 --learning_rate 1e-3 --lr_scheduler_type cosine --weight_decay 0.1 {more}"
+    )
+
+
+def losses(files: Path, output: str) -> list[float]:
+    return [record["loss"] for record in read_records(files / output / "metrics.jsonl")]
+
+
+def run(rank: int, runs: list[str], stance: str) -> tuple[list[Ended], int]:
+    """Programs one after the other; the bytes of this rank's optimizer states in the last one."""
+    torch.compiler.set_stance(stance)
+    optimizers: list[torch.optim.Optimizer] = []
+    make = trainer.make_optimizer
+
+    def remember(*args: Any) -> torch.optim.Optimizer:
+        optimizers.append(make(*args))
+        return optimizers[-1]
+
+    trainer.make_optimizer = remember  # type: ignore[assignment]
+    ends = [program(rank, "llama3", line) for line in runs]
+    states = (value for state in optimizers[-1].state.values() for value in state.values())
+    return ends, sum(x.numel() * x.element_size() for x in plain(states) if x.ndim)
+
+
+def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
+    """This rank's memory behind some states; the table of 256 values that a quantized one carries is left out."""
+    for state in states:
+        local = state.to_local() if isinstance(state, DTensor) else state
+        yield from (local.codes, local.scale) if hasattr(local, "codes") else (local,)
+
+
+def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
+    more = "--max_steps 15 --save_strategy no"
+    wide, _ = zip(*spawn(2, run, [words(files, "wide", more)], "default"), strict=True)
+    narrow, states = zip(
+        *spawn(2, run, [words(files, "narrow", f"{more} --optim adamw_8bit")], "force_eager"), strict=True
+    )
+    assert [end.status for ends in (*wide, *narrow) for end in ends] == [0] * 4, narrow[0][0].err
+    expected, got = losses(files, "wide"), losses(files, "narrow")
+    assert expected[-1] < expected[0] - 1
+    assert got == pytest.approx(expected, rel=0.03) and got != expected
+    assert sum(states) == 2 * (QUANTIZED * (1 + 4 / 256) + 4 * NORMS)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(files: Path) -> None:
+    optim = "--optim adamw_torch_8bit"
+    whole = words(files, "whole", f"{optim} --max_steps 4 --save_steps 2")
+    resumed = f"{whole} --output_dir {files}/resumed --resume_from_checkpoint {files}/whole/checkpoint-2"
+    by_rank = spawn(2, run, [whole, resumed], "force_eager")
+    assert [end.status for ends, _ in by_rank for end in ends] == [0] * 4, by_rank[0][0][-1].err
+    assert losses(files, "resumed") == losses(files, "whole")[2:]  # to the bit
+
+
+def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: Path) -> None:
+    saved = words(files, "saved", "--optim adamw_8bit --max_steps 2 --save_steps 1")
+    assert [end.status for ends, _ in spawn(2, run, [saved], "force_eager") for end in ends] == [0, 0]
+    resumed = f"{saved} --resume_from_checkpoint {files}/saved/checkpoint-1 --output_dir {files}"
+    assert [end.status for end in spawn(1, run, [f"{resumed}/alone"], "force_eager")[0][0]] == [0]
+    assert losses(files, "alone") == pytest.approx(losses(files, "saved")[1:], rel=1e-5)
+    ends = [end for ends, _ in spawn(3, run, [f"{resumed}/three"], "force_eager") for end in ends]
+    said = "".join(end.err for end in ends)
+    assert [end.status for end in ends] == [2] * 3 and said.count("\n") == 1
+    assert "whose blocks 3 ranks would cut apart; resume on as many ranks as it was saved on" in said
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    check_optimizer("adamw_8bit", cpu)
+    monkeypatch.setattr(optimization, "_missing_compiler", lambda device: "C++ compiler")
+    with pytest.raises(ValueError, match=r"^--optim adamw_8bit compiles .* no C\+\+ compiler; .* adamw_torch_fused$"):
+        check_optimizer("adamw_8bit", cpu)
+    monkeypatch.setattr(optimization, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--optim adamw_8bit is torchao's, .*; pip install torchao$"):
+        check_optimizer("adamw_8bit", cpu)
+    check_optimizer("adamw_torch_fused", cpu)
