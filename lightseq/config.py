@@ -24,6 +24,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
     "transport": ("auto", "nccl", "gloo", "symmetric"),
+    "fp8": ("tensorwise", "rowwise"),
     "remat": ("none", "attention", "full"),
     "offload": ("none", "activations", "optimizer", "both"),
     "packing": ("none", "best_fit"),
@@ -35,7 +36,6 @@ NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
     ("offload", (), "nothing moves to host memory"),
     ("host_memory_budget", (), "nothing moves to host memory, so there is nothing to bound"),
     ("packing", ("best_fit",), "a sequence holds one document"),
-    ("fp8", (), "the matrix products run in --bf16, --fp16 or float32"),
     ("deepspeed", (), "parameters are sharded by --fsdp alone"),
 )
 
@@ -91,7 +91,8 @@ class TrainConfig:
     bf16: bool = False  # compute in bfloat16; master weights stay float32
     fp16: bool = False  # compute in float16 with loss scaling; master weights stay float32
     tf32: bool = False  # let float32 matrix products run in TF32
-    fp8: bool = False  # compute linear layers in FP8
+    fp8: str | None = None  # compute the layers' linears in FP8, with a scale a tensor or a scale a row; needs --bf16
+    fp8_emulate: bool = False  # round as FP8 does but multiply in float32, slowly: for hardware without it
     torch_compile: bool = False  # compile the decoder layers
     seed: int = 42  # of weights and of data order
     deterministic: bool = False  # bit-identical losses on the GPU too, at some cost
@@ -332,6 +333,11 @@ def _check_numbers(config: TrainConfig) -> None:
 def _check_precision(config: TrainConfig) -> None:
     if config.bf16 and config.fp16:
         raise ValueError("--bf16 and --fp16 exclude each other; give one, or neither for float32")
+    if config.fp8 and not config.bf16:
+        given = "--fp16" if config.fp16 else "float32"
+        raise ValueError(f"--fp8 {config.fp8} works within bfloat16, not {given}; add --bf16")
+    if config.fp8_emulate and not config.fp8:
+        raise ValueError("--fp8_emulate has nothing to emulate; name a recipe with --fp8, or leave it out")
 
 
 def _check_learning_rate(config: TrainConfig) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention import SequenceContext
+from lightseq.fp8 import to_fp8
 from lightseq.loss import cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.remat import apply_remat
@@ -28,6 +29,8 @@ class Techniques:
     ulysses_size: int | None = None
     remat: str = "attention"
     compute_dtype: torch.dtype = torch.float32
+    fp8: str | None = None
+    fp8_emulate: bool = False
     compile: bool = False
     deterministic: bool = False
     gpus_per_host: int | None = None
@@ -55,7 +58,7 @@ def _head_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 def parallelize(
     model: PreTrainedModel, meshes: Meshes, device: torch.device, techniques: Techniques
 ) -> tuple[LossModel, SequenceContext]:
-    """Distributed attention, rematerialisation, compilation, sharding. The model may be on the meta device."""
+    """Distributed attention, FP8, rematerialisation, compilation, sharding. The model may be on the meta device."""
     layers: Any = model.model.layers
     context = hf.enable(
         model,
@@ -70,6 +73,9 @@ def parallelize(
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
     )
+    if techniques.fp8 is not None:
+        local_tokens = context.layout.padded_length(techniques.length) // context.layout.world
+        to_fp8(layers, techniques.fp8, techniques.fp8_emulate, local_tokens)
     apply_remat(layers, techniques.remat)
     if techniques.compile:
         for module in (*layers, model.model.norm):

@@ -57,6 +57,11 @@ def _timeout(words: list[str], program: str) -> float:
         return TrainConfig.step_timeout
 
 
+def _fp8(config: TrainConfig) -> str:
+    emulated = ", emulated" if config.fp8_emulate else ""
+    return f"linear layers in FP8 ({config.fp8}{emulated}), " if config.fp8 else ""
+
+
 class Trainer:
     """One run on one rank."""
 
@@ -77,6 +82,8 @@ class Trainer:
             ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
             compute_dtype=self.dtype,
+            fp8=config.fp8,
+            fp8_emulate=config.fp8_emulate,
             compile=config.torch_compile,
             deterministic=config.deterministic,
             gpus_per_host=world.local_size,
@@ -147,6 +154,8 @@ class Trainer:
             "head_groups": self.context.schedule.turns,
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
+            "fp8": self.config.fp8,
+            "fp8_emulated": self.config.fp8_emulate,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
             "sequence_ranks": self.inputs.sequence_size,
@@ -169,7 +178,7 @@ class Trainer:
             "ranks": f"{self.world.size} ({self.meshes.data_ranks} data x {self.inputs.sequence_size} sequence) on "
             f"{hardware(self.world.device)['device']}",
             "sequence": f"{c.model_max_length:,} tokens, {self.inputs.stream.sequences_per_step} a step",
-            "precision": f"{c.compute_dtype} compute, float32 master weights",
+            "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
             "schedule": str(self.context.schedule),
             "kernel": str(self.context.selection),
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
@@ -211,7 +220,8 @@ class Trainer:
 
     def _work(self) -> Work:
         c = self.config
-        return Work(self.inputs.model_config, c.model_max_length, self.inputs.stream.sequences_per_step, c.remat_policy)
+        sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
+        return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, on_fp8_cores)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device only under float16."""

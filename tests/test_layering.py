@@ -41,6 +41,7 @@ LAYERS = {
     "lightseq.tokens": 3,
     "lightseq.loss": 3,
     "lightseq.flops": 3,
+    "lightseq.fp8": 3,
     "lightseq.config": 3,
     "lightseq.family": 3,
     "lightseq.optimization": 3,

@@ -1,53 +1,30 @@
 """AdamW with states of 8 bits: it trains as AdamW does, in a quarter of the memory, and goes on where it stopped."""
 
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from programs import Ended, program
+from small import HIDDEN, INTERMEDIATE, VOCABULARY, losses, words, write_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
 from worlds import spawn
 
 from lightseq import optimization, trainer
-from lightseq.metrics import read_records
 from lightseq.optimization import check_optimizer
 
 pytest.importorskip("torchao")
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, tie_word_embeddings=False,
-)  # fmt: skip
 # States of fewer than 4096 values on a rank stay as they are.
-QUANTIZED = CONFIG.vocab_size * 128 * 2 + 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
-NORMS = 3 * 128
+LAYER = HIDDEN * (HIDDEN + 2 * HIDDEN // 2 + HIDDEN) + 3 * HIDDEN * INTERMEDIATE
+QUANTIZED = 2 * VOCABULARY * HIDDEN + LAYER
+NORMS = 3 * HIDDEN
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("8bit")
-    CONFIG.save_pretrained(folder / "model")
-    rng = np.random.default_rng(0)
-    starts = rng.integers(0, 64, 16)
-    ids = [((start + 5 * np.arange(48)) % 64).tolist() for start in starts]
-    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": ids}))
-    return folder
-
-
-def words(files: Path, output: str, more: str) -> str:
-    return (
-        f"--model_name_or_path {files}/model --random_init --data_path {files}/data.pkl --output_dir {files}/{output} "
-        f"--model_max_length 48 --learning_rate 1e-3 --lr_scheduler_type cosine --weight_decay 0.1 {more}"
-    )
-
-
-def losses(files: Path, output: str) -> list[float]:
-    return [record["loss"] for record in read_records(files / output / "metrics.jsonl")]
+    return write_inputs(tmp_path_factory.mktemp("8bit"))
 
 
 def run(rank: int, runs: list[str], stance: str) -> tuple[list[Ended], int]:
@@ -74,15 +51,15 @@ def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
-    more = "--max_steps 15 --save_strategy no"
+    more = "--max_steps 20 --save_strategy no"
     wide, _ = zip(*spawn(2, run, [words(files, "wide", more)], "default"), strict=True)
     narrow, states = zip(
         *spawn(2, run, [words(files, "narrow", f"{more} --optim adamw_8bit")], "force_eager"), strict=True
     )
     assert [end.status for ends in (*wide, *narrow) for end in ends] == [0] * 4, narrow[0][0].err
     expected, got = losses(files, "wide"), losses(files, "narrow")
-    assert expected[-1] < expected[0] - 1
-    assert got == pytest.approx(expected, rel=0.03) and got != expected
+    assert min(expected) < expected[0] - 1
+    assert got == pytest.approx(expected, rel=0.05) and got != expected
     assert sum(states) == 2 * (QUANTIZED * (1 + 4 / 256) + 4 * NORMS)
 
 

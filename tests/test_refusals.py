@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning-rat", "did you mean --learning_rate?")),
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
     "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
+    "FP8 without its cores": (
+        "--bf16 --fp8 tensorwise",
+        ("--fp8 tensorwise", "CPU has no FP8", "leave it out", "--fp8_emulate"),
+    ),
     "unknown mirror": ("--report_to carrier_pigeon", ("--report_to 'carrier_pigeon'", "choose from none")),
     # how ranks share a sequence
     "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
