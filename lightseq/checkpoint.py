@@ -1,12 +1,13 @@
 """Saves a run so that it goes on as if never stopped, beside the model as a Hugging Face directory.
 
 checkpoint-N/ opens with `from_pretrained`; checkpoint-N/state/ holds float32 master weights and optimizer state, split
-as the ranks are (torch.distributed.checkpoint); trainer_state.json what fits in a line.
+as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits in a line.
 """
 
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from lightseq.optimization import set_rate
-from lightseq.weights import save_pretrained
 
 STATE, FACTS = "state", "trainer_state.json"
 
@@ -26,12 +26,10 @@ STATE, FACTS = "state", "trainer_state.json"
 def save(
     output_dir: Path,
     step: int,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
-    dtype: torch.dtype,
     keep: int | None,
-    tokenizer_from: Path | None,
+    write_model: Callable[[Path], None],
+    write_state: Callable[[Path], None],
 ) -> Path:
     """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it."""
     final, partial = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.partial"
@@ -39,9 +37,9 @@ def save(
     if main:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    save_pretrained(model, partial, dtype, tokenizer_from)
+    write_model(partial)
     dist.barrier()
-    dcp.save(_tensors(model, optimizer), checkpoint_id=partial / STATE)
+    write_state(partial / STATE)
     if main:
         (partial / FACTS).write_text(json.dumps({"step": step, **facts}) + "\n")
         if final.exists():
@@ -51,6 +49,24 @@ def save(
             shutil.rmtree(old)
     dist.barrier()
     return final
+
+
+def save_state(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    dcp.save(_tensors(model, optimizer), checkpoint_id=directory)
+
+
+def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
+    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
+    facts = read_facts(directory)
+    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
+    if saved == engine and (engine is None or saved_ranks == ranks):
+        return
+    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
+    raise ValueError(
+        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
+        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
+        f"with --model_name_or_path {directory}"
+    )
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

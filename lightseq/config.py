@@ -36,7 +36,6 @@ NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
     ("offload", (), "nothing moves to host memory"),
     ("host_memory_budget", (), "nothing moves to host memory, so there is nothing to bound"),
     ("packing", ("best_fit",), "a sequence holds one document"),
-    ("deepspeed", (), "parameters are sharded by --fsdp alone"),
 )
 
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
@@ -106,7 +105,8 @@ class TrainConfig:
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
     fsdp_transformer_layer_cls_to_wrap: str = "LlamaDecoderLayer"  # the module that is sharded as one
-    deepspeed: str | None = None  # DeepSpeed JSON, in place of fsdp
+    # a DeepSpeed JSON: ZeRO-1, 2 or 3 in the place of fsdp; its "auto" takes the values of these flags, and what
+    deepspeed: str | None = None  # contradicts them is refused
     step_timeout: float = 1800.0  # seconds without progress after which a run is given up
     # [memory]
     # what the backward pass recomputes. none: nothing; attention (the default): all but attention;
@@ -127,6 +127,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for check in (_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory):
             check(self)
+        _check_deepspeed(self)
         _check_files(self)
 
     @property
@@ -359,6 +360,17 @@ def _check_fsdp(config: TrainConfig) -> None:
             raise ValueError(f'--fsdp {word!r} is unknown; choose from {", ".join(FSDP_MODES)}, or "" for DDP')
     if words and sum(word in FSDP_MODES for word in words) != 1:
         raise ValueError(f"--fsdp {config.fsdp!r}: name one of {', '.join(FSDP_MODES)}")
+
+
+def _check_deepspeed(config: TrainConfig) -> None:
+    if config.deepspeed is None:
+        return
+    if config.fsdp != _defaults()["fsdp"]:
+        raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both hold the weights; give one")
+    if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
+    if config.fp8:
+        raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
 
 
 def _check_memory(config: TrainConfig) -> None:

@@ -59,6 +59,15 @@ def parallelize(
     model: PreTrainedModel, meshes: Meshes, device: torch.device, techniques: Techniques
 ) -> tuple[LossModel, SequenceContext]:
     """Distributed attention, FP8, rematerialisation, compilation, sharding. The model may be on the meta device."""
+    loss_model, context = transform(model, meshes, device, techniques)
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype)
+    return loss_model, context
+
+
+def transform(
+    model: PreTrainedModel, meshes: Meshes, device: torch.device, techniques: Techniques
+) -> tuple[LossModel, SequenceContext]:
+    """All of it but the sharding."""
     layers: Any = model.model.layers
     context = hf.enable(
         model,
@@ -80,9 +89,7 @@ def parallelize(
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward)
-    loss_model = LossModel(model)
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype)
-    return loss_model, context
+    return LossModel(model), context
 
 
 def shard_parameters(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, open_examples
+from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.fp8 import check_fp8
 from lightseq.kernels import KernelSpec, select
@@ -31,6 +32,7 @@ class Inputs:
     sequence_size: int
     data_rank: int
     resume_from: Path | None
+    deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # what the user should know, said once
 
 
@@ -46,6 +48,9 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     _check_kernel(config, model_config, world.device)
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
+    deepspeed = deepspeed_settings(config, world.size // sequence_size, model_config.hidden_size)
+    if resume_from is not None:
+        checkpoint.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
 
     def examples(path: str) -> Examples:
@@ -89,6 +94,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         sequence_size,
         world.rank // sequence_size,
         resume_from,
+        deepspeed,
         notes + tuple(f"warning: {warning}" for warning in _warnings(config, model_config)),
     )
 

@@ -1,6 +1,5 @@
 """Trains a model across ranks: from the words of a command line to a saved model and its metrics."""
 
-import json
 import shlex
 import sys
 import time
@@ -11,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch
+from lightseq.deepspeed_engine import DeepSpeedEngine
+from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
 from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
@@ -25,12 +25,11 @@ from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
 from lightseq.mesh import Meshes, World, agree, is_main_process, make_deterministic, make_meshes, start
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
-from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
-from lightseq.parallelize import Techniques, parallelize
+from lightseq.optimization import LearningRate
+from lightseq.parallelize import Techniques
 from lightseq.prepare import Inputs, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
-from lightseq.tokens import first_line
 from lightseq.window import Closed, StepResult, Window, Work
 
 
@@ -73,7 +72,6 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
-        self.model = weights.build_on_meta(inputs.model_config)
         techniques = Techniques(
             length=config.model_max_length,
             schedule=config.schedule,
@@ -88,43 +86,22 @@ class Trainer:
             deterministic=config.deterministic,
             gpus_per_host=world.local_size,
         )
-        self.loss_model, self.context = agree(
-            world, lambda: parallelize(self.model, self.meshes, world.device, techniques)
-        )
-        weights.materialize(self.model, world.device)
-        agree(world, self._fill_weights)
-        self.optimizer = make_optimizer(self.model, config)
+        parts = (config, inputs, world, self.meshes, techniques)
+        self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
+        self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.scaler = LossScaler() if config.fp16 else None
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.metrics = agree(world, lambda: self._open_output(command))
         self.losses: list[float] = []  # logged
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
-    def _fill_weights(self) -> None:
-        if self.inputs.resume_from is not None:
-            return  # the checkpoint's follow
-        if self.inputs.weights is None:
-            weights.initialize(self.model, self.config.seed)
-            return
-        try:
-            weights.load(self.model, self.inputs.weights)
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f"--model_name_or_path {self.inputs.weights}: its weights cannot be read ({first_line(error)}); "
-                "copy or download them again"
-            ) from error
-
     def _resume(self) -> int:
         """Steps done before this run."""
         if self.inputs.resume_from is None:
             return 0
-        checkpoint.restore(self.inputs.resume_from, self.model, self.optimizer)
-        facts = checkpoint.read_facts(self.inputs.resume_from)
-        if self.scaler is not None and facts.get("scaler"):
-            self.scaler = LossScaler(**facts["scaler"])
-        return int(facts["step"])
+        self.engine.restore(self.inputs.resume_from)
+        return int(checkpoint.read_facts(self.inputs.resume_from)["step"])
 
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
@@ -156,6 +133,8 @@ class Trainer:
             "remat": self.config.remat_policy,
             "fp8": self.config.fp8,
             "fp8_emulated": self.config.fp8_emulate,
+            "parameters": self.engine.parameters,
+            "deepspeed": self.inputs.deepspeed.settings if self.inputs.deepspeed else None,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
             "sequence_ranks": self.inputs.sequence_size,
@@ -183,8 +162,7 @@ class Trainer:
             "kernel": str(self.context.selection),
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
             "remat": c.remat_policy,
-            "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
-                           "ddp": "a copy on every rank"}[c.fsdp_mode],
+            "parameters": self.engine.parameters,
         }  # fmt: skip
 
     def train(self) -> None:
@@ -233,28 +211,18 @@ class Trainer:
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
-        scale = self.scaler.scale if self.scaler else 1.0
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         for batch in batches:
             share = self.loss_model(*self.shard(batch)) / divisor
-            (share * scale).backward()
+            self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
-        rate = self.learning_rate.apply(self.optimizer, step)
+        rate = self.learning_rate.apply(self.engine.optimizer, step)
         norm = self._update()
         return StepResult(loss, norm, rate, valid, data_seconds)
 
     def _update(self) -> Tensor:
-        """Clips, steps and clears; returns the gradients' global norm before clipping."""
-        grads = local_gradients(self.model.parameters())
-        norm = global_norm(grads, self.meshes.parameters["shard"].get_group())
-        take = True
-        if self.scaler is not None:
-            norm, take = self.scaler.unscale(grads, norm)
-        if take:
-            clip(grads, norm, self.config.max_grad_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        """Takes the step; returns the gradients' global norm before clipping."""
+        return self.engine.update()
 
     def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's ids, positions and labels of a whole batch, on its device."""
@@ -315,9 +283,11 @@ class Trainer:
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
 
     def _save(self, step: int) -> Path:
-        facts = {"scaler": vars(self.scaler) if self.scaler else None, "config": self.config.to_json()}
-        tokenizer_from = self.inputs.weights
-        return checkpoint.save(
-            self.output_dir, step, self.model, self.optimizer, facts, self.dtype, self.config.save_total_limit,
-            tokenizer_from,
-        )  # fmt: skip
+        facts = {**self.engine.facts(), "config": self.config.to_json()}
+
+        def write_model(directory: Path) -> None:
+            whole = self.engine.whole_parameters()
+            weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
+
+        keep = self.config.save_total_limit
+        return checkpoint.save(self.output_dir, step, facts, keep, write_model, self.engine.save_state)

@@ -32,7 +32,7 @@ def test_the_command_line_of_the_original_experiments_parses() -> None:
 
 
 def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
-    closed = {"offload", "host_memory_budget", "packing", "deepspeed"}
+    closed = {"offload", "host_memory_budget", "packing"}
     shown = [line.split()[0].removeprefix("--") for line in help_text(PROGRAM).splitlines() if line.startswith("  --")]
     assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)} - closed)
 
@@ -129,6 +129,12 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
         ("--fp8 rowwise", "--fp8 rowwise works within bfloat16, not float32; add --bf16"),
         ("--fp8 rowwise --fp16", "--fp8 rowwise works within bfloat16, not --fp16; add --bf16"),
         ("--fp8_emulate", "--fp8_emulate has nothing to emulate; name a recipe with --fp8"),
+        ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both hold the weights; give one"),
+        (
+            "--deepspeed ds.json --optim adamw_8bit",
+            "--optim adamw_8bit does not run under --deepspeed; use adamw_torch_f",
+        ),
+        ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
         ("--learning_rate fast", "'fast' is not a number"),
         ("--learning_rate=-1", "--learning_rate -1.0: give 0 or more"),
@@ -179,7 +185,6 @@ def test_an_unknown_choice_is_refused(flag: str) -> None:
             "--offload activations",
             "--host_memory_budget 64.0",
             "--packing best_fit",
-            "--deepspeed ds.json",
         ),
     ],
 )

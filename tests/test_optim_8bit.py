@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq import optimization, trainer
+from lightseq import engine, optimization
 from lightseq.optimization import check_optimizer
 
 pytest.importorskip("torchao")
@@ -31,13 +31,13 @@ def run(rank: int, runs: list[str], stance: str) -> tuple[list[Ended], int]:
     """Programs one after the other; the bytes of this rank's optimizer states in the last one."""
     torch.compiler.set_stance(stance)
     optimizers: list[torch.optim.Optimizer] = []
-    make = trainer.make_optimizer
+    make = engine.make_optimizer
 
     def remember(*args: Any) -> torch.optim.Optimizer:
         optimizers.append(make(*args))
         return optimizers[-1]
 
-    trainer.make_optimizer = remember  # type: ignore[assignment]
+    engine.make_optimizer = remember  # type: ignore[assignment]
     ends = [program(rank, "llama3", line) for line in runs]
     states = (value for state in optimizers[-1].state.values() for value in state.values())
     return ends, sum(x.numel() * x.element_size() for x in plain(states) if x.ndim)
