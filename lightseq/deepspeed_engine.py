@@ -100,8 +100,9 @@ class DeepSpeedEngine:
         return engine
 
     def _told(self) -> dict[str, Any]:
-        """A copy, for DeepSpeed writes into what it is given."""
-        return copy.deepcopy(self._settings.settings)
+        """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
+        told = copy.deepcopy(self._settings.settings)
+        return told if self._world.is_main else told | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
         """A whole tensor into the float32 masters, which DeepSpeed made from the compute dtype, and the weights."""

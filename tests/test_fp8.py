@@ -10,8 +10,9 @@ from small import CONFIG, losses, words, write_inputs
 from transformers import AutoModelForCausalLM, LlamaConfig
 from worlds import spawn
 
-from lightseq import window
+from lightseq import parallelize, prepare, window
 from lightseq.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.metrics import read_records
 from lightseq.weights import build_on_meta
 
 float8_linear = pytest.importorskip("torchao.float8.float8_linear")
@@ -24,8 +25,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
-    """Programs one after the other; FP8 cores of this machine would have a peak of one FLOP/s, others of two."""
-    window.peak_flops_per_second = lambda device, fp8=False: 1.0 if fp8 else 2.0  # type: ignore[assignment]
+    """Programs one after the other, as if this machine had FP8 cores of four FLOP/s, and of two in bfloat16."""
+    window.peak_flops_per_second = lambda device, fp8=False: 4.0 if fp8 else 2.0  # type: ignore[assignment]
+    prepare.check_fp8 = lambda *_: None  # type: ignore[assignment]
+    parallelize.to_fp8 = lambda layers, recipe, emulate, tokens: to_fp8(layers, recipe, True, tokens)
     return [program(rank, "llama3", line) for line in runs]
 
 
@@ -34,9 +37,14 @@ def test_losses_with_emulated_fp8_stay_with_bfloat16_and_the_model_is_saved_as_a
     runs = [
         words(files, "bf16", common),
         *(words(files, recipe, f"{common} --fp8 {recipe} --fp8_emulate") for recipe in ("tensorwise", "rowwise")),
+        words(files, "cores", f"{common} --fp8 rowwise --max_steps 1 --save_strategy no"),
     ]
     ends = spawn(2, run, runs)
-    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 6, ends[0][-1].err
+    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 8, ends[0][-1].err
+    for output, peak in (("bf16", 2.0), ("rowwise", 2.0), ("cores", 4.0)):
+        record = read_records(files / output / "metrics.jsonl")[0]
+        assert record["mfu"] == pytest.approx(record["model_tflops_per_gpu"] * 1e12 / peak), output
+    assert "linear layers in FP8 (rowwise), " in ends[0][3].out and "add --torch_compile" in ends[0][3].out
     assert "linear layers in FP8 (tensorwise, emulated)" in ends[0][1].out
     bf16 = losses(files, "bf16")
     assert min(bf16) < bf16[0] - 1
@@ -60,26 +68,6 @@ def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: b
         assert isinstance(linear, float8_linear.Float8Linear) and not linear.config.emulate
         assert linear.config.pad_inner_dim is padded
     assert [name for name, _ in model.named_parameters()] == before
-
-
-def test_utilisation_is_of_the_fp8_peak_only_on_fp8_cores() -> None:
-    seconds, shares = 2.0, []
-    window.hardware, keep = lambda device: {"device": "NVIDIA H200"}, window.hardware  # type: ignore[assignment]
-    try:
-        for fp8 in (False, True):
-            work = window.Work(CONFIG, 48, 1, "none", fp8)
-            shares.append(_closed(work, seconds).record().mfu)
-    finally:
-        window.hardware = keep
-    assert shares[0] / shares[1] == pytest.approx(1979 / 989)
-
-
-def _closed(work: window.Work, seconds: float) -> window.Closed:
-    cpu = torch.device("cpu")
-    begin, end = window.Moment(cpu), window.Moment(cpu)
-    end._seconds = begin._seconds + seconds
-    world = window.World(0, 1, 0, 1, cpu)
-    return window.Closed(1, work, world, 1, 0.1, torch.ones(8, dtype=torch.float64), begin, end, (), end)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
