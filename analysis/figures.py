@@ -92,7 +92,11 @@ def memory_panels(runs: Sequence[Run]) -> list[Panel]:
 
 def mfu_panels(runs: Sequence[Run]) -> list[Panel]:
     """MFU for runs on a chip whose peak is known; where some are not, the arithmetic all of them did."""
-    share = Panel("Model FLOPs utilization (MFU)", "% of the chip's dense bf16 peak", (Curve("mfu", 100.0),))
+    share = Panel(
+        "Model FLOPs utilization (MFU)",
+        "% of the chip's dense peak (FP8 with --fp8, else bf16)",
+        (Curve("mfu", 100.0),),
+    )
     rate = Panel("Model arithmetic", "model TFLOP/s per GPU or CPU process", (Curve("model_tflops_per_gpu"),))
     if all(run.knows("mfu") for run in runs):
         return [share]

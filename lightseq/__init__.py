@@ -1,3 +1,10 @@
 """Exact training of Llama 2 and Llama 3 on sequences longer than a GPU holds."""
 
+import logging
+
 __version__ = "0.1.0"
+
+# transformers imports torchao wherever it is installed, and torchao complains of kernels that this machine cannot load
+# (torch of how it declares its types), on every rank. What is asked of torchao and cannot be had is refused in words.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

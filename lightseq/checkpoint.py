@@ -1,12 +1,13 @@
 """Saves a run so that it goes on as if never stopped, beside the model as a Hugging Face directory.
 
 checkpoint-N/ opens with `from_pretrained`; checkpoint-N/state/ holds float32 master weights and optimizer state, split
-as the ranks are (torch.distributed.checkpoint); trainer_state.json what fits in a line.
+as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits in a line.
 """
 
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from lightseq.weights import save_pretrained
+from lightseq.optimization import set_rate
 
 STATE, FACTS = "state", "trainer_state.json"
 
@@ -24,12 +26,10 @@ STATE, FACTS = "state", "trainer_state.json"
 def save(
     output_dir: Path,
     step: int,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
-    dtype: torch.dtype,
     keep: int | None,
-    tokenizer_from: Path | None,
+    write_model: Callable[[Path], None],
+    write_state: Callable[[Path], None],
 ) -> Path:
     """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it."""
     final, partial = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.partial"
@@ -37,9 +37,9 @@ def save(
     if main:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    save_pretrained(model, partial, dtype, tokenizer_from)
+    write_model(partial)
     dist.barrier()
-    dcp.save(_tensors(model, optimizer), checkpoint_id=partial / STATE)
+    write_state(partial / STATE)
     if main:
         (partial / FACTS).write_text(json.dumps({"step": step, **facts}) + "\n")
         if final.exists():
@@ -49,6 +49,24 @@ def save(
             shutil.rmtree(old)
     dist.barrier()
     return final
+
+
+def save_state(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    dcp.save(_tensors(model, optimizer), checkpoint_id=directory)
+
+
+def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
+    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
+    facts = read_facts(directory)
+    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
+    if saved == engine and (engine is None or saved_ranks == ranks):
+        return
+    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
+    raise ValueError(
+        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
+        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
+        f"with --model_name_or_path {directory}"
+    )
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -79,7 +97,15 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     _make_state(optimizer)
     tensors = _tensors(model, optimizer)
     _check_fit(directory, tensors)
-    dcp.load(tensors, checkpoint_id=directory / STATE)
+    try:
+        dcp.load(tensors, checkpoint_id=directory / STATE)
+    except CheckpointException as error:  # on all ranks alike
+        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
+            raise
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
+            "cut apart; resume on as many ranks as it was saved on"
+        ) from error
 
 
 def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -114,12 +140,12 @@ def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        set_rate(group, rate)

@@ -19,11 +19,12 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
-    "optim": ("adamw_torch", "adamw_torch_fused", "sgd"),
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_torch_8bit", "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
     "transport": ("auto", "nccl", "gloo", "symmetric"),
+    "fp8": ("tensorwise", "rowwise"),
     "remat": ("none", "attention", "full"),
     "offload": ("none", "activations", "optimizer", "both"),
     "packing": ("none", "best_fit"),
@@ -33,8 +34,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 # Flag, the values that are refused (none listed: all but the default), what they wait for. Delete a row to open a flag.
 NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
     ("packing", ("best_fit",), "a sequence holds one document"),
-    ("fp8", (), "the matrix products run in --bf16, --fp16 or float32"),
-    ("deepspeed", (), "parameters are sharded by --fsdp alone"),
 )
 
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
@@ -78,7 +77,8 @@ class TrainConfig:
     per_device_train_batch_size: int = 1  # sequences of a sequence-parallel group in one forward pass
     per_device_eval_batch_size: int = 1  # the same, for evaluation
     gradient_accumulation_steps: int = 1  # forward passes of an optimizer step
-    optim: str = "adamw_torch_fused"  # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8)
+    # optimizer (AdamW: betas 0.9 and 0.999, epsilon 1e-8); adamw_8bit, or adamw_torch_8bit: torchao's, its states
+    optim: str = "adamw_torch_fused"  # in a byte a weight each
     learning_rate: float = 5e-5  # highest learning rate of the run
     weight_decay: float = 0.0  # decoupled decay of the weight matrices
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm (0: never)
@@ -88,7 +88,8 @@ class TrainConfig:
     bf16: bool = False  # compute in bfloat16; master weights stay float32
     fp16: bool = False  # compute in float16 with loss scaling; master weights stay float32
     tf32: bool = False  # let float32 matrix products run in TF32
-    fp8: bool = False  # compute linear layers in FP8
+    fp8: str | None = None  # compute the layers' linears in FP8, with a scale a tensor or a scale a row; needs --bf16
+    fp8_emulate: bool = False  # round as FP8 does but multiply in float32, slowly: for hardware without it
     torch_compile: bool = False  # compile the decoder layers
     seed: int = 42  # of weights and of data order
     deterministic: bool = False  # bit-identical losses on the GPU too, at some cost
@@ -102,7 +103,8 @@ class TrainConfig:
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
     fsdp_transformer_layer_cls_to_wrap: str = "LlamaDecoderLayer"  # the module that is sharded as one
-    deepspeed: str | None = None  # DeepSpeed JSON, in place of fsdp
+    # a DeepSpeed JSON: ZeRO-1, 2 or 3 in the place of fsdp; its "auto" takes the values of these flags, and what
+    deepspeed: str | None = None  # contradicts them is refused
     step_timeout: float = 1800.0  # seconds without progress after which a run is given up
     # [memory]
     # what the backward pass recomputes. none: nothing; attention (the default): all but attention;
@@ -127,6 +129,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for check in (_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory):
             check(self)
+        _check_deepspeed(self)
         _check_files(self)
 
     @property
@@ -333,6 +336,11 @@ def _check_numbers(config: TrainConfig) -> None:
 def _check_precision(config: TrainConfig) -> None:
     if config.bf16 and config.fp16:
         raise ValueError("--bf16 and --fp16 exclude each other; give one, or neither for float32")
+    if config.fp8 and not config.bf16:
+        given = "--fp16" if config.fp16 else "float32"
+        raise ValueError(f"--fp8 {config.fp8} works within bfloat16, not {given}; add --bf16")
+    if config.fp8_emulate and not config.fp8:
+        raise ValueError("--fp8_emulate has nothing to emulate; name a recipe with --fp8, or leave it out")
 
 
 def _check_learning_rate(config: TrainConfig) -> None:
@@ -354,6 +362,27 @@ def _check_fsdp(config: TrainConfig) -> None:
             raise ValueError(f'--fsdp {word!r} is unknown; choose from {", ".join(FSDP_MODES)}, or "" for DDP')
     if words and sum(word in FSDP_MODES for word in words) != 1:
         raise ValueError(f"--fsdp {config.fsdp!r}: name one of {', '.join(FSDP_MODES)}")
+
+
+def _check_deepspeed(config: TrainConfig) -> None:
+    if config.deepspeed is None:
+        return
+    if config.fsdp != _defaults()["fsdp"]:
+        raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both hold the weights; give one")
+    if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
+    if config.fp8:
+        raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
+    if config.offload in ("optimizer", "both"):
+        raise ValueError(
+            f"--offload {config.offload} moves what DeepSpeed holds; use offload_optimizer in {config.deepspeed}, "
+            "and --offload activations for the rest"
+        )
+    if config.layers_per_checkpoint > 1:
+        raise ValueError(
+            f"--layers_per_checkpoint {config.layers_per_checkpoint} does not run under --deepspeed, which gathers "
+            "weights layer by layer; leave one of them out"
+        )
 
 
 def _check_memory(config: TrainConfig) -> None:

@@ -9,19 +9,21 @@ from typing import Final
 
 from transformers import LlamaConfig
 
-# Dense peak of the tensor cores in bfloat16 with float32 accumulation, FLOP/s, by the name that torch reports for the
-# device. The first pattern that matches counts. Figures are the makers'; those given with sparsity are halved.
-PEAKS: Final[tuple[tuple[str, float], ...]] = (
-    (r"\bB200\b", 2250e12),  # Blackwell datasheet: 4.5 PFLOP/s with sparsity
-    (r"\bH100 PCIe\b", 756e12),  # H100 datasheet, PCIe column: 1513 with sparsity
-    (r"\bH100 NVL\b", 835e12),  # H100 datasheet, NVL column: 1671 with sparsity
-    (r"\b(H100|H200|GH200)\b", 989e12),  # H100 (SXM), H200 and GH200 datasheets: 1979 with sparsity
-    (r"\bA100\b", 312e12),  # A100 datasheet
-    (r"\bL40S\b", 362e12),  # L40S datasheet: 733 with sparsity, rounded up
-    (r"\bA10\b", 125e12),  # A10 datasheet
-    (r"\bV100-PCIE\b", 112e12),  # V100 datasheet; float16, it has no bfloat16
-    (r"\bV100\b", 125e12),  # V100 datasheet (SXM2); float16
-    (r"\bRTX 4090$", 165e12),  # Ada architecture whitepaper, float32 accumulation; the laptop's and the D's differ
+# Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
+# by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
+# given with sparsity are halved, so that the FP8 peak is what the datasheet gives for bfloat16 with sparsity.
+PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
+    (r"\bB200\b", 2250e12, 4500e12),  # HGX B200 datasheet: 4.5 and 9 PFLOP/s with sparsity
+    (r"\bH100 PCIe\b", 756e12, 1513e12),  # H100 datasheet, PCIe column: 1513 and 3026 with sparsity
+    (r"\bH[12]00 NVL\b", 835e12, 1671e12),  # H100 and H200 datasheets, NVL columns: 1671 and 3341 with sparsity
+    (r"\b(H100|H200|GH200)\b", 989e12, 1979e12),  # H100 (SXM), H200, GH200 datasheets: 1979 and 3958 with sparsity
+    (r"\bA100\b", 312e12, None),  # A100 datasheet
+    (r"\bL40S\b", 362e12, 733e12),  # L40S datasheet: 733 with sparsity, rounded up; FP8 733, or 1466 with sparsity
+    (r"\bA10\b", 125e12, None),  # A10 datasheet
+    (r"\bV100-PCIE\b", 112e12, None),  # V100 datasheet; float16, it has no bfloat16
+    (r"\bV100\b", 125e12, None),  # V100 datasheet (SXM2); float16
+    # Ada architecture whitepaper, from its version 2.02 on; the laptop's and the D's differ
+    (r"\bRTX 4090$", 165e12, 330e12),
 )
 
 
@@ -80,9 +82,9 @@ def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str
     return sequences * (2 * repeated * length + attention)
 
 
-def peak_flops_per_second(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a device by the name torch gives it, or None where it is not known."""
-    return next((peak for pattern, peak in PEAKS if re.search(pattern, device_name)), None)
+def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:
+    """Dense peak of a device, in FP8 or in bfloat16, by the name torch gives it; None where it is not known."""
+    return next((peaks[fp8] for pattern, *peaks in PEAKS if re.search(pattern, device_name)), None)
 
 
 def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second: float | None) -> float | None:

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
@@ -36,10 +35,16 @@ class Breakdown:
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """This rank's parameters, their gradients, and AdamW's two moments (SGD here has none), once all are there."""
+def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
+    """This rank's parameters, their gradients and the optimizer's state on the device, once all are there.
+
+    AdamW has two moments, SGD here none. DeepSpeed's own are not known, and count as working memory.
+    """
+    if config.deepspeed or config.offload in ("optimizer", "both"):
+        return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
-    return parameters, parameters, 0 if isinstance(optimizer, torch.optim.SGD) else 2 * parameters
+    moments = {"sgd": 0.0, "adamw_8bit": 0.5, "adamw_torch_8bit": 0.5}.get(config.optim, 2.0)
+    return parameters, parameters, int(moments * parameters)
 
 
 def _local(x: Tensor) -> Tensor:

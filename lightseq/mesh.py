@@ -61,6 +61,12 @@ def disable_multicast() -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
+def ready_for_deepspeed(world: World) -> None:
+    """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+
+
 @contextmanager
 def start(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process."""

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-PACKAGES: Final = ("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed")
+PACKAGES: Final = (
+    *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class StepRecord:
     tokens_per_second: float
     tokens_per_second_per_gpu: float  # per process where there is no GPU
     model_tflops_per_gpu: float
-    mfu: float | None  # 0 to 1 of the chip's dense bf16 peak; None where that is not known
+    mfu: float | None  # 0 to 1 of the chip's dense peak, FP8's with --fp8, else bf16's; None where that is not known
     hfu: float | None  # the same, with what is recomputed
     peak_memory_allocated_bytes: int | None  # None without a GPU
     peak_memory_reserved_bytes: int | None

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,19 +13,63 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from lightseq.config import TrainConfig, warmup_steps
+from lightseq.weights import whole_shape
+
+EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
+
+
+def check_optimizer(name: str, device: torch.device) -> None:
+    """Raises ValueError where what the optimizer is made of is missing."""
+    if name not in EIGHT_BIT:
+        return
+    if find_spec("torchao") is None:
+        raise ValueError(f"--optim {name} is torchao's, which is not installed; pip install torchao")
+    if missing := _missing_compiler(device):
+        raise ValueError(
+            f"--optim {name} compiles its update and found no {missing}; install it, or use --optim adamw_torch_fused"
+        )
+
+
+def _missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile would need on this device and does not find."""
+    from torch._inductor import cpp_builder, exc  # takes a second to import
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda":
+        return None if has_triton() else "Triton"
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "C++ compiler"
+    return None
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) or SGD; weight decay on matrices alone, not on norms and biases."""
+    """AdamW (arXiv 1711.05101), its states in 8 bits (arXiv 2110.02861) or not, or SGD.
+
+    Weight decay on matrices alone, not on norms and biases.
+    """
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     if config.optim == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
+    if config.optim in EIGHT_BIT:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     fused = True if config.optim == "adamw_torch_fused" else None
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Sets the learning rate of a parameter group; compiled optimizers keep theirs in a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 class LearningRate:
@@ -44,7 +90,7 @@ class LearningRate:
         """Sets the rate of optimizer step `step` (from 0) and returns it."""
         rate = self._peak * self._share(step)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            set_rate(group, rate)
         return rate
 
 

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention import SequenceContext
+from lightseq.fp8 import to_fp8
 from lightseq.loss import cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Offload
-from lightseq.remat import apply_remat, group_layers
+from lightseq.remat import apply_remat, checkpoint_groups
 
 MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
 
@@ -37,6 +38,8 @@ class Techniques:
     offload: str = "none"
     host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
+    fp8: str | None = None
+    fp8_emulate: bool = False
     compile: bool = False
     deterministic: bool = False
     gpus_per_host: int | None = None
@@ -68,7 +71,17 @@ def _head_loss(head: nn.Linear, first_chunk_only: bool, hidden: Tensor, labels: 
 def parallelize(
     model: PreTrainedModel, meshes: Meshes, device: torch.device, techniques: Techniques
 ) -> tuple[LossModel, SequenceContext]:
-    """Distributed attention, rematerialisation, compilation, sharding. The model may be on the meta device."""
+    """Distributed attention, FP8, rematerialisation, compilation, sharding. The model may be on the meta device."""
+    loss_model, context = transform(model, meshes, device, techniques)
+    groups, on_host = _groups(model.model.layers, techniques), techniques.offload in ("optimizer", "both")
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host)
+    return loss_model, context
+
+
+def transform(
+    model: PreTrainedModel, meshes: Meshes, device: torch.device, techniques: Techniques
+) -> tuple[LossModel, SequenceContext]:
+    """All of it but the sharding."""
     layers: Any = model.model.layers
     context = hf.enable(
         model,
@@ -84,6 +97,9 @@ def parallelize(
         gpus_per_host=techniques.gpus_per_host,
         elide=techniques.rehearses,
     )
+    if techniques.fp8 is not None:
+        local_tokens = context.layout.padded_length(techniques.length) // context.layout.world
+        to_fp8(layers, techniques.fp8, techniques.fp8_emulate, local_tokens)
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
         tile_mlps(layers, first_tile_only)
@@ -92,15 +108,18 @@ def parallelize(
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward)
-    groups = [[layer] for layer in layers]
+    groups = _groups(layers, techniques)
     if techniques.layers_per_checkpoint > 1:
-        groups = group_layers(layers, techniques.layers_per_checkpoint, inner)
+        checkpoint_groups(groups, inner)
     if offload is not None:
         offload.wrap([group[0] for group in groups])
-    loss_model = LossModel(model, offload, first_tile_only)
-    on_host = techniques.offload in ("optimizer", "both")
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host)
-    return loss_model, context
+    return LossModel(model, offload, first_tile_only), context
+
+
+def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:
+    """Neighbouring layers that share a checkpoint, and a unit of FSDP2."""
+    size = techniques.layers_per_checkpoint
+    return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
 def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | None, Offload | None]:

@@ -11,10 +11,13 @@ from transformers import LlamaConfig
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, open_examples
+from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.fp8 import check_fp8
 from lightseq.kernels import KernelSpec, select
 from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
+from lightseq.optimization import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Inputs:
     sequence_size: int
     data_rank: int
     resume_from: Path | None
+    deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # what the user should know, said once
 
 
@@ -37,11 +41,16 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     check_mirror(config.report_to)
+    check_optimizer(config.optim, world.device)
     output_dir = Path(config.output_dir)
     resume_from = _check_output_dir(output_dir, config)
     source = resolve(family, config.model_name_or_path, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     _check_kernel(config, model_config, world.device)
+    check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
+    deepspeed = deepspeed_settings(config, world.size // sequence_size, model_config.hidden_size)
+    if resume_from is not None:
+        checkpoint.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
 
     def examples(path: str) -> Examples:
@@ -75,7 +84,6 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
     # Last, for it can take hours: everything else has been looked at.
     directory = weights.download(source.weights) if isinstance(source.weights, str) else source.weights
-    warning = context_warning(model_config, config.model_max_length)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     return Inputs(
         model_config,
@@ -86,8 +94,16 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         sequence_size,
         world.rank // sequence_size,
         resume_from,
-        notes + ((f"warning: {warning}",) if warning else ()),
+        deepspeed,
+        notes + tuple(f"warning: {warning}" for warning in _warnings(config, model_config)),
     )
+
+
+def _warnings(config: TrainConfig, model_config: LlamaConfig) -> list[str]:
+    context = context_warning(model_config, config.model_max_length)
+    eager = config.fp8 is not None and not config.torch_compile
+    casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
+    return ([context] if context else []) + ([casts] if eager else [])
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:

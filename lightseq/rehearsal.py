@@ -83,10 +83,11 @@ def main(family: Family, argv: Sequence[str]) -> int:
 def rehearse(trainer: Trainer) -> Rehearsal:
     """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
     begin, on_gpu = time.perf_counter(), trainer.world.device.type == "cuda"
-    for p in trainer.model.parameters():
-        p.grad = torch.zeros_like(p)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    if trainer.inputs.deepspeed is None:  # which makes its state with its engine
+        for p in trainer.model.parameters():
+            p.grad = torch.zeros_like(p)
+        trainer.engine.optimizer.step()
+        trainer.engine.optimizer.zero_grad()
     taken = _TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled
         if on_gpu:
@@ -96,7 +97,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             trainer._step(step)
             if on_gpu:
                 torch.cuda.synchronize()
-    offload = trainer.loss_model.offload
+    offload = trainer.engine.offload
     parts = trainer.memory_parts(taken.bytes)
     host = offload.memory.allocated_bytes if offload else 0
     worst = torch.tensor([parts.total, host], dtype=torch.float64, device=trainer.world.device)

@@ -47,14 +47,13 @@ def apply_remat(
         )
 
 
-def group_layers(layers: Sequence[nn.Module], size: int, inner: Offload | None = None) -> list[list[nn.Module]]:
-    """Checkpoints `size` neighbouring layers as one: of them all, only the first one's input is kept.
+def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | None = None) -> None:
+    """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
 
     The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
     the host, given `inner`). The first layer's forward runs them all, and the others hand on what it returns, so that
     the model that calls them need not know.
     """
-    groups = [list(layers[start : start + size]) for start in range(0, len(layers), size)]
     for group in groups:
         if inner is not None:
             inner.wrap(group)
@@ -62,7 +61,6 @@ def group_layers(layers: Sequence[nn.Module], size: int, inner: Offload | None =
         first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
         for layer in others:
             layer.forward = _hand_on  # type: ignore[method-assign, assignment]
-    return groups
 
 
 def _run_group(forwards: list[Callable[..., Tensor]], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """Trains a model across ranks: from the words of a command line to a saved model and its metrics."""
 
-import json
 import shlex
 import sys
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
@@ -20,6 +18,8 @@ from torch.profiler import record_function
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch
+from lightseq.deepspeed_engine import DeepSpeedEngine
+from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
 from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
@@ -39,12 +39,11 @@ from lightseq.mesh import (
     start,
 )  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
-from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
-from lightseq.parallelize import Techniques, parallelize
+from lightseq.optimization import LearningRate
+from lightseq.parallelize import Techniques
 from lightseq.prepare import Inputs, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
-from lightseq.tokens import first_line
 from lightseq.window import Closed, StepResult, Window, Work
 
 CPU = torch.device("cpu")
@@ -73,6 +72,11 @@ def _timeout(words: list[str], program: str) -> float:
         return TrainConfig.step_timeout
 
 
+def _fp8(config: TrainConfig) -> str:
+    emulated = ", emulated" if config.fp8_emulate else ""
+    return f"linear layers in FP8 ({config.fp8}{emulated}), " if config.fp8 else ""
+
+
 class Trainer:
     """One run on one rank."""
 
@@ -86,7 +90,6 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
-        self.model = weights.build_on_meta(inputs.model_config)
         techniques = Techniques(
             length=config.model_max_length,
             schedule=config.schedule,
@@ -98,19 +101,17 @@ class Trainer:
             offload=config.offload,
             host_memory_bytes=self._host_memory_bytes(),
             compute_dtype=self.dtype,
+            fp8=config.fp8,
+            fp8_emulate=config.fp8_emulate,
             compile=config.torch_compile,
             deterministic=config.deterministic,
             gpus_per_host=world.local_size,
             rehearses=rehearses,
         )
-        self.loss_model, self.context = agree(
-            world, lambda: parallelize(self.model, self.meshes, world.device, techniques)
-        )
-        weights.materialize(self.model, world.device, CPU if config.offload in ("optimizer", "both") else None)
-        agree(world, self._fill_weights)
-        self.optimizer = make_optimizer(self.model, config)
+        parts = (config, inputs, world, self.meshes, techniques)
+        self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
+        self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.scaler = LossScaler() if config.fp16 else None
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.metrics = agree(world, lambda: self._open_output(command))
@@ -121,29 +122,12 @@ class Trainer:
         budget = self.config.host_memory_budget
         return free_host_memory(self.world) if budget is None else budget * 2**30
 
-    def _fill_weights(self) -> None:
-        if self.inputs.resume_from is not None:
-            return  # the checkpoint's follow
-        if self.inputs.weights is None:
-            weights.initialize(self.model, self.config.seed, self.world.device)
-            return
-        try:
-            weights.load(self.model, self.inputs.weights)
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f"--model_name_or_path {self.inputs.weights}: its weights cannot be read ({first_line(error)}); "
-                "copy or download them again"
-            ) from error
-
     def _resume(self) -> int:
         """Steps done before this run."""
         if self.inputs.resume_from is None:
             return 0
-        checkpoint.restore(self.inputs.resume_from, self.model, self.optimizer)
-        facts = checkpoint.read_facts(self.inputs.resume_from)
-        if self.scaler is not None and facts.get("scaler"):
-            self.scaler = LossScaler(**facts["scaler"])
-        return int(facts["step"])
+        self.engine.restore(self.inputs.resume_from)
+        return int(checkpoint.read_facts(self.inputs.resume_from)["step"])
 
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
@@ -174,7 +158,11 @@ class Trainer:
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
             "layers_per_checkpoint": self.config.layers_per_checkpoint,
-            "host_memory_bytes": self.loss_model.offload.memory.limit_bytes if self.loss_model.offload else None,
+            "host_memory_bytes": self.engine.offload.memory.limit_bytes if self.engine.offload else None,
+            "fp8": self.config.fp8,
+            "fp8_emulated": self.config.fp8_emulate,
+            "parameters": self.engine.parameters,
+            "deepspeed": self.inputs.deepspeed.settings if self.inputs.deepspeed else None,
             "world_size": self.world.size,
             "data_ranks": self.meshes.data_ranks,
             "sequence_ranks": self.inputs.sequence_size,
@@ -197,15 +185,14 @@ class Trainer:
             "ranks": f"{self.world.size} ({self.meshes.data_ranks} data x {self.inputs.sequence_size} sequence) on "
             f"{hardware(self.world.device)['device']}",
             "sequence": f"{c.model_max_length:,} tokens, {self.inputs.stream.sequences_per_step} a step",
-            "precision": f"{c.compute_dtype} compute, float32 master weights",
+            "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
             "schedule": str(self.context.schedule),
             "kernel": str(self.context.selection),
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
             "remat": c.remat_policy
             + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
             + (f", {c.offload} in host memory" if c.offload != "none" else ""),
-            "parameters": {"full_shard": "FSDP2 over all ranks", "hybrid_shard": "FSDP2 inside a host, copies across",
-                           "ddp": "a copy on every rank"}[c.fsdp_mode],
+            "parameters": self.engine.parameters,
         }  # fmt: skip
 
     def train(self) -> None:
@@ -247,14 +234,13 @@ class Trainer:
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """What the peak so far was made of. `taken_by_forward` is what a forward pass left taken, where measured."""
         c, model, device = self.config, self.inputs.model_config, self.world.device
-        on_host = c.offload in ("optimizer", "both")
-        states = (0, 0, 0) if on_host else state_bytes(self.model, self.optimizer)
+        states = state_bytes(self.model, c)
         logits, gradients = loss_bytes(model, c, self.local_tokens)
         kept = kept_activations(model, c, self.local_tokens)
         if taken_by_forward is not None:
             kept = max(0, taken_by_forward - gradients)
-        elif self.loss_model.offload is not None:
-            kept = max(0, kept - self.loss_model.offload.memory.allocated_bytes)
+        elif self.engine.offload is not None:
+            kept = max(0, kept - self.engine.offload.memory.allocated_bytes)
         buffers = self.context.transport.buffer_bytes
         peak = torch.cuda.max_memory_allocated(device) + buffers if device.type == "cuda" else 0
         working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
@@ -275,12 +261,13 @@ class Trainer:
             leave(1)
 
     def _window(self) -> Window:
-        return Window(self.world, self.context.transport, self.loss_model.offload)
+        return Window(self.world, self.context.transport, self.engine.offload)
 
     def _work(self) -> Work:
         c = self.config
-        sequences, grouped = self.inputs.stream.sequences_per_step, c.layers_per_checkpoint > 1
-        return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, grouped)
+        sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
+        grouped = c.layers_per_checkpoint > 1
+        return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, grouped, on_fp8_cores)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device only under float16."""
@@ -292,31 +279,21 @@ class Trainer:
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
-        scale = self.scaler.scale if self.scaler else 1.0
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         for batch in batches:
             with record_function("forward"):
                 share = self.loss_model(*self.shard(batch)) / divisor
             with record_function("backward"):
-                (share * scale).backward()
+                self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
-        rate = self.learning_rate.apply(self.optimizer, step)
+        rate = self.learning_rate.apply(self.engine.optimizer, step)
         with record_function("update"):
             norm = self._update()
         return StepResult(loss, norm, rate, valid, data_seconds)
 
     def _update(self) -> Tensor:
-        """Clips, steps and clears; returns the gradients' global norm before clipping."""
-        grads = local_gradients(self.model.parameters())
-        norm = global_norm(grads, self.meshes.parameters["shard"].get_group())  # on the gradients' device
-        take = True
-        if self.scaler is not None:
-            norm, take = self.scaler.unscale(grads, norm)
-        if take:
-            clip(grads, norm, self.config.max_grad_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        """Takes the step; returns the gradients' global norm before clipping."""
+        return self.engine.update()
 
     def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's ids, positions and labels of a whole batch, on its device."""
@@ -377,9 +354,11 @@ class Trainer:
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
 
     def _save(self, step: int) -> Path:
-        facts = {"scaler": vars(self.scaler) if self.scaler else None, "config": self.config.to_json()}
-        tokenizer_from = self.inputs.weights
-        return checkpoint.save(
-            self.output_dir, step, self.model, self.optimizer, facts, self.dtype, self.config.save_total_limit,
-            tokenizer_from,
-        )  # fmt: skip
+        facts = {**self.engine.facts(), "config": self.config.to_json()}
+
+        def write_model(directory: Path) -> None:
+            whole = self.engine.whole_parameters()
+            weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
+
+        keep = self.config.save_total_limit
+        return checkpoint.save(self.output_dir, step, facts, keep, write_model, self.engine.save_state)

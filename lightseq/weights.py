@@ -5,7 +5,7 @@ A model is built on the meta device and split before it has memory. Each rank th
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from lightseq.tokens import first_line
+
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
+
+
+Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
+
+
+def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
+    data = parameter.detach()
+    if isinstance(data, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
+        local = data.to_local()
+    else:
+        shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
+    if local.numel():
+        local.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))))
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape that a parameter has on all ranks together; ZeRO-3 leaves an empty tensor with a note of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -39,6 +61,11 @@ def materialize(model: PreTrainedModel, device: torch.device, parameters_on: tor
     model.to_empty(device=parameters_on or device)
     if model.config.tie_word_embeddings:  # to_empty gave the two ends of the tie memory of their own
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    rebuild_buffers(model, device)
+
+
+def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Computes the buffers of a model that was built without memory; raises ValueError if they cannot be."""
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
     for rope in ropes:  # its frequencies are computed, never stored; the module stays, for it may be patched
         for name, buffer in type(rope)(config=model.config).named_buffers():
@@ -49,18 +76,18 @@ def materialize(model: PreTrainedModel, device: torch.device, parameters_on: tor
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
 
 
-def initialize(model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
+def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
     """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
 
     Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
     parameter's own).
     """
     for name, parameter in model.named_parameters():
-        _fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
+        fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
 
 
 def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
-    shape, device = parameter.shape, device or parameter.device
+    shape, device = whole_shape(parameter), device or parameter.device
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if len(shape) == 1:
@@ -70,7 +97,7 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
     return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 
 
-def load(model: PreTrainedModel, source: Path | str) -> None:
+def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
     """Reads each rank's part of every parameter from a local directory or, one download a host, from the hub.
 
     Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
@@ -91,9 +118,19 @@ def load(model: PreTrainedModel, source: Path | str) -> None:
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
             part = opened[file].get_slice(name)
-            if tuple(part.get_shape()) != tuple(parameter.shape):
-                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(parameter.shape)}")
-            _fill(parameter, part.__getitem__)
+            if tuple(part.get_shape()) != whole_shape(parameter):
+                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(whole_shape(parameter))}")
+            fill(parameter, part.__getitem__)
+
+
+def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill = fill) -> None:
+    """`load`, with what is wrong with the files said as a refusal of a flag's value."""
+    try:
+        load(model, source, fill)
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"{flag} {source}: its weights cannot be read ({first_line(error)}); copy or download them again"
+        ) from error
 
 
 def download(hub_id: str) -> Path:
@@ -108,9 +145,16 @@ def download(hub_id: str) -> Path:
 
 
 def save_pretrained(
-    model: PreTrainedModel, directory: Path, dtype: torch.dtype, tokenizer_from: Path | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    dtype: torch.dtype,
+    tokenizer_from: Path | None = None,
+    parameters: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes."""
+    """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes.
+
+    `parameters` are the whole tensors by name, where they are not those that the model's own gather to.
+    """
     main = dist.get_rank() == 0
     written: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
@@ -125,7 +169,7 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, whole in whole_parameters(model):
+    for name, whole in whole_parameters(model) if parameters is None else parameters:
         if main:
             pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
@@ -147,18 +191,6 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         data = parameter.detach()
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
-
-
-def _fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
-    data = parameter.detach()
-    if isinstance(data, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
-        local = data.to_local()
-    else:
-        shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
-    if local.numel():
-        local.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))))
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -35,7 +35,8 @@ class Work:
     length: int
     sequences: int
     remat: str
-    grouped: bool  # layers share checkpoints
+    grouped: bool = False  # layers share checkpoints
+    fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
 
 
 class Moment:
@@ -122,7 +123,7 @@ class Closed:
         tokens = work.sequences * work.length
         flops = model_flops(work.model, work.length, work.sequences)
         repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped)
-        peak = peak_flops_per_second(hardware(self.world.device)["device"])
+        peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
             step=self.step,

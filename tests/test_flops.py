@@ -98,28 +98,30 @@ def test_full_recompute_is_what_torch_repeats_when_it_checkpoints_layers() -> No
 
 
 @pytest.mark.parametrize(
-    ("device", "peak"),
+    ("device", "bf16", "fp8"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("cpu", None),
+        ("NVIDIA H100 80GB HBM3", 989e12, 1979e12),
+        ("NVIDIA H100 PCIe", 756e12, 1513e12),
+        ("NVIDIA H100 NVL", 835e12, 1671e12),
+        ("NVIDIA H200", 989e12, 1979e12),
+        ("NVIDIA H200 NVL", 835e12, 1671e12),
+        ("NVIDIA GH200 480GB", 989e12, 1979e12),
+        ("NVIDIA B200", 2250e12, 4500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, None),
+        ("NVIDIA A100 80GB PCIe", 312e12, None),
+        ("NVIDIA A10", 125e12, None),
+        ("NVIDIA A10G", None, None),
+        ("NVIDIA L40S", 362e12, 733e12),
+        ("NVIDIA L40", None, None),
+        ("Tesla V100-SXM2-16GB", 125e12, None),
+        ("NVIDIA GeForce RTX 4090", 165e12, 330e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("cpu", None, None),
     ],
 )
-def test_a_devices_peak_is_found_by_its_whole_name(device: str, peak: float | None) -> None:
-    assert peak_flops_per_second(device) == peak
+def test_a_devices_peaks_are_found_by_its_whole_name(device: str, bf16: float | None, fp8: float | None) -> None:
+    assert peak_flops_per_second(device) == bf16
+    assert peak_flops_per_second(device, fp8=True) == fp8
 
 
 def test_utilisation_is_flops_over_the_joint_peak_of_all_gpus() -> None:

@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning-rat", "did you mean --learning_rate?")),
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
     "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
+    "FP8 without its cores": (
+        "--bf16 --fp8 tensorwise",
+        ("--fp8 tensorwise", "CPU has no FP8", "leave it out", "--fp8_emulate"),
+    ),
     "unknown mirror": ("--report_to carrier_pigeon", ("--report_to 'carrier_pigeon'", "choose from none")),
     # how ranks share a sequence
     "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
@@ -96,6 +100,24 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("3 query and 3 key/value heads do not allow", "prefix takes any number"),
     ),
     "a transport of GPUs": ("--transport symmetric", ("symmetric does not run on cpu", "use gloo")),
+    # DeepSpeed
+    "no such DeepSpeed file": ("--deepspeed {files}/gone.json", ("gone.json cannot be read", "name a DeepSpeed JSON")),
+    "a DeepSpeed file against a flag": (
+        "--deepspeed {files}/zero2.json --max_grad_norm 0.5",
+        ("zero2.json: gradient_clipping is 2.0, but --max_grad_norm is 0.5", 'write "auto"'),
+    ),
+    "a precision that DeepSpeed has not here": (
+        "--deepspeed {files}/zero2.json --max_grad_norm 2 --fp16",
+        ("--fp16 under --deepspeed does not run on cpu", "give --bf16"),
+    ),
+    "a key that DeepSpeed itself refuses": (
+        "--deepspeed {files}/unknown.json",
+        ("unknown.json: DeepSpeedZeroConfig.no_such_key: Extra inputs are not permitted", "correct it, or remove it"),
+    ),
+    "FSDP2's checkpoint under DeepSpeed": (
+        "--deepspeed {files}/zero2.json --max_grad_norm 2 --resume_from_checkpoint {files}/run/checkpoint-2",
+        ("checkpoint-2 was saved by FSDP2", "DeepSpeed ZeRO-2 on 2", "--model_name_or_path {files}/run/checkpoint-2"),
+    ),
     # the output, and what was written before
     "output that holds a run": (
         "--output_dir {files}/run",
@@ -158,6 +180,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file.csv").write_text("1,2\n")
     (folder / "t.jsonl").write_text('{"text": "words"}\n')
     (folder / "empty").mkdir()
+    for name, zero in (("zero2", {"stage": 2}), ("unknown", {"stage": 3, "no_such_key": 1})):
+        clipping = {"gradient_clipping": 2.0 if name == "zero2" else "auto"}
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero, **clipping}))
     _write_models(folder)
     flags = "--max_steps 2 --save_strategy steps --save_steps 1"
     outputs = ("{files}/run", "{files}/other --optim sgd")

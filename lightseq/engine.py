@@ -1,0 +1,122 @@
+"""What holds a model across ranks, differentiates and updates it: FSDP2 here, DeepSpeed in deepspeed_engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq import checkpoint, weights
+from lightseq.attention import SequenceContext
+from lightseq.config import TrainConfig
+from lightseq.mesh import Meshes, World, agree
+from lightseq.offload import Offload
+from lightseq.optimization import LossScaler, clip, global_norm, local_gradients, make_optimizer
+from lightseq.parallelize import Techniques, parallelize
+from lightseq.prepare import Inputs
+
+FSDP = {
+    "full_shard": "FSDP2 over all ranks",
+    "hybrid_shard": "FSDP2 inside a host, copies across",
+    "ddp": "a copy on every rank",
+}
+
+
+class Engine(Protocol):
+    """The whole model on all ranks, weights included."""
+
+    model: PreTrainedModel
+    loss_model: nn.Module  # ids, positions, labels -> this rank's sum of losses
+    context: SequenceContext
+    optimizer: Any  # its groups carry the learning rate
+    parameters: str  # how they are held, in words
+    offload: Offload | None  # of what layers keep
+
+    def backward(self, share: Tensor, last: bool) -> None:
+        """Adds the gradients of a share of the loss; `last` of the shares that an update takes in."""
+        ...
+
+    def update(self) -> Tensor:
+        """Clips, steps and clears; returns the gradients' global norm before clipping."""
+        ...
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in float32, gathered from all ranks; each rank goes through all of them."""
+        ...
+
+    def save_state(self, directory: Path) -> None: ...
+
+    def restore(self, checkpoint_directory: Path) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of the engine in a line."""
+        ...
+
+
+class FsdpEngine:
+    """FSDP2, or copies on every rank, with the optimizers of torch and torchao."""
+
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, techniques: Techniques
+    ) -> None:
+        self.parameters = FSDP[config.fsdp_mode]
+        self._max_grad_norm = config.max_grad_norm
+        self._shards = meshes.parameters["shard"].get_group()
+        self.model = weights.build_on_meta(inputs.model_config)
+        loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
+        self.loss_model: nn.Module = loss_model
+        self.offload = loss_model.offload
+        on_host = config.offload in ("optimizer", "both")
+        self.parameters += ", in host memory" if on_host else ""
+        weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)
+        agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        self.optimizer: Any = make_optimizer(self.model, config)
+        self._scaler = LossScaler() if config.fp16 else None
+
+    def backward(self, share: Tensor, last: bool) -> None:
+        (share * (self._scaler.scale if self._scaler else 1.0)).backward()
+
+    def update(self) -> Tensor:
+        grads = local_gradients(self.model.parameters())
+        norm = global_norm(grads, self._shards)
+        take = True
+        if self._scaler is not None:
+            norm, take = self._scaler.unscale(grads, norm)
+        if take:
+            clip(grads, norm, self._max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return weights.whole_parameters(self.model)
+
+    def save_state(self, directory: Path) -> None:
+        checkpoint.save_state(directory, self.model, self.optimizer)
+
+    def restore(self, checkpoint_directory: Path) -> None:
+        checkpoint.restore(checkpoint_directory, self.model, self.optimizer)
+        facts = checkpoint.read_facts(checkpoint_directory)
+        if self._scaler is not None and facts.get("scaler"):
+            self._scaler = LossScaler(**facts["scaler"])
+
+    def facts(self) -> dict[str, Any]:
+        return {"scaler": vars(self._scaler) if self._scaler else None}
+
+
+def fill_weights(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    seed: int,
+    fill: weights.Fill = weights.fill,
+    device: torch.device | None = None,
+) -> None:
+    """Weights from where the run takes them, fresh ones drawn on `device`. Raises ValueError if they cannot be read."""
+    if inputs.resume_from is not None:
+        return  # the checkpoint's follow
+    if inputs.weights is None:
+        weights.initialize(model, seed, fill, device)
+    else:
+        weights.load_named(model, inputs.weights, "--model_name_or_path", fill)

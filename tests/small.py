@@ -1,0 +1,37 @@
+"""A small model, data with a pattern to learn, and the command line that trains the one on the other."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+from transformers import LlamaConfig
+
+from lightseq.metrics import read_records
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LENGTH = 64, 128, 256, 48
+CONFIG = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def write_inputs(folder: Path) -> Path:
+    """The model's config and 16 sequences, in some of which few tokens are targets, into a folder."""
+    CONFIG.save_pretrained(folder / "model")
+    starts = np.random.default_rng(0).integers(0, VOCABULARY, 16)
+    lengths = [LENGTH if i % 3 else 5 + i for i in range(16)]
+    ids = [((s + 5 * np.arange(n)) % VOCABULARY).tolist() for s, n in zip(starts, lengths, strict=True)]
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": ids}))
+    return folder
+
+
+def words(files: Path, output: str, more: str = "") -> str:
+    """A command line; later words win."""
+    return (
+        f"--model_name_or_path {files}/model --random_init --data_path {files}/data.pkl --output_dir {files}/{output} "
+        f"--model_max_length {LENGTH} --learning_rate 1e-3 --lr_scheduler_type cosine --weight_decay 0.1 {more}"
+    )
+
+
+def losses(files: Path, output: str) -> list[float]:
+    return [record["loss"] for record in read_records(files / output / "metrics.jsonl") if "loss" in record]

@@ -1,0 +1,174 @@
+"""DeepSpeed's ZeRO in the place of FSDP2: the same losses and weights, resumed and offloaded too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import Ended, program
+from safetensors.torch import load_file, save_file
+from small import CONFIG, losses, words, write_inputs
+from transformers import AutoModelForCausalLM
+from worlds import spawn
+
+from lightseq import trainer
+from lightseq.checkpoint import read_facts
+from lightseq.config import TrainConfig
+from lightseq.deepspeed_engine import DeepSpeedEngine
+from lightseq.metrics import read_records
+from lightseq.weights import build_on_meta, initialize, materialize
+
+STAGES = (1, 2, 3)
+CPU = {"device": "cpu"}
+FILES: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {"zero_optimization": {"stage": 2}},
+    # everything open that Hugging Face's own examples leave open; what is above the last threshold is split
+    "zero3": {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "zero_optimization": {
+            "stage": 3,
+            **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+            "stage3_param_persistence_threshold": "auto",
+        },
+    },
+    "offload2": {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+    "offload3": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": CPU,
+            "offload_param": CPU,
+            "stage3_param_persistence_threshold": 0,
+        }
+    },
+}
+STEPS = 3
+# Two data-parallel ranks, three passes a step: sequences of which a third are short, and a norm that is clipped.
+COMMON = f"--max_steps {STEPS} --save_steps 2 --sequence_parallel_size 1 --gradient_accumulation_steps 3"
+CLIPPED = "--max_grad_norm 0.5 --optim adamw_torch"
+
+
+class Remembering(DeepSpeedEngine):
+    """Leaves the master weights that a run starts from beside its output."""
+
+    def __init__(self, config: TrainConfig, *others: Any) -> None:
+        super().__init__(config, *others)
+        masters = dict(self.whole_parameters())
+        if torch.distributed.get_rank() == 0:
+            save_file({name: tensor.clone() for name, tensor in masters.items()}, f"{config.output_dir}.masters")
+
+
+def run(rank: int, runs: list[str]) -> list[Ended]:
+    trainer.DeepSpeedEngine = Remembering  # type: ignore[misc]
+    return [program(rank, "llama3", line) for line in runs]
+
+
+def trained(world: int, runs: list[str]) -> list[Ended]:
+    """Programs one after the other on one world; what rank 0 said."""
+    ends = spawn(world, run, runs)
+    for i, line in enumerate(runs):
+        assert [rank_ends[i].status for rank_ends in ends] == [0] * world, f"{line}: {[e[i].err for e in ends]}"
+    assert not any(end.out for rank_ends in ends[1:] for end in rank_ends), "only rank 0 speaks"
+    return ends[0]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of runs on two ranks: by FSDP2, by every stage, resumed, offloaded, in bfloat16."""
+    folder = write_inputs(tmp_path_factory.mktemp("deepspeed"))
+    for name, settings in FILES.items():
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+    evaluated = f"--eval_data_path {folder}/data.pkl --eval_strategy steps --eval_steps 2"
+    lines = {"fsdp2": f"{CLIPPED} {evaluated}", "bf16-fsdp2": "--bf16"}
+    for name in FILES:
+        engine = f"--deepspeed {folder}/{name}.json"
+        lines[name] = f"{CLIPPED} {evaluated} {engine}"
+        if name.startswith("zero"):
+            lines[f"resumed-{name}"] = f"{CLIPPED} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
+            lines[f"bf16-{name}"] = f"--bf16 {engine}"
+    start = f"--model_name_or_path {folder}/fsdp2/checkpoint-{STEPS} --random_init False --max_steps 1"
+    lines |= {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
+    ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in lines.items()])
+    for output, end in zip(lines, ends, strict=True):
+        (folder / output / "said.txt").write_text(end.out)
+    return folder
+
+
+def assert_equal_runs(files: Path, got: str, want: str, step: int = STEPS) -> None:
+    """Losses, evaluations, norms before clipping, rates and all weights, to 1e-5."""
+    mine, theirs = (read_records(files / output / "metrics.jsonl") for output in (got, want))
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        for key in {"loss", "eval_loss", "grad_norm", "learning_rate", "valid_tokens"} & b.keys():
+            assert a[key] == pytest.approx(b[key], rel=1e-5), (got, key, b["step"])
+    mine, theirs = (load_file(files / output / f"checkpoint-{step}" / "model.safetensors") for output in (got, want))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (mine[name] - tensor).norm() < 1e-5 * tensor.norm(), (got, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
+    assert_equal_runs(files, name, "fsdp2")
+    norms = [record["grad_norm"] for record in read_records(files / name / "metrics.jsonl") if "loss" in record]
+    assert all(norm > 0.5 for norm in norms), "nothing was clipped"
+    stage = FILES[name]["zero_optimization"]["stage"]
+    offloaded = {"offload2": ", offload_optimizer cpu", "offload3": ", offload_optimizer cpu, offload_param cpu"}
+    said = f"DeepSpeed ZeRO-{stage} over all ranks{offloaded.get(name, '')}"
+    assert f"{said}\n" in (files / name / "said.txt").read_text()
+    facts = json.loads((files / name / "run.json").read_text())
+    assert facts["parameters"] == said and facts["deepspeed"]["gradient_clipping"] == 0.5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_equals_one_that_never_stopped(files: Path, stage: int) -> None:
+    assert losses(files, f"resumed-zero{stage}") == losses(files, f"zero{stage}")[2:]  # to the bit
+    whole, resumed = (
+        load_file(files / output / f"checkpoint-{STEPS}" / "model.safetensors")
+        for output in (f"zero{stage}", f"resumed-zero{stage}")
+    )
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+
+def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
+    """To the bit what the seed gives, whatever dtype the model computes in."""
+    model = build_on_meta(CONFIG)
+    materialize(model, torch.device("cpu"))
+    initialize(model, seed=42)
+    assert masters.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert masters[name].dtype == torch.float32 and torch.equal(masters[name], parameter.detach()), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_under_zero_follows_fsdp2(files: Path, stage: int) -> None:
+    """Masters start from float32 and gradients add up in float32; what is left is the order of bfloat16 sums."""
+    assert_fresh(load_file(files / f"bf16-zero{stage}.masters"))
+    expected, got = losses(files, "bf16-fsdp2"), losses(files, f"bf16-zero{stage}")
+    assert got == pytest.approx(expected, rel=2e-3)
+    assert (files / f"bf16-zero{stage}" / "run.json").read_text().count('"fp32"') == 2
+
+
+def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files: Path) -> None:
+    opened = AutoModelForCausalLM.from_pretrained(files / "zero3" / f"checkpoint-{STEPS}")
+    assert opened.dtype == torch.float32
+    assert_equal_runs(files, "tuned-zero3", "tuned-fsdp2", step=1)
+    checkpoint = files / "zero2" / "checkpoint-2"
+    assert read_facts(checkpoint)["engine"] == "DeepSpeed ZeRO-2" and read_facts(checkpoint)["ranks"] == 2
+    assert sorted(path.name for path in (files / "zero2").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_three_ranks_on_one_sequence_equal_fsdp2(files: Path) -> None:
+    """Parameters that three ranks cannot split evenly, tied embeddings, everything recomputed."""
+    tied = {**json.loads((files / "model" / "config.json").read_text()), "tie_word_embeddings": True}
+    (files / "tied").mkdir()
+    (files / "tied" / "config.json").write_text(json.dumps(tied))
+    common = f"--model_name_or_path {files}/tied --max_steps 2 --remat full"
+    engine = f"--deepspeed {files}/zero3.json"
+    trained(3, [words(files, "three-fsdp2", common), words(files, "three-zero3", f"{common} {engine}")])
+    assert_equal_runs(files, "three-zero3", "three-fsdp2", step=2)

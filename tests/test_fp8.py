@@ -1,0 +1,98 @@
+"""Linear layers in FP8: which ones, on which hardware, and that training with the rounding emulated stays on course."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from programs import Ended, program
+from small import CONFIG, losses, words, write_inputs
+from transformers import AutoModelForCausalLM, LlamaConfig
+from worlds import spawn
+
+from lightseq import parallelize, prepare, window
+from lightseq.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.metrics import read_records
+from lightseq.weights import build_on_meta
+
+float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("fp8"))
+
+
+def run(rank: int, runs: list[str]) -> list[Ended]:
+    """Programs one after the other, as if this machine had FP8 cores of four FLOP/s, and of two in bfloat16."""
+    window.peak_flops_per_second = lambda device, fp8=False: 4.0 if fp8 else 2.0  # type: ignore[assignment]
+    prepare.check_fp8 = lambda *_: None  # type: ignore[assignment]
+    parallelize.to_fp8 = lambda layers, recipe, emulate, tokens: to_fp8(layers, recipe, True, tokens)
+    return [program(rank, "llama3", line) for line in runs]
+
+
+def test_losses_with_emulated_fp8_stay_with_bfloat16_and_the_model_is_saved_as_any_other(files: Path) -> None:
+    common = f"--bf16 --max_steps {STEPS}"
+    runs = [
+        words(files, "bf16", common),
+        *(words(files, recipe, f"{common} --fp8 {recipe} --fp8_emulate") for recipe in ("tensorwise", "rowwise")),
+        words(files, "cores", f"{common} --fp8 rowwise --max_steps 1 --save_strategy no"),
+    ]
+    ends = spawn(2, run, runs)
+    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 8, ends[0][-1].err
+    for output, peak in (("bf16", 2.0), ("rowwise", 2.0), ("cores", 4.0)):
+        record = read_records(files / output / "metrics.jsonl")[0]
+        assert record["mfu"] == pytest.approx(record["model_tflops_per_gpu"] * 1e12 / peak), output
+    assert "linear layers in FP8 (rowwise), " in ends[0][3].out and "add --torch_compile" in ends[0][3].out
+    assert "linear layers in FP8 (tensorwise, emulated)" in ends[0][1].out
+    bf16 = losses(files, "bf16")
+    assert min(bf16) < bf16[0] - 1
+    for recipe in ("tensorwise", "rowwise"):
+        assert losses(files, recipe) == pytest.approx(bf16, rel=0.02)
+        assert losses(files, recipe) != bf16
+        facts = json.loads((files / recipe / "run.json").read_text())
+        opened = AutoModelForCausalLM.from_pretrained(files / recipe / f"checkpoint-{STEPS}")
+        assert opened.dtype == torch.bfloat16 and type(opened.model.layers[0].mlp.up_proj) is torch.nn.Linear
+        assert (facts["fp8"], facts["fp8_emulated"]) == (recipe, True) and "torchao" in facts["versions"]
+
+
+@pytest.mark.parametrize(("local_tokens", "padded"), [(24, True), (32, False)])
+def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: bool) -> None:
+    model = build_on_meta(CONFIG)
+    before = [name for name, _ in model.named_parameters()]
+    to_fp8(model.model.layers, "rowwise", False, local_tokens)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert len(linears) == 7 + 1 and type(linears.pop("lm_head")) is torch.nn.Linear
+    for linear in linears.values():
+        assert isinstance(linear, float8_linear.Float8Linear) and not linear.config.emulate
+        assert linear.config.pad_inner_dim is padded
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_hardware_without_fp8_is_refused_by_name(recipe: str) -> None:
+    for name, capability in (("NVIDIA L40S", (8, 9)), ("NVIDIA H200", (9, 0)), ("NVIDIA B200", (10, 0))):
+        check_hardware(recipe, name, capability)
+    with pytest.raises(ValueError, match=f"--fp8 {recipe} needs .* 8.9 or newer, NVIDIA A100 has no FP8; leave it out"):
+        check_hardware(recipe, "NVIDIA A100", (8, 0))
+
+
+def test_a_chip_without_rowwise_kernels_is_sent_to_tensorwise() -> None:
+    check_hardware("tensorwise", "NVIDIA RTX PRO 6000", (12, 0))
+    with pytest.raises(ValueError, match="no kernel for NVIDIA RTX PRO 6000; use --fp8 tensorwise"):
+        check_hardware("rowwise", "NVIDIA RTX PRO 6000", (12, 0))
+
+
+def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("lightseq.fp8.check_hardware", lambda *_: None)
+    odd = LlamaConfig(**CONFIG.to_dict() | {"intermediate_size": 200})
+    check_fp8("tensorwise", False, CONFIG, cpu)
+    check_fp8("tensorwise", True, odd, cpu)
+    check_fp8(None, False, odd, cpu)
+    with pytest.raises(ValueError, match="intermediate_size 200 is no multiple of 16; leave --fp8 out"):
+        check_fp8("tensorwise", False, odd, cpu)
+    monkeypatch.setattr("lightseq.fp8.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="not installed; pip install torchao"):
+        check_fp8("tensorwise", True, CONFIG, cpu)

@@ -1,0 +1,101 @@
+"""AdamW with states of 8 bits: it trains as AdamW does, in a quarter of the memory, and goes on where it stopped."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import Ended, program
+from small import HIDDEN, INTERMEDIATE, VOCABULARY, losses, words, write_inputs
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from worlds import spawn
+
+from lightseq import engine, optimization
+from lightseq.optimization import check_optimizer
+
+pytest.importorskip("torchao")
+# States of fewer than 4096 values on a rank stay as they are.
+LAYER = HIDDEN * (HIDDEN + 2 * HIDDEN // 2 + HIDDEN) + 3 * HIDDEN * INTERMEDIATE
+QUANTIZED = 2 * VOCABULARY * HIDDEN + LAYER
+NORMS = 3 * HIDDEN
+
+
+STEPS, HALF = 16, 8
+
+
+def run(rank: int, runs: list[str]) -> tuple[list[Ended], int]:
+    """Programs one after the other; the bytes of this rank's optimizer states in the last one."""
+    torch.compiler.set_stance("force_eager")  # what would be compiled is the same arithmetic, and compiling takes long
+    optimizers: list[torch.optim.Optimizer] = []
+    make = engine.make_optimizer
+
+    def remember(*args: Any) -> torch.optim.Optimizer:
+        optimizers.append(make(*args))
+        return optimizers[-1]
+
+    engine.make_optimizer = remember  # type: ignore[assignment]
+    ends = [program(rank, "llama3", line) for line in runs]
+    states = (value for state in optimizers[-1].state.values() for value in state.values())
+    return ends, sum(x.numel() * x.element_size() for x in plain(states) if x.ndim)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on two ranks: AdamW with states of 32 and of 8 bits, and the latter resumed halfway."""
+    folder = write_inputs(tmp_path_factory.mktemp("8bit"))
+    flags = f"--max_steps {STEPS} --save_steps {HALF}"
+    runs = [
+        words(folder, "wide", flags),
+        words(folder, "narrow", f"{flags} --optim adamw_8bit"),
+        words(folder, "resumed", f"{flags} --optim adamw_torch_8bit {resume(folder)}"),
+    ]
+    ends, states = zip(*spawn(2, run, runs), strict=True)
+    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 6, ends[0][-1].err
+    (folder / "states").write_text(str(sum(states)))
+    return folder
+
+
+def resume(files: Path) -> str:
+    return f"--resume_from_checkpoint {files}/narrow/checkpoint-{HALF}"
+
+
+def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
+    """This rank's memory behind some states; the table of 256 values that a quantized one carries is left out."""
+    for state in states:
+        local = state.to_local() if isinstance(state, DTensor) else state
+        yield from (local.codes, local.scale) if hasattr(local, "codes") else (local,)
+
+
+def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
+    expected, got = losses(files, "wide"), losses(files, "narrow")
+    assert min(expected) < expected[0] - 1
+    assert got == pytest.approx(expected, rel=0.05) and got != expected
+    assert int((files / "states").read_text()) == 2 * (QUANTIZED * (1 + 4 / 256) + 4 * NORMS)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(files: Path) -> None:
+    assert losses(files, "resumed") == losses(files, "narrow")[HALF:]  # to the bit
+
+
+def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: Path) -> None:
+    flags = f"--optim adamw_8bit --max_steps {HALF + 1} {resume(files)}"
+    assert [end.status for end in spawn(1, run, [words(files, "alone", flags)])[0][0]] == [0]
+    assert losses(files, "alone") == pytest.approx(losses(files, "narrow")[HALF : HALF + 1], rel=1e-5)
+    ends = [end for ends, _ in spawn(3, run, [words(files, "three", flags)]) for end in ends]
+    said = "".join(end.err for end in ends)
+    assert [end.status for end in ends] == [2] * 3 and said.count("\n") == 1
+    assert "whose blocks 3 ranks would cut apart; resume on as many ranks as it was saved on" in said
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    check_optimizer("adamw_8bit", cpu)
+    monkeypatch.setattr(optimization, "_missing_compiler", lambda device: "C++ compiler")
+    with pytest.raises(ValueError, match=r"^--optim adamw_8bit compiles .* no C\+\+ compiler; .* adamw_torch_fused$"):
+        check_optimizer("adamw_8bit", cpu)
+    monkeypatch.setattr(optimization, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--optim adamw_8bit is torchao's, .*; pip install torchao$"):
+        check_optimizer("adamw_8bit", cpu)
+    check_optimizer("adamw_torch_fused", cpu)
