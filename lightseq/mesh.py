@@ -29,6 +29,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    restarts: int = 0  # how often the launcher has started this run anew
 
     @property
     def is_main(self) -> bool:
@@ -83,7 +84,8 @@ def start(timeout_seconds: float) -> Iterator[World]:
         **alone,  # type: ignore[arg-type]
     )
     try:
-        yield World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        yield World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device, restarts)
     finally:
         dist.destroy_process_group()
 

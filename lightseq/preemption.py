@@ -10,30 +10,24 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Ranks agree one step late, in a collective between CPUs that nobody waits for."""
+    """Remembers a signal. What these signals did before, they do again after the `with`."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked = 0
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._work: dist.Work | None = None
 
-    def agreed(self) -> bool:
-        """Whether all ranks shall stop after the step that begins now. Every rank asks once a step."""
-        stop = False
-        if self._work is not None:
-            self._work.wait()
-            stop = bool(self._flag)
-        self._flag = torch.tensor([int(self._asked)], dtype=torch.int32)
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
-        return stop
+    def agreed(self) -> str | None:
+        """The name of the signal that any rank got, on every rank, or None. Waits for the other hosts, for no GPU."""
+        asked = torch.tensor(self._asked, dtype=torch.int32)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return signal.Signals(int(asked)).name if asked else None
 
-    def close(self) -> None:
-        """Signals do again what they did before."""
-        if self._work is not None:
-            self._work.wait()
+    def __enter__(self) -> "StopRequest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self._asked = number

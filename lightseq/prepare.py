@@ -1,7 +1,7 @@
 """Everything a run can refuse, looked at before any process waits for another and before anything is written."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -104,6 +104,14 @@ def _warnings(config: TrainConfig, model_config: LlamaConfig) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
     return ([context] if context else []) + ([casts] if eager else [])
+
+
+def after_restart(config: TrainConfig, world: World) -> TrainConfig:
+    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any."""
+    if not world.restarts:
+        return config
+    resume = "True" if checkpoint.checkpoints(Path(config.output_dir)) else config.resume_from_checkpoint
+    return replace(config, resume_from_checkpoint=resume, overwrite_output_dir=True)
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:

@@ -58,7 +58,14 @@ class Terminal:
             self._bar[0].stop()
             self._bar = None
 
-    def summary(self, checkpoint: Path | None, metrics: Path, losses: Sequence[float]) -> None:
+    def summary(
+        self, checkpoint: Path | None, metrics: Path, losses: Sequence[float], stopped_by: str | None = None
+    ) -> None:
+        if stopped_by is not None:
+            go_on = (
+                "go on with --resume_from_checkpoint True" if checkpoint else "nothing was saved (--save_strategy no)"
+            )
+            self._console.print(f"stopped by {stopped_by}; {go_on}", markup=False)
         if losses:
             first, last = losses[0], losses[-1]
             change = f"fell by {first - last:.4f}" if last < first else f"rose by {last - first:.4f}"

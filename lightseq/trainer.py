@@ -41,9 +41,11 @@ from lightseq.mesh import (
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
-from lightseq.prepare import Inputs, clear, continues, prepare
+from lightseq.preemption import StopRequest
+from lightseq.prepare import Inputs, after_restart, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
+from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
 CPU = torch.device("cpu")
@@ -57,8 +59,9 @@ def main(family: Family, argv: Sequence[str] | None = None) -> None:
         if is_main_process():
             print(help_text(program))
         return
-    with start(_timeout(words, program)) as world:
-        config = agree(world, lambda: parse(words, program))
+    # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
+    with start(2 * _timeout(words, program)) as world:
+        config = agree(world, lambda: after_restart(parse(words, program), world))
         inputs = agree(world, lambda: prepare(config, family, world))
         command = f"{program} {shlex.join(words)}"
         Trainer(config, inputs, world, command).train()
@@ -116,6 +119,7 @@ class Trainer:
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.metrics = agree(world, lambda: self._open_output(command))
         self.losses: list[float] = []  # logged
+        self.watchdog: Watchdog | None = None  # while it trains
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
     def _host_memory_bytes(self) -> float:
@@ -196,10 +200,19 @@ class Trainer:
         }  # fmt: skip
 
     def train(self) -> None:
-        """Runs to the last step, logging, evaluating and saving on the way."""
+        """Runs to the last step, or to the one after which a signal ends it."""
+        with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
+            with StopRequest() as stop:
+                saved, stopped_by = self._run_steps(stop)
+        self.terminal.close()
+        if self.metrics is not None:
+            self.terminal.summary(saved, self.metrics.path, self.losses, stopped_by)
+
+    def _run_steps(self, stop: StopRequest) -> tuple[Path | None, str | None]:
+        """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
         profile = StepProfile(self.config.profile_steps, self.output_dir, self.world)
         saved, last = self.inputs.resume_from, self.inputs.total_steps
-        window, closed = self._window(), None
+        window, closed, stopped_by = self._window(), None, None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
             with self.explained_out_of_memory(), record_function(f"step {done}"):
@@ -210,19 +223,22 @@ class Trainer:
                 closed, window = window.close(done, self._work(), self.context.rank == 0), self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            saves |= done == last and self.config.save_strategy != "no"
-            if evaluates or saves or done == last:
+            stopped_by = stop.agreed()
+            ends = done == last or stopped_by is not None
+            saves |= ends and self.config.save_strategy != "no"
+            if evaluates or saves or ends:
                 self._record(closed)
                 closed = None
             with window.paused():
                 if evaluates:
                     self._log({"step": done, "eval_loss": self.evaluate()})
                 if saves:
+                    self._mark(done, "saving")
                     saved = self._save(done)
+            if ends:
+                break
         profile.close()
-        self.terminal.close()
-        if self.metrics is not None:
-            self.terminal.summary(saved, self.metrics.path, self.losses)
+        return saved, stopped_by
 
     @property
     def local_tokens(self) -> int:
@@ -272,6 +288,7 @@ class Trainer:
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device only under float16."""
         begin = time.perf_counter()
+        self._mark(step + 1, "data")
         batches = [
             self.inputs.stream.batch(step, a, self.inputs.data_rank)
             for a in range(self.config.gradient_accumulation_steps)
@@ -281,15 +298,26 @@ class Trainer:
         divisor = self._over_data_ranks(valid).clamp_min(1)
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         for batch in batches:
-            with record_function("forward"):
+            with self._phase(step, "forward"):
                 share = self.loss_model(*self.shard(batch)) / divisor
-            with record_function("backward"):
+            with self._phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
-        with record_function("update"):
+        with self._phase(step, "update"):
             norm = self._update()
         return StepResult(loss, norm, rate, valid, data_seconds)
+
+    @contextmanager
+    def _phase(self, step: int, name: str) -> Iterator[None]:
+        """For the trace of a profile, and for whoever looks for a rank that does not go on."""
+        self._mark(step + 1, name)
+        with record_function(name):
+            yield
+
+    def _mark(self, step: int, phase: str) -> None:
+        if self.watchdog is not None:
+            self.watchdog.mark(step, phase)
 
     def _update(self) -> Tensor:
         """Takes the step; returns the gradients' global norm before clipping."""
@@ -317,6 +345,7 @@ class Trainer:
         self.loss_model.eval()
         with torch.no_grad():
             for step in range(stream.steps):
+                self._mark(step, "evaluation")
                 batch = stream.batch(step, 0, self.inputs.data_rank)
                 total += self.loss_model(*self.shard(batch))
                 valid += batch.valid_tokens

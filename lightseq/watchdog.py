@@ -46,7 +46,7 @@ class Beat:
 
 
 class Watchdog:
-    """Started before the first step, closed after the last. `end` is called with the verdict on every rank."""
+    """Watches inside a `with`. `end` is called with the verdict on every rank; left alone, it ends the process."""
 
     def __init__(
         self, world: World, timeout_seconds: float, stacks: Path, end: Callable[[str], None] | None = None
@@ -67,12 +67,15 @@ class Watchdog:
         """The main thread has come this far. Costs nothing that could be measured."""
         self._at = (step, phase, time.monotonic())
 
-    def close(self) -> None:
-        """This rank is done; the others need not hear of it again."""
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """This rank is done, and the others need not hear of it again; after an error they should miss it."""
         self.mark(self._at[0], "end")
         self._closed.set()
         self._thread.join()
-        if self._store is not None:
+        if self._store is not None and kind is None:
             with suppress(RuntimeError):  # the launcher may be gone already
                 self._publish(self._here(-1))
 

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +156,45 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert list(files.losses("killed")) == [1, 2, 3, 4, 5, 6]
     assert files.losses("killed") == files.losses("unbroken")
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
+
+
+def preempted(rank: int, family: str, words: str, number: int) -> Ended:
+    """A program whose second rank gets a signal in its third step."""
+    step = trainer.Trainer._step
+
+    def signalled(self: trainer.Trainer, index: int) -> Any:
+        if rank == 1 and index == 2:
+            signal.raise_signal(number)
+        return step(self, index)
+
+    trainer.Trainer._step = signalled  # type: ignore[method-assign]
+    return program(rank, family, words)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, name: str) -> None:
+    flags = "--max_steps 5 --save_steps 100 --warmup_steps 2 --lr_scheduler_type cosine"
+    output = f"preempted-{name}"
+    words = files.words("llama2", output, flags)
+    ends = spawn(2, preempted, "llama2", words, getattr(signal, name))
+    assert [end.status for end in ends] == [0, 0] and f"stopped by {name}; go on with" in ends[0].out
+    assert files.checkpoints(output) == ["checkpoint-3"] and list(files.losses(output)) == [1, 2, 3]
+    if name == "SIGTERM":
+        train(2, "llama2", words + " --resume_from_checkpoint True", files.words("llama2", "unstopped", flags))
+        assert files.losses(output) == files.losses("unstopped")
+
+
+def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
+    flags = "--max_steps 4 --save_steps 2"
+    words = files.words("llama2", "again", flags)
+    assert [end.status for end in spawn(2, program, "llama2", words, 1)] == [0, 0]  # before its first checkpoint
+    first = files.losses("again")
+    shutil.rmtree(files.root / "again" / "checkpoint-4")
+    ends = spawn(2, program, "llama2", words, 1)
+    assert [end.status for end in ends] == [0, 0], ends[0].err
+    assert files.losses("again") == first and files.checkpoints("again") == ["checkpoint-2", "checkpoint-4"]
+    resumed = json.loads((files.root / "again" / "run.json").read_text())["resumed_from"]
+    assert resumed.endswith("checkpoint-2")
 
 
 def test_a_run_resumes_into_another_directory(files: Files) -> None:

@@ -24,23 +24,22 @@ from lightseq.mesh import start
 from lightseq.watchdog import Watchdog
 what, stacks = sys.argv[1], Path(sys.argv[2])
 with start(60) as world:
-    watchdog = Watchdog(world, %s, stacks)
-    for step in range(1, 6):
-        watchdog.mark(step, "data")
-        if world.rank == 1 and step == 3 and what != "nothing":
-            time.sleep(0.5)  # a beat says that it is here
-            if what == "freezes":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if what == "dies":
-                os._exit(9)
-            if what == "falls behind":
-                time.sleep(1000)
-        watchdog.mark(step, "forward")
-        if what == "dies":  # the others wait where no closed connection wakes them
-            time.sleep(0.2 if step < 3 else 1000)
-        else:
-            dist.all_reduce(torch.zeros(1))
-    watchdog.close()
+    with Watchdog(world, %s, stacks) as watchdog:
+        for step in range(1, 6):
+            watchdog.mark(step, "data")
+            if world.rank == 1 and step == 3 and what != "nothing":
+                time.sleep(0.5)  # a beat says that it is here
+                if what == "freezes":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if what == "dies":
+                    os._exit(9)
+                if what == "falls behind":
+                    time.sleep(1000)
+            watchdog.mark(step, "forward")
+            if what == "dies":  # the others wait where no closed connection wakes them
+                time.sleep(0.2 if step < 3 else 1000)
+            else:
+                dist.all_reduce(torch.zeros(1))
     print("done", world.rank)
 """
 
