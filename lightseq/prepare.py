@@ -41,7 +41,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     check_mirror(config.report_to)
-    check_optimizer(config.optim, world.device)
+    check_optimizer(config.optim, world.device, on_host=config.offload in ("optimizer", "both"))
     output_dir = Path(config.output_dir)
     resume_from = _check_output_dir(output_dir, config)
     source = resolve(family, config.model_name_or_path, config.random_init)
