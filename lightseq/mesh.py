@@ -77,17 +77,26 @@ def start(timeout_seconds: float) -> Iterator[World]:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
-        **alone,  # type: ignore[arg-type]
+        timeout=timeout,
+        store=_store(restarts, timeout),
+        rank=rank,
+        world_size=size,
     )
     try:
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         yield World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device, restarts)
     finally:
         dist.destroy_process_group()
+
+
+def _store(restarts: int, timeout: timedelta) -> dist.Store:
+    """Where the processes meet. A launcher that starts them again keeps its store, with addresses that are dead."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"start {restarts}", store)
 
 
 def agree(world: World, prepare: Callable[[], T]) -> T:

@@ -57,7 +57,7 @@ class Watchdog:
         self._at = (0, "start", time.monotonic())
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
         self._closed = threading.Event()
-        self._store = _store_of_its_own() if world.size > 1 else None
+        self._store = _store_of_its_own(world.restarts) if world.size > 1 else None
         if self._store is not None:
             self._publish(self._here(0))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -160,11 +160,11 @@ def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
 
 
-def _store_of_its_own() -> dist.Store:
-    """A connection besides the one on which the main thread may be waiting."""
+def _store_of_its_own(restarts: int) -> dist.Store:
+    """A connection besides the one on which the main thread may be waiting; what was said before a restart is past."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own: dist.Store = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=30))
-    return dist.PrefixStore("watchdog", own)
+    return dist.PrefixStore(f"watchdog {restarts}", own)

@@ -197,6 +197,31 @@ def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
     assert resumed.endswith("checkpoint-2")
 
 
+KILLED = """
+import os, signal, sys
+import llama2
+from lightseq import trainer
+step = trainer.Trainer._step
+def dying(self, index):
+    if index == 3 and self.world.rank == 1 and not self.world.restarts:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, index)
+trainer.Trainer._step = dying
+trainer.main(llama2.FAMILY, sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -> None:
+    words = files.words("llama2", "restarted", "--max_steps 5 --save_steps 2")
+    (files.root / "killed.py").write_text(KILLED)
+    launch = "-m torch.distributed.run --standalone --nproc_per_node=2 --max_restarts=1"
+    command = [sys.executable, *launch.split(), str(files.root / "killed.py"), *words.split()]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, timeout=120)
+    train(2, "llama2", files.words("llama2", "unkilled", "--max_steps 5 --save_steps 2"))
+    assert files.losses("restarted") == files.losses("unkilled")
+
+
 def test_a_run_resumes_into_another_directory(files: Files) -> None:
     flags = "--max_steps 4 --save_steps 2"
     train(2, "llama2", files.words("llama2", "first", flags))
