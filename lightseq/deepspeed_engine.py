@@ -18,7 +18,7 @@ from lightseq import weights
 from lightseq.checkpoint import STATE
 from lightseq.config import TrainConfig
 from lightseq.deepspeed_config import DeepSpeedSettings
-from lightseq.engine import fill_weights
+from lightseq.engine import Update, fill_weights
 from lightseq.mesh import Meshes, World, agree, ready_for_deepspeed
 from lightseq.optimization import make_optimizer
 from lightseq.parallelize import Techniques, transform
@@ -123,9 +123,11 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(share * self._world.size, scale_wrt_gas=False)
 
-    def update(self) -> Tensor:
+    def update(self) -> Update:
+        """Which parameter's gradient is not finite, DeepSpeed does not say; but for float16 it takes the step."""
         self._engine.step()
-        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
+        norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
+        return Update(norm, torch.full_like(norm, -1, dtype=torch.int64))
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,15 @@ from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
 from lightseq.mesh import Meshes, World, agree
 from lightseq.offload import Offload
-from lightseq.optimization import LossScaler, clip, global_norm, local_gradients, make_optimizer
+from lightseq.optimization import (
+    LossScaler,
+    clip,
+    first_sick,
+    gradient_norms,
+    local_gradients,
+    make_optimizer,
+    step_if_finite,
+)
 from lightseq.parallelize import Techniques, parallelize
 from lightseq.prepare import Inputs
 
@@ -22,6 +30,15 @@ FSDP = {
     "hybrid_shard": "FSDP2 inside a host, copies across",
     "ddp": "a copy on every rank",
 }
+
+
+class Update(NamedTuple):
+    """What one rank knows of an update without waiting for the device."""
+
+    norm: Tensor  # of the gradients over all ranks, before clipping
+    sick: (
+        Tensor  # the first parameter whose gradient was not finite, by its number; -1: none. The step was skipped then
+    )
 
 
 class Engine(Protocol):
@@ -38,8 +55,8 @@ class Engine(Protocol):
         """Adds the gradients of a share of the loss; `last` of the shares that an update takes in."""
         ...
 
-    def update(self) -> Tensor:
-        """Clips, steps and clears; returns the gradients' global norm before clipping."""
+    def update(self) -> "Update":
+        """Clips, steps and clears."""
         ...
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,17 +95,17 @@ class FsdpEngine:
     def backward(self, share: Tensor, last: bool) -> None:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
-    def update(self) -> Tensor:
+    def update(self) -> Update:
         grads = local_gradients(self.model.parameters())
-        norm = global_norm(grads, self._shards)
-        take = True
+        norms = gradient_norms(grads, self._shards)
+        norm, take = norms.norm(), True
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)
         if take:
             clip(grads, norm, self._max_grad_norm)
-            self.optimizer.step()
+            step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad()
-        return norm
+        return Update(norm, first_sick(norms))
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return weights.whole_parameters(self.model)

@@ -1,6 +1,7 @@
 """What a run leaves behind to be read: run.json, metrics.jsonl, and mirrors of the latter."""
 
 import json
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class StepRecord:
     step: int  # optimizer steps done
     loss: float  # mean over valid tokens of -log p
     grad_norm: float  # before clipping, over all parameters
+    skipped_steps: int  # since the last record: their gradients were not finite
     learning_rate: float
     tokens: int  # positions of a step, padding included, all ranks
     valid_tokens: int  # of them with a target
@@ -66,7 +68,8 @@ class MetricsFile:
             sink.write(record)
 
     def _line(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
 

@@ -100,11 +100,26 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 
 
-def global_norm(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
-    """L2 norm over all parameters and all ranks, a scalar on the device."""
-    squared = torch.nn.utils.get_total_norm(grads).square()
+def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
+    """L2 norm of every parameter's gradient over all ranks, on the device; their own norm is the global one."""
+    squared = torch.stack(torch._foreach_norm(grads)).square()
     dist.all_reduce(squared, group=shards)
     return squared.sqrt()
+
+
+def first_sick(norms: Tensor) -> Tensor:
+    """The index of the first norm that is not finite, -1 if all are; on the device."""
+    sick = ~torch.isfinite(norms)
+    return torch.where(sick.any(), sick.int().argmax(), -1)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Takes the step unless the norm is not finite. Fused AdamW finds out on the device; for others the host looks."""
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(torch.isfinite(norm)):
+        optimizer.step()
 
 
 def clip(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -53,6 +53,10 @@ class Terminal:
             seconds = record["step_seconds"]
             self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")
 
+    def note(self, line: str) -> None:
+        """A line above the bar."""
+        self._console.print(line, markup=False)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar[0].stop()

@@ -19,7 +19,7 @@ from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch
 from lightseq.deepspeed_engine import DeepSpeedEngine
-from lightseq.engine import Engine, FsdpEngine
+from lightseq.engine import Engine, FsdpEngine, Update
 from lightseq.family import Family
 from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
@@ -48,7 +48,7 @@ from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
-CPU = torch.device("cpu")
+MOST_SKIPPED = 20  # steps in a row without a finite gradient
 
 
 def main(family: Family, argv: Sequence[str] | None = None) -> None:
@@ -120,6 +120,8 @@ class Trainer:
         self.metrics = agree(world, lambda: self._open_output(command))
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
+        self.scaled = config.fp16
+        self._skipped = 0  # steps in a row, up to the last record
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
     def _host_memory_bytes(self) -> float:
@@ -305,8 +307,8 @@ class Trainer:
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
-            norm = self._update()
-        return StepResult(loss, norm, rate, valid, data_seconds)
+            norm, sick = self._update()
+        return StepResult(loss, norm, sick, rate, valid, data_seconds)
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -319,8 +321,7 @@ class Trainer:
         if self.watchdog is not None:
             self.watchdog.mark(step, phase)
 
-    def _update(self) -> Tensor:
-        """Takes the step; returns the gradients' global norm before clipping."""
+    def _update(self) -> Update:
         return self.engine.update()
 
     def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -366,9 +367,27 @@ class Trainer:
 
     def _record(self, closed: Closed | None) -> None:
         if closed is not None:
-            record = closed.record()
+            record, sick = closed.record(), closed.sick_parameter()
             self.losses.append(record.loss)
             self._log(asdict(record))
+            self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
+            if sick is not None and self.scaled:
+                return  # a loss scale that was too high
+            if sick is not None:
+                names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+                self._look(record.step, f"the gradient of {names[sick]} is not finite")
+
+    def _look(self, step: int, what: str) -> None:
+        """Says that a step was skipped; after too many in a row, ends the run on every rank."""
+        if self.world.is_main:
+            self.terminal.note(f"step {step}: {what}; the step was skipped")
+        if self._skipped >= MOST_SKIPPED:
+            if self.world.is_main:
+                self.terminal.close()
+                line = f"error: {self._skipped} steps in a row were skipped, the last because {what}; resume from a"
+                print(f"{line} checkpoint before step {step - self._skipped + 1} with other data or a lower "
+                      "--learning_rate", file=sys.stderr, flush=True)  # fmt: skip
+            raise SystemExit(1)
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:

@@ -22,6 +22,7 @@ class StepResult:
 
     loss: Tensor  # this rank's share: the sum over ranks is the loss
     grad_norm: Tensor
+    sick: Tensor  # the first parameter without a finite gradient, or -1
     learning_rate: float
     valid_tokens: int  # of this rank's sequence-parallel group
     data_seconds: float
@@ -88,7 +89,10 @@ class Window:
         worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded]
         reduced = reduce_over_ranks([loss, valid, sent], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
-        numbers = torch.cat([*reduced, norm.reshape(1)])
+        sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
+        numbers = torch.cat(
+            [*reduced, norm.reshape(1), (sick >= 0).sum(dtype=torch.float64).reshape(1), sick.max().reshape(1)]
+        )
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         pauses = tuple(self._pauses)
@@ -113,10 +117,15 @@ class Closed:
     pauses: tuple[tuple[Moment, Moment], ...]
     arrived: Moment
 
+    def sick_parameter(self) -> int | None:
+        """The number of a parameter whose gradient was not finite in one of the steps. Once `record` has waited."""
+        sick = int(self.numbers[-1])
+        return sick if sick >= 0 else None
+
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, sent, data_seconds, allocated, reserved, rss, offloaded, norm = self.numbers.tolist()
+        loss, valid, sent, data_seconds, allocated, reserved, rss, offloaded, norm, skipped, _ = self.numbers.tolist()
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses)
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         work, ranks = self.work, self.world.size
@@ -129,6 +138,7 @@ class Closed:
             step=self.step,
             loss=loss / self.steps,
             grad_norm=norm,
+            skipped_steps=round(skipped),
             learning_rate=self.learning_rate,
             tokens=tokens,
             valid_tokens=round(valid / self.steps),

@@ -10,7 +10,15 @@ from transformers import get_scheduler
 from worlds import spawn
 
 from lightseq.config import CHOICES, TrainConfig
-from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, make_optimizer
+from lightseq.optimization import (
+    LearningRate,
+    LossScaler,
+    clip,
+    first_sick,
+    gradient_norms,
+    make_optimizer,
+    step_if_finite,
+)
 
 CONFIG = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", learning_rate=0.1, weight_decay=0.5)
 
@@ -58,12 +66,12 @@ def _norms(rank: int) -> float:
     """Every rank holds other gradients; the last one may hold none at all."""
     g = torch.Generator().manual_seed(rank)
     grads = [torch.randn(5, generator=g), torch.randn(0 if rank else 3, 2, generator=g)]
-    norm = global_norm(grads, dist.group.WORLD)
+    norm = gradient_norms(grads, dist.group.WORLD).norm()
     everything = [None] * dist.get_world_size()
     dist.all_gather_object(everything, torch.cat([x.flatten() for x in grads]))
     assert norm.item() == pytest.approx(torch.cat(everything).norm().item(), rel=1e-6)
     clip(grads, norm, 0.5)
-    assert global_norm(grads, dist.group.WORLD).item() == pytest.approx(0.5, rel=1e-5)
+    assert gradient_norms(grads, dist.group.WORLD).norm().item() == pytest.approx(0.5, rel=1e-5)
     return norm.item()
 
 
@@ -76,6 +84,29 @@ def test_clipping_leaves_small_gradients_and_a_limit_of_zero_alone() -> None:
         grads = [torch.tensor([3.0, 4.0])]
         clip(grads, torch.tensor(5.0), limit)
         assert grads[0].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_a_step_without_a_finite_gradient_changes_nothing(name: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model, dataclasses.replace(CONFIG, optim=name))
+
+    def step(gradient: float) -> list[torch.Tensor]:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradient)
+        step_if_finite(optimizer, torch.tensor(gradient))
+        state = [x.clone() for held in optimizer.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+        return [*(p.detach().clone() for p in model.parameters()), *state]
+
+    before = step(0.5)
+    for sick in (float("nan"), float("inf")):
+        assert all(torch.equal(x, y) for x, y in zip(step(sick), before, strict=True))
+    assert not torch.equal(step(0.5)[0], before[0])
+
+
+def test_the_first_sick_parameter_is_found() -> None:
+    assert first_sick(torch.tensor([1.0, 2.0, 0.0])) == -1
+    assert first_sick(torch.tensor([1.0, float("inf"), float("nan")])) == 1
 
 
 def test_an_overflow_halves_the_scale_and_forbids_the_step() -> None:

@@ -158,6 +158,43 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
 
 
+def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
+    """A program of which one rank's gradient of one parameter is not a number at some steps."""
+    update = trainer.Trainer._update
+
+    def planted(self: trainer.Trainer) -> Any:
+        self.updates = getattr(self, "updates", 0) + 1
+        if rank == 1 and self.updates in steps:
+            gradient = dict(self.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
+            gradient.to_local().flatten()[:1] = float("nan")
+        return update(self)
+
+    trainer.Trainer._update = planted  # type: ignore[method-assign]
+    trainer.MOST_SKIPPED = 3
+    return program(rank, family, words)
+
+
+def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
+    words = files.words("llama2", "sick", "--max_steps 4 --lr_scheduler_type constant")
+    ends = spawn(2, sick, "llama2", words, (2,))
+    assert [end.status for end in ends] == [0, 0]
+    assert (
+        "step 2: the gradient of model.layers.1.mlp.up_proj.weight is not finite; the step was skipped" in ends[0].out
+    )
+    records = files.records("sick")
+    assert [r["skipped_steps"] for r in records] == [0, 1, 0, 0] and records[1]["grad_norm"] is None
+    losses = list(files.losses("sick").values())
+    assert all(isinstance(x, float) and x < 10 for x in losses)
+
+
+def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
+    words = files.words("llama2", "sicker", "--max_steps 9 --save_steps 2")
+    ends = spawn(2, sick, "llama2", words, tuple(range(3, 10)))
+    assert [end.status for end in ends] == [1, 1]
+    assert "error: 3 steps in a row were skipped, the last because the gradient of model.layers.1" in ends[0].err
+    assert ends[1].err == "" and "checkpoint-2" in files.checkpoints("sicker")
+
+
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
     """A program whose second rank gets a signal in its third step."""
     step = trainer.Trainer._step
@@ -376,7 +413,7 @@ def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
 
 def test_a_record_has_the_promised_keys(files: Files) -> None:
     train(2, "llama3", files.words("llama3", "keys", "--max_steps 2 --save_strategy no"))
-    promised = """step loss grad_norm learning_rate tokens valid_tokens step_seconds tokens_per_second
+    promised = """step loss grad_norm skipped_steps learning_rate tokens valid_tokens step_seconds tokens_per_second
         tokens_per_second_per_gpu model_tflops_per_gpu mfu hfu peak_memory_allocated_bytes peak_memory_reserved_bytes
         host_rss_bytes offloaded_bytes data_seconds comm_bytes training_tokens_percent"""
     for record in files.records("keys"):
