@@ -4,6 +4,7 @@
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
+`python3 -m analysis compare A B` says how far two runs are apart.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, profile, step
+from . import attention, cluster, compare, profile, step
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -21,9 +22,11 @@ from .summary import summarize, tables
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "attention": attention.main,
     "cluster": cluster.main,
+    "compare": compare.main,
     "profile": profile.main,
     "step": step.main,
 }
+TAKE_FILES = ("attention", "cluster", "step")  # the others take directories
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +45,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def names_command(words: Sequence[str], command: str) -> bool:
-    """Whether the first word is the command. A run's directory of that name, and no file after it, is a run."""
+    """Whether the first word is the command. A run in a directory of that name is a run, unless operands follow."""
     if list(words[:1]) != [command]:
         return False
-    return not Path(command).is_dir() or any(Path(word).is_file() for word in words[1:])
+    if not (Path(command) / "metrics.jsonl").is_file():
+        return True
+    return any(Path(word).is_file() for word in words[1:]) if command in TAKE_FILES else len(words) > 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
