@@ -5,6 +5,7 @@
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
+`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, compare, profile, step
+from . import attention, cluster, compare, profile, step, watch
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -25,6 +26,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "compare": compare.main,
     "profile": profile.main,
     "step": step.main,
+    "watch": watch.main,
 }
 TAKE_FILES = ("attention", "cluster", "step")  # the others take directories
 

@@ -186,7 +186,7 @@ def unmatched(runs: Pair) -> list[str]:
     """Steps, and tokens of a step, that the runs do not share; losses that are not numbers."""
     steps = [{int(step) for step in run.column("step")} for run in runs]
     out = []
-    for letter, other, own, theirs in (("A", "B", *steps), ("B", "A", *steps[::-1])):
+    for letter, other, own, theirs in (("A", "B", steps[0], steps[1]), ("B", "A", steps[1], steps[0])):
         if alone := sorted(own - theirs):
             span = f"{alone[0]} to {alone[-1]}" if len(alone) > 1 else f"{alone[0]}"
             out.append(
