@@ -6,6 +6,7 @@
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
 `python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.
+`python3 -m analysis report RESULTS_DIR` writes one HTML page of every run and benchmark below a directory.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, compare, profile, step, watch
+from . import attention, cluster, compare, profile, report, step, watch
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -25,6 +26,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "cluster": cluster.main,
     "compare": compare.main,
     "profile": profile.main,
+    "report": report.main,
     "step": step.main,
     "watch": watch.main,
 }
