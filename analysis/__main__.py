@@ -18,6 +18,7 @@ from rich.console import Console
 
 from . import attention, cluster, compare, profile, report, step, watch
 from .figures import draw
+from .pictures import add_format
 from .runs import described, read_runs
 from .summary import summarize, tables
 
@@ -36,15 +37,19 @@ TAKE_FILES = ("attention", "cluster", "step")  # the others take directories
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis",
-        usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
-        description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
+        usage="python3 -m analysis OUTPUT_DIR... [--output DIR] [--format png|svg|both]",
+        description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
         "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
-        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps.",
+        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
+        "`python3 -m analysis compare A B` says how far two runs are apart, "
+        "`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains, "
+        "`python3 -m analysis report DIR` writes one HTML page of all results below a directory.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
+    add_format(out)
     return out
 
 
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)
-        pictures = draw(runs, arguments.output or arguments.runs[0])
+        pictures = draw(runs, arguments.output or arguments.runs[0], arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2

@@ -20,7 +20,7 @@ function ticks(low, high, count, log) {
 function logTicks(low, high, count) {
   const decades = Math.log10(high / low);
   if (decades < 0.8) return ticks(low, high, count, false).filter((value) => value > 0);
-  const digits = decades <= count / 3 ? [1, 2, 5] : [1];
+  const digits = decades <= count / 2 ? [1, 2, 5] : [1];
   const every = Math.max(1, Math.ceil(decades / count));
   const out = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every)

@@ -7,10 +7,11 @@ function chartsBlock(block) {
   const draw = () => charts.forEach((chart) => chart.draw());
   const grid = el("div", { class: "charts" }, ...charts.map((chart) => chart.figure));
   let width = 0;
-  new ResizeObserver(() => {
+  const fit = () => {
     if (grid.clientWidth !== width) draw();
     width = grid.clientWidth;
-  }).observe(grid);
+  };
+  new ResizeObserver(() => requestAnimationFrame(fit)).observe(grid); // drawing changes sizes: not while they are observed
   return el("div", {}, ...titled(block.title), legend(block.entries, hidden, shownEntries, draw), grid);
 }
 
@@ -72,17 +73,6 @@ function start() {
     const reasons = data.left_out.map((reason) => el("p", { class: "soft" }, reason));
     document.getElementById("page").append(el("section", {}, el("h2", {}, "Not shown"), ...reasons));
   }
-  printable();
-}
-
-// On paper everything is open, and as it was afterwards.
-function printable() {
-  let opened = [];
-  addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
-    opened.forEach((one) => { one.open = true; });
-  });
-  addEventListener("afterprint", () => opened.forEach((one) => { one.open = false; }));
 }
 
 start();
