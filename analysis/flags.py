@@ -52,6 +52,8 @@ def named(about: About) -> set[str]:
 
 def differing_flags(first: About, second: About) -> list[Difference]:
     """The flags and the number of ranks that differ; a flag that one run's version does not know is left out."""
+    if not (first and second):
+        return []
     configs = section(first, "config"), section(second, "config")
     names = [name for name in configs[0] if name in configs[1] and name not in PLACES]
     found = [Difference(name, *(config[name] for config in configs)) for name in names]
@@ -61,7 +63,9 @@ def differing_flags(first: About, second: About) -> list[Difference]:
 
 def differing_machines(first: About, second: About) -> list[Difference]:
     """Devices and versions that differ."""
-    found = []
+    found: list[Difference] = []
+    if not (first and second):
+        return found
     for name, keys in (("hardware", ("device",)), ("versions", None)):
         sides = section(first, name), section(second, name)
         wanted = keys or tuple(dict.fromkeys((*sides[0], *sides[1])))

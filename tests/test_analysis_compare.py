@@ -71,6 +71,13 @@ def test_what_makes_a_comparison_doubtful_is_warned_of(changes: dict[str, Any], 
     assert said in warning
 
 
+def test_a_missing_run_json_is_the_one_thing_warned_of(tmp_path: Path) -> None:
+    runs = pair(tmp_path)
+    (tmp_path / "b" / "run.json").unlink()
+    (warning,) = warnings(tuple(read_runs([run.directory for run in runs])))
+    assert "a run.json is missing" in warning
+
+
 def test_runs_without_a_common_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pair(tmp_path, steps=range(50, 60))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
