@@ -4,6 +4,9 @@
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
+`python3 -m analysis compare A B` says how far two runs are apart.
+`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.
+`python3 -m analysis report RESULTS_DIR` writes one HTML page of every run and benchmark below a directory.
 """
 
 import argparse
@@ -13,39 +16,50 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, profile, step
+from . import attention, cluster, compare, profile, report, step, watch
 from .figures import draw
+from .pictures import add_format
 from .runs import described, read_runs
 from .summary import summarize, tables
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "attention": attention.main,
     "cluster": cluster.main,
+    "compare": compare.main,
     "profile": profile.main,
+    "report": report.main,
     "step": step.main,
+    "watch": watch.main,
 }
+TAKE_FILES = ("attention", "cluster", "step")  # the others take directories
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis",
-        usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
-        description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
+        usage="python3 -m analysis OUTPUT_DIR... [--output DIR] [--format png|svg|both]",
+        description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
         "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
-        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps.",
+        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
+        "`python3 -m analysis compare A B` says how far two runs are apart, "
+        "`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains, "
+        "`python3 -m analysis report DIR` writes one HTML page of all results below a directory.",
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
+    add_format(out)
     return out
 
 
 def names_command(words: Sequence[str], command: str) -> bool:
-    """Whether the first word is the command. A run's directory of that name, and no file after it, is a run."""
+    """Whether the first word is the command. A run in a directory of that name is a run, unless operands follow."""
     if list(words[:1]) != [command]:
         return False
-    return not Path(command).is_dir() or any(Path(word).is_file() for word in words[1:])
+    if not (Path(command) / "metrics.jsonl").is_file():
+        return True
+    return any(Path(word).is_file() for word in words[1:]) if command in TAKE_FILES else len(words) > 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     try:
         runs = read_runs(arguments.runs)
-        pictures = draw(runs, arguments.output or arguments.runs[0])
+        pictures = draw(runs, arguments.output or arguments.runs[0], arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from .figures import GREY, STYLE
 from .markdown import table_lines
+from .pictures import add_format, save
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
 from .summary import GIB
 
@@ -59,13 +60,14 @@ CELLS: Mapping[str, tuple[str, Callable[[Point], str]]] = {
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis attention",
-        usage="python3 -m analysis attention FILE... [--value NAME] [--output DIR]",
+        usage="python3 -m analysis attention FILE... [--value NAME] [--output DIR] [--format png|svg|both]",
         description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
         "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
     )
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
     out.add_argument("--value", choices=CELLS, default="tflops", help="what the table shows (default: %(default)s)")
     out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
+    add_format(out)
     return out
 
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         tables = read_tables(arguments.files)
-        pictures = draw(tables, arguments.output or arguments.files[0].parent)
+        pictures = draw(tables, arguments.output or arguments.files[0].parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -118,17 +120,16 @@ def remarks(table: Table) -> list[str]:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(tables: Sequence[Table], output: Path) -> list[Path]:
-    """A PNG a table in `output`, which is made where it is missing; named by what differs between the tables."""
+def draw(tables: Sequence[Table], output: Path, form: str = "png") -> list[Path]:
+    """A picture a table in `output`, which is made where it is missing; named by what differs between the tables."""
     output.mkdir(parents=True, exist_ok=True)
     settings = [asdict(table.setting) for table in tables]
     varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    paths = []
+    paths: list[Path] = []
     with matplotlib.rc_context(dict(STYLE)):
         for table, setting in zip(tables, settings, strict=True):
             name = "-".join(["attention", *(f"{key}-{setting[key]}" for key in varying)])
-            paths.append(output / f"{name}.png")
-            figure(table).savefig(paths[-1])
+            paths += save(figure(table), output, name, form)
     return paths
 
 

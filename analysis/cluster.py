@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from .figures import COLORS, GREY, STYLE
+from .pictures import add_format, save
 
 MARKERS = "osD^vP*"
 KEYS = ("gpus", "schedule", "head_groups", "ulysses_size", "efficiency", "fastest", "skipped")
@@ -25,11 +26,12 @@ Record = Mapping[str, Any]
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis cluster",
-        usage="python3 -m analysis cluster FILE [--output DIR]",
-        description="Draws cluster.png: predicted efficiency of attention against the number of GPUs.",
+        usage="python3 -m analysis cluster FILE [--output DIR] [--format png|svg|both]",
+        description="Draws predicted efficiency of attention against the number of GPUs.",
     )
     out.add_argument("file", metavar="FILE", type=Path, help="JSONL of python3 -m lightseq plan --attention")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the file)")
+    add_format(out)
     return out
 
 
@@ -37,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         about, records = read(arguments.file)
-        picture = draw(about, records, arguments.output or arguments.file.parent)
+        pictures = draw(about, records, arguments.output or arguments.file.parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
-    print(picture)
+    for picture in pictures:
+        print(picture)
     return 0
 
 
@@ -60,11 +63,10 @@ def read(path: Path) -> tuple[Record, list[Record]]:
     return values[0], values[1:]
 
 
-def draw(about: Record, records: Sequence[Record], output: Path) -> Path:
+def draw(about: Record, records: Sequence[Record], output: Path, form: str) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(dict(STYLE)):
-        figure(about, records).savefig(output / "cluster.png")
-    return output / "cluster.png"
+        return save(figure(about, records), output, "cluster", form)
 
 
 def figure(about: Record, records: Sequence[Record]) -> Figure:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from .pictures import save
 from .runs import Run, column, described
 from .summary import GIB, SMOOTHED_SHARE, settled, smoothed
 
@@ -104,9 +105,9 @@ def mfu_panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 FIGURES: Mapping[str, Callable[[Sequence[Run]], list[Panel]]] = {
-    "throughput.png": throughput_panels,
-    "memory.png": memory_panels,
-    "mfu.png": mfu_panels,
+    "throughput": throughput_panels,
+    "memory": memory_panels,
+    "mfu": mfu_panels,
 }
 
 
@@ -227,12 +228,10 @@ def panel_figure(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def draw(runs: Sequence[Run], output: Path) -> list[Path]:
-    """Every figure of the runs as a PNG in `output`, which is made where it is missing."""
+def draw(runs: Sequence[Run], output: Path, form: str = "png") -> list[Path]:
+    """Every figure of the runs as files in `output`, which is made where it is missing."""
     output.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(dict(STYLE)):
-        figures = {"loss.png": loss_figure(runs)}
+        figures = {"loss": loss_figure(runs)}
         figures |= {name: panel_figure(runs, panels(runs)) for name, panels in FIGURES.items()}
-        for name, figure in figures.items():
-            figure.savefig(output / name)
-    return [output / name for name in figures]
+        return [path for name, figure in figures.items() for path in save(figure, output, name, form)]

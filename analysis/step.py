@@ -14,6 +14,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from .figures import GREY, STYLE
 from .markdown import table_lines
+from .pictures import add_format, save
 from .points import shown
 from .step_points import FLOOR, OURS, Comparison, Step, read_comparisons
 from .summary import GIB
@@ -29,12 +30,13 @@ Value = Callable[[Step], float | None]
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis step",
-        usage="python3 -m analysis step FILE... [--output DIR]",
+        usage="python3 -m analysis step FILE... [--output DIR] [--format png|svg|both]",
         description="Draws tokens per second and peak memory by length from records of benchmarks/step.py, and prints "
         "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
     )
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
     out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
+    add_format(out)
     return out
 
 
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         comparisons = read_comparisons(arguments.files)
-        pictures = draw(comparisons, arguments.output or arguments.files[0].parent)
+        pictures = draw(comparisons, arguments.output or arguments.files[0].parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -102,17 +104,16 @@ def remarks(comparison: Comparison) -> list[str]:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(comparisons: Sequence[Comparison], output: Path) -> list[Path]:
-    """A PNG a comparison in `output`, which is made where it is missing; named by what differs between them."""
+def draw(comparisons: Sequence[Comparison], output: Path, form: str = "png") -> list[Path]:
+    """A picture a comparison in `output`, which is made where it is missing; named by what differs between them."""
     output.mkdir(parents=True, exist_ok=True)
     settings = [asdict(comparison.setting) for comparison in comparisons]
     varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    paths = []
+    paths: list[Path] = []
     with matplotlib.rc_context(dict(STYLE)):
         for comparison, setting in zip(comparisons, settings, strict=True):
             parts = ["step", *(f"{key}-{setting[key]}".replace("/", "-").replace(" ", "-") for key in varying)]
-            paths.append(output / f"{'-'.join(parts)}.png")
-            figure(comparison).savefig(paths[-1])
+            paths += save(figure(comparison), output, "-".join(parts), form)
     return paths
 
 

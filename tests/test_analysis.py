@@ -63,6 +63,18 @@ def test_figures_go_where_output_says(make_run: MakeRun, tmp_path: Path) -> None
     assert not (run / "loss.png").exists()
 
 
+@pytest.mark.parametrize(("form", "endings"), [("svg", (".svg",)), ("both", (".png", ".svg"))])
+def test_figures_are_written_as_svg_where_asked(
+    form: str, endings: tuple[str, ...], make_run: MakeRun, capsys: pytest.CaptureFixture
+) -> None:
+    run = make_run(steps=3)
+    assert main([str(run), "--format", form]) == 0
+    paths = [run / (Path(name).stem + ending) for name in NAMES for ending in endings]
+    assert capsys.readouterr().out.splitlines()[-len(paths) :] == [str(path) for path in paths]
+    assert sorted(run.glob("*.[ps][nv]g")) == sorted(paths)
+    assert "<svg" in (run / "loss.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -186,16 +198,16 @@ def test_mfu_is_drawn_where_known_and_arithmetic_where_not(make_run: MakeRun) ->
 
 def test_memory_shows_the_device_only_where_there_is_one(make_run: MakeRun) -> None:
     gpu, cpu = read_runs([make_run("gpu", gpu=True), make_run("cpu")])
-    device, host = panel_figure([gpu], FIGURES["memory.png"]([gpu])).axes
+    device, host = panel_figure([gpu], FIGURES["memory"]([gpu])).axes
     assert [line.get_ydata()[0] for line in device.lines] == [3.0, 4.0]
     assert [line.get_ydata()[0] for line in host.lines] == [2.0]
-    (alone,) = panel_figure([cpu], FIGURES["memory.png"]([cpu])).axes
+    (alone,) = panel_figure([cpu], FIGURES["memory"]([cpu])).axes
     assert alone.get_title(loc="left") == host.get_title(loc="left") == "Host memory"
 
 
 def test_a_slow_first_step_does_not_flatten_the_others(make_run: MakeRun) -> None:
     run = read_run(make_run(), "run")
-    _, step_time = panel_figure([run], FIGURES["throughput.png"]([run])).axes
+    _, step_time = panel_figure([run], FIGURES["throughput"]([run])).axes
     assert step_time.get_ylim() == (0.0, pytest.approx(0.625))
     assert step_time.get_title(loc="right") == "not shown: 1 higher point, up to 10"
 

@@ -1,0 +1,173 @@
+"""Writes one self-contained page of all results below a directory: `python3 -m analysis report DIR [--output FILE]`."""
+
+import argparse
+import html
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from .blocks import Section, embedded
+from .points import read_tables
+from .report_benchmarks import WORST, attention_section, errors_section, step_section
+from .report_runs import read_cells, runs_section, sweep_section
+from .runs import Run, read_run
+from .step_points import read_comparisons
+
+PAGE = Path(__file__).resolve().parent / "page"
+SCRIPTS = ("dom.js", "axes.js", "lines.js", "bars.js", "table.js", "page.js")
+LINE_LIMIT = 2**20  # of what is read to tell one kind of file from another
+PASSED_OVER = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
+
+
+@dataclass
+class Found:
+    """Files by what they hold, and a word on each that is not shown."""
+
+    runs: list[Run] = field(default_factory=list)
+    sweeps: list[Path] = field(default_factory=list)
+    attention: list[Path] = field(default_factory=list)
+    errors: list[Path] = field(default_factory=list)
+    steps: list[Path] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="analysis report",
+        usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
+        description="Gathers training runs, sweeps and benchmarks below a directory into one HTML page that needs "
+        "nothing else: no network, no other file.",
+    )
+    out.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="where to look, in all folders below too")
+    out.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RESULTS_DIR/report.html)")
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    output = arguments.output or arguments.directory / "report.html"
+    try:
+        if not arguments.directory.is_dir():
+            raise ValueError(f"{arguments.directory} is no directory; name one that holds runs or benchmarks")
+        found = find(arguments.directory)
+        sections = sections_of(found, arguments.directory)
+        if not sections:
+            reasons = "".join(f"; {reason}" for reason in found.left_out)
+            raise ValueError(f"nothing to show below {arguments.directory}{reasons}")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page(title_of(arguments.directory), sections, found.left_out), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"analysis: error: {error}", file=sys.stderr)
+        return 2
+    for reason in found.left_out:
+        print(f"analysis: note: not shown: {reason}", file=sys.stderr)
+    print(f"{summary(found)}\n{output}")
+    return 0
+
+
+# ---- what there is --------------------------------------------------------------------------------------------------
+
+
+def find(directory: Path) -> Found:
+    found = Found()
+    for path in jsonl_files(directory):
+        try:
+            file(path, directory, found)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            found.left_out.append(str(error) if isinstance(error, ValueError | OSError) else f"{path}: {error!r}")
+    return found
+
+
+def jsonl_files(directory: Path) -> Iterator[Path]:
+    """By name; what is hidden, and what lies inside checkpoints, is passed over."""
+    for path in sorted(directory.iterdir()):
+        if PASSED_OVER.match(path.name):
+            continue
+        if path.is_dir():
+            yield from jsonl_files(path) if not path.is_symlink() else ()
+        elif path.suffix == ".jsonl":
+            yield path
+
+
+def file(path: Path, root: Path, found: Found) -> None:
+    """Puts the file where it belongs, once it is known to be readable. Raises ValueError where it is not."""
+    first, second = first_objects(path)
+    if path.name == "metrics.jsonl":
+        label = str(path.parent.relative_to(root)) if path.parent != root else root.resolve().name
+        found.runs.append(read_run(path.parent, label))
+    elif path.name == "sweep.jsonl":
+        read_cells(path)
+        found.sweeps.append(path)
+    elif first.get("benchmark") == "step":
+        read_comparisons([path])
+        found.steps.append(path)
+    elif first.get("benchmark") == "attention" and WORST in second:
+        found.errors.append(path)
+    elif first.get("benchmark") == "attention":
+        read_tables([path])
+        found.attention.append(path)
+    else:
+        found.left_out.append(f"{path} is neither a run's nor a benchmark's")
+
+
+def first_objects(path: Path) -> tuple[dict[str, object], dict[str, object]]:
+    """The first two lines where they are objects; what kind of file it is shows there."""
+    with path.open(encoding="utf-8", errors="replace") as opened:
+        lines = [opened.readline(LINE_LIMIT) for _ in range(2)]
+    out = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            value = {}
+        out.append(value if isinstance(value, dict) else {})
+    return out[0], out[1]
+
+
+def sections_of(found: Found, root: Path) -> list[Section]:
+    out = []
+    if found.runs:
+        out.append(runs_section(found.runs))
+    for i, path in enumerate(found.sweeps):
+        below = {run.directory.name: run for run in found.runs if path.parent in run.directory.parents}
+        name = str(path.parent.relative_to(root)) if path.parent != root else root.resolve().name
+        out.append(sweep_section(name, read_cells(path), below, i))
+    kinds: tuple[tuple[list[Path], Callable[[Sequence[Path], Path], Section]], ...] = (
+        (found.attention, attention_section),
+        (found.errors, errors_section),
+        (found.steps, step_section),
+    )
+    return out + [make(paths, root) for paths, make in kinds if paths]
+
+
+def summary(found: Found) -> str:
+    counts = (
+        (len(found.runs), "training run"),
+        (len(found.sweeps), "sweep"),
+        (len(found.attention) + len(found.errors) + len(found.steps), "benchmark file"),
+    )
+    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def title_of(directory: Path) -> str:
+    return f"Results: {directory.resolve().name}"
+
+
+def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
+    """The whole page. Everything that was measured is in one JSON object, which the script draws as text."""
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "SCRIPT": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "DATA": embedded({"title": title, "made": made, "sections": sections, "left_out": left_out}),
+    }
+    template = (PAGE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"@(TITLE|STYLE|SCRIPT|DATA)@", lambda match: parts[match[1]], template)

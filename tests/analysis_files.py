@@ -1,0 +1,52 @@
+"""Writes the files of a run as the trainer does, with numbers that a test chose."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+CONFIG: dict[str, Any] = {
+    "model_name_or_path": "tiny-llama3", "data_path": "data/zipf", "output_dir": "", "model_max_length": 4096,
+    "max_steps": 40, "logging_steps": 1, "seed": 42, "fsdp": "full_shard", "schedule": "auto", "bf16": False,
+    "save_steps": 500, "learning_rate": 0.001, "remat": None,
+}  # fmt: skip
+
+
+def record(step: int, gpu: bool = False, **changes: Any) -> dict[str, Any]:
+    """One logged step; the first takes twenty times as long, as one that compiles does."""
+    seconds = 10.0 if step == 1 else 0.5
+    return {
+        "step": step, "loss": 6.0 - 0.01 * step, "grad_norm": 1.25, "learning_rate": 0.001, "tokens": 4096,
+        "training_tokens_percent": 97.5, "step_seconds": seconds, "tokens_per_second": 4096 / seconds,
+        "model_tflops_per_gpu": 0.5, "mfu": 0.4 if gpu else None,
+        "peak_memory_allocated_bytes": 3 * GIB if gpu else None,
+        "peak_memory_reserved_bytes": 4 * GIB if gpu else None, "host_rss_bytes": 2 * GIB,
+    } | changes  # fmt: skip
+
+
+def about(gpu: bool = False, config: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A run.json."""
+    return {
+        "command": "llama3/train.py --model_name_or_path tiny-llama3 --fsdp full_shard --max_steps=40",
+        "schedule": "zigzag", "kernel": "fa4" if gpu else "cpu", "transport": "gloo", "remat": "attention",
+        "world_size": 2, "data_ranks": 1, "sequence_ranks": 2, "total_steps": 40, "notes": [],
+        "hardware": {"device": "NVIDIA H200" if gpu else "cpu", "host": "here"},
+        "versions": {"python": "3.12.3", "torch": "2.11.0"}, "config": CONFIG | (config or {}),
+        "model_config": {"hidden_size": 256},
+    } | changes  # fmt: skip
+
+
+def write_run(
+    directory: Path, records: list[dict[str, Any]], facts: dict[str, Any] | None = None, tail: str = ""
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(value) + "\n" for value in records) + tail)
+    if facts is not None:
+        (directory / "run.json").write_text(json.dumps(facts))
+    return directory
+
+
+def write_lines(path: Path, values: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
