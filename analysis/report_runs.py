@@ -42,6 +42,7 @@ class Column:
     key: str
     scale: float = 1.0
     zero: bool = True
+    warms_up: bool = True  # its first values may be out of all range
 
 
 LOSS = Column("Training loss", "nats per token", "loss", zero=False)
@@ -54,7 +55,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("Host memory", "GiB resident in a process", "host_rss_bytes", 1 / GIB),
     Column("Step time", "seconds", "step_seconds"),
     Column("Gradient norm", "before clipping", "grad_norm"),
-    Column("Learning rate", "", "learning_rate"),
+    Column("Learning rate", "", "learning_rate", warms_up=False),
 )
 HEADINGS = (
     *("run", "model", "ranks", "tokens", "schedule", "kernel", "remat", "steps", "last loss", "smoothed loss"),
@@ -114,7 +115,7 @@ def chart(one: Column, runs: Sequence[Run], kept: Sequence[np.ndarray]) -> Lines
         marks = [(float(step), float(loss)) for step, loss in points if np.isfinite(loss)]
         y, raw = (smoothed(values), values[keep]) if smooth else (values, ())
         series.append(Series(entry, y[keep], raw, marks=marks))
-    warmup = max(warmup_records(len(keep)) for keep in kept)
+    warmup = max(warmup_records(len(keep)) for keep in kept) if one.warms_up else 0
     return Lines(one.title, one.unit, "training step", series, one.zero, warmup)
 
 
