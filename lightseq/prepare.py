@@ -1,9 +1,12 @@
 """Everything a run can refuse, looked at before any process waits for another and before anything is written."""
 
+import fcntl
+import os
 import shutil
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import TextIO, TypeGuard
 
 import torch
 from transformers import LlamaConfig
@@ -18,6 +21,8 @@ from lightseq.kernels import KernelSpec, select
 from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
+
+LOCK = "lock"  # in the output directory, of the run that writes there
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,34 @@ def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
+def lock(output_dir: Path) -> TextIO:
+    """Makes the directory and holds it until the file that is returned is closed, or the process ends.
+
+    Raises ValueError where it cannot be made, or another run writes into it.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        held = (output_dir / LOCK).open("a+")
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.seek(0)
+        raise ValueError(
+            f"--output_dir {output_dir} is being written to by {held.read().strip() or 'another run'}; name another"
+        ) from error
+    held.truncate(0)
+    held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    held.flush()
+    return held
+
+
 def clear(output_dir: Path) -> None:
     """Removes what an earlier run left in its directory, and nothing else."""
     for name in (RUN, METRICS):
         (output_dir / name).unlink(missing_ok=True)
-    for directory in [*output_dir.glob("checkpoint-*"), output_dir / "profile", output_dir / "runs"]:
+    for directory in [*output_dir.glob("checkpoint-*"), *(output_dir / name for name in ("profile", "runs", "hang"))]:
         if directory.is_dir():
             shutil.rmtree(directory)
 

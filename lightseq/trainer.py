@@ -42,7 +42,7 @@ from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
 from lightseq.preemption import StopRequest
-from lightseq.prepare import Inputs, after_restart, clear, continues, prepare
+from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
@@ -138,14 +138,9 @@ class Trainer:
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
             return None
+        self._lock = lock(self.output_dir)
         if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
             clear(self.output_dir)
-        try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--output_dir {self.output_dir} cannot be made ({error.strerror}); name another"
-            ) from error
         write_run(self.output_dir, self._facts(command))
         self.terminal.header(self.describe(), self.inputs.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()

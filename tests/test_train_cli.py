@@ -22,6 +22,7 @@ from data_gen.__main__ import main as data_gen
 from lightseq import trainer, weights
 from lightseq.checkpoint import read_facts
 from lightseq.metrics import read_records
+from lightseq.prepare import lock
 from lightseq.tokens import read_pickle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,6 +157,15 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert list(files.losses("killed")) == [1, 2, 3, 4, 5, 6]
     assert files.losses("killed") == files.losses("unbroken")
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_two_runs_never_write_into_one_directory(files: Files) -> None:
+    held = lock(files.root / "shared")
+    end = spawn(2, program, "llama2", files.words("llama2", "shared", "--max_steps 2"))[0]
+    assert end.status == 2 and f"shared is being written to by process {os.getpid()} on " in end.err
+    assert sorted(path.name for path in (files.root / "shared").iterdir()) == ["lock"]
+    held.close()
+    train(2, "llama2", files.words("llama2", "shared", "--max_steps 2"))
 
 
 def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
