@@ -77,7 +77,13 @@ class Trainer:
     """One run on one rank."""
 
     def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, command: str, rehearses: bool = False
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        world: World,
+        command: str,
+        rehearses: bool = False,
+        stands_for: int | None = None,  # the length of a longer run, whose choices this one makes
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -88,7 +94,7 @@ class Trainer:
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
         self.model = weights.build_on_meta(inputs.model_config)
         techniques = Techniques(
-            length=config.model_max_length,
+            length=stands_for or config.model_max_length,
             schedule=config.schedule,
             kernel=config.kernel,
             transport=config.transport,
