@@ -51,13 +51,12 @@ def main(family: Family, argv: Sequence[str]) -> int:
 
 def verify(family: Family, argv: Sequence[str], world: World) -> int:
     """The same status on every rank: 0 if everything passed."""
-    begin = time.perf_counter()
+    begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
     asked = agree(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
     path = agree(world, lambda: _record_path(asked, world))
     versions = software(world.device)
     rows = [flags_row(asked.to_json()), software_row(versions), machine_row(machine(world.device))]
     if passed(rows[:1]):
-        command = f"{PROGRAM} {shlex.join(argv)}"
         rows += _rows_of_run(asked, family, world, command)
     else:
         rows.append(Row("all else", SKIP, "not run: ranks with different flags wait for each other for ever"))
