@@ -83,7 +83,7 @@ class Trainer:
         world: World,
         command: str,
         rehearses: bool = False,
-        stands_for: int | None = None,  # the length of a longer run, whose choices this one makes
+        stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -94,7 +94,8 @@ class Trainer:
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
         self.model = weights.build_on_meta(inputs.model_config)
         techniques = Techniques(
-            length=stands_for or config.model_max_length,
+            length=config.model_max_length,
+            stands_for=stands_for,
             schedule=config.schedule,
             kernel=config.kernel,
             transport=config.transport,

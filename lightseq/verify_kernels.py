@@ -52,17 +52,22 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
 
 def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Row:
     """The worst of all ranks: an error over what is allowed."""
-    wrong, worst, where = [], -1.0, ""
+    worst, where = -1.0, ""
+    wrong: dict[str, tuple[float, float, list[int]]] = {}
     for rank, errors in enumerate(everyone):
         for what, (error, allowed) in errors.items():
             if not error <= allowed:  # NaN is no number that is small enough
-                wrong.append((error, f"{what} off by {error:.1e}, {allowed:.1e} allowed (rank {rank})"))
+                before, _, ranks = wrong.get(what, (0.0, 0.0, []))
+                wrong[what] = (max(before, error), allowed, [*ranks, rank])
             elif error / allowed > worst:
                 worst, where = error / allowed, f"{what} off by {error:.1e}, {allowed:.1e} allowed"
-    wrong.sort(key=lambda x: -x[0])
+    lines = [
+        f"{what} off by {error:.1e}, {allowed:.1e} allowed (rank {', '.join(map(str, ranks))})"
+        for what, (error, allowed, ranks) in sorted(wrong.items(), key=lambda item: -item[1][0])
+    ]
     missing = [f"cannot run on rank {rank}" for rank, errors in enumerate(everyone) if not errors]
     figures = {"errors_and_allowed": everyone[0]}
-    return verdict(f"kernel {name}", [line for _, line in wrong] + missing, f"worst: {where}", figures)
+    return verdict(f"kernel {name}", lines + missing, f"worst: {where}", figures)
 
 
 class _Wanted(NamedTuple):

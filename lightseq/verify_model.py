@@ -38,7 +38,7 @@ def model_rows(
     trainer = Trainer(config, inputs, world, command, stands_for=stands_for)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), _data_row(trainer, samples)]
-    if not passed(rows):  # the same on every rank; some might wait for ever for what others refuse
+    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some would wait for what others refuse
         rows += [Row(name, SKIP, "not run: see above") for name in ("weights", "loss", "gradients")]
         return rows, transport, group
     plain = plain_model(plain_config, config.seed, world.device) if world.is_main else None
@@ -81,14 +81,17 @@ def _data_row(trainer: Trainer, samples: Sequence[Sample]) -> Row:
     mine = [[x.cpu() for x in trainer.shard(batch)] for batch in batches]
     everyone = gathered((mine, [batch.valid_tokens for batch in batches]))
     wrong, length, size = [], config.model_max_length, inputs.sequence_size
-    sequences, targets = config.per_device_train_batch_size, []
+    sequences, targets, positions_right = config.per_device_train_batch_size, [], True
     for first in range(0, world.size, size):
         for a in range(config.gradient_accumulation_steps):
             start = (a * (world.size // size) + first // size) * sequences
             wanted = samples[start : start + sequences]
             for row, sample in enumerate(wanted):
                 parts = [[x[row] for x in theirs[a]] for theirs, _ in everyone[first : first + size]]
-                wrong += [f"sequence {start + row}: {line}" for line in misplaced(parts, sample, length, first)]
+                lines = misplaced_positions(parts, length, first)
+                positions_right &= not lines
+                lines = lines or misplaced(parts, sample, length, first)
+                wrong += [f"sequence {start + row}: {line}" for line in lines]
             counted, there = everyone[first][1][a], sum(s.valid_tokens for s in wanted)
             wrong += [f"{counted} targets counted, there are {there} (ranks {first} on)"] if counted != there else []
     for theirs, _ in everyone:
@@ -96,19 +99,26 @@ def _data_row(trainer: Trainer, samples: Sequence[Sample]) -> Row:
     right = (
         f"{len(samples)} x {length:,} tokens, {min(targets):,} to {max(targets):,} targets a rank, each in its place"
     )
-    return verdict("data", wrong, right, {"length": length, "sequences": len(samples), "targets_by_rank": targets})
+    figures = {"length": length, "sequences": len(samples), "targets_by_rank": targets}
+    return verdict("data", wrong, right, figures | {"positions_right": positions_right})
 
 
-def misplaced(parts: Sequence[Sequence[Tensor]], sample: Sample, length: int, first_rank: int = 0) -> list[str]:
-    """What is wrong with what ranks hold of one sequence: ids, positions, labels. Padding has the last position."""
-    ids, positions, labels = (torch.cat([part[i] for part in parts]) for i in range(3))
-    rank_of = torch.repeat_interleave(torch.arange(len(parts)) + first_rank, torch.tensor([len(p[0]) for p in parts]))
+def misplaced_positions(parts: Sequence[Sequence[Tensor]], length: int, first_rank: int = 0) -> list[str]:
+    """What is wrong if the ranks do not have every position of a sequence once. `parts`: ids, positions, labels."""
+    positions = torch.cat([part[1] for part in parts])
     times = torch.bincount(positions.clamp(0, length), minlength=length + 1)
     times[length - 1].clamp_(max=1)
     if bool((times[:length] != 1).any()) or times[length] or bool((positions < 0).any()):
         missing, twice = int((times[:length] == 0).sum()), int((times[:length] > 1).sum())
         begins = ", ".join(f"rank {first_rank + i} begins at {int(p[1][0])}" for i, p in enumerate(parts))
         return [f"of {length} positions {missing} are missing and {twice} there twice: {begins}"]
+    return []
+
+
+def misplaced(parts: Sequence[Sequence[Tensor]], sample: Sample, length: int, first_rank: int = 0) -> list[str]:
+    """What is wrong with the ids and labels that ranks hold of one sequence. Padding has the last position."""
+    ids, positions, labels = (torch.cat([part[i] for part in parts]) for i in range(3))
+    rank_of = torch.repeat_interleave(torch.arange(len(parts)) + first_rank, torch.tensor([len(p[0]) for p in parts]))
     real = (positions < length - 1) | (labels != IGNORE_INDEX)
     want_ids, want_labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE_INDEX)
     size, known = min(length, len(sample.ids)), min(length, len(sample.targets))

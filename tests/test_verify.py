@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import attention, comm, offload, trainer, verify, verify_model, weights
+from lightseq import attention, comm, mlp, offload, trainer, verify, verify_model, weights
 from lightseq.__main__ import BOTH
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layout import Layout
 from lightseq.mesh import World
 from lightseq.schedule import Schedule, make_schedule
 from lightseq.verify_machines import differences
-from lightseq.verify_model import misplaced
+from lightseq.verify_model import misplaced, misplaced_positions
 from lightseq.verify_plain import cut, made_up
 from lightseq.verify_transport import slow_ranks
 
@@ -57,16 +57,19 @@ def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
     offload.LEAST_BYTES = 0
     wrong = []
     for case in cases:
-        ended = run(rank, case, folder)
+        with mock.patch.object(mlp, "gated_mlp", wraps=mlp.gated_mlp) as tiled:
+            ended = run(rank, case, folder)
+        wrong += [f"{case}: no tiles"] if (LONG in case) != bool(tiled.call_count) else []
         wrong += [f"{case}: {ended.status}\n{ended.printed}"] if ended.status or ended.failed() else []
     return wrong
 
 
+LONG = "300000"  # tokens, of which a rank would tile its MLPs
 TINY2, TINY3 = (f"--model_name_or_path tiny-llama{n} --random_init --model_max_length" for n in (2, 3))
 FLAGS = {
     1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
     2: [
-        f"{TINY3} 150 --schedule zigzag --offload activations --layers_per_checkpoint 2",
+        f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
         f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
@@ -178,6 +181,9 @@ FAULTS = {
     "positions restart": Fault(_restart_positions, "", {"data"}, ("data", "rank 1 begins at 0")),
     "a wrong divisor": Fault(_divide_wrongly, "", {"loss", "gradients"}, ("gradients", "all are 0.9")),
     "a kernel aligned upper-left": Fault(_align_upper_left, "", {"kernel cpu"}, ("kernel cpu", "causal 72x200")),
+    "the same where it matters": Fault(
+        _align_upper_left, "--schedule prefix", {"kernel cpu", "gradients"}, ("kernel cpu", "(rank 0, 1)")
+    ),
     "another seed on one rank": Fault(_another_seed, "", {"weights", "loss"}, ("weights", "weights of rank 1 are not")),
     "the same without shards": Fault(_another_seed, "--fsdp ''", {"weights", "loss"}, ("weights", "weights of rank 1")),
     "a corrupted byte": Fault(
@@ -256,9 +262,9 @@ def test_misplaced_tokens_are_counted_by_rank(kind: str) -> None:
         assert misplaced(parts, sample, length) == []
         parts[1][0] = parts[1][0] + 1
         assert "tokens of rank 1 differ" in misplaced(parts, sample, length)[0]
-        parts[1] = [*parts[1][:1], parts[1][1].flip(0), parts[1][2]]
+        assert misplaced_positions(parts, length) == []
         parts[2][1] = parts[2][1] - parts[2][1].min()
-        assert "positions" in misplaced(parts, sample, length)[0]
+        assert "rank 2 begins at 0" in misplaced_positions(parts, length)[0]
 
 
 def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:
