@@ -38,8 +38,8 @@ from lightseq.verify_transport import transport_rows
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 LAYERS = 2  # of the model; twice as many where layers are checkpointed in groups
-MOST_TOKENS = {"cuda": 4096, "cpu": 512}  # of a sequence
-MOST_TOKENS_A_STEP = {"cuda": 32768, "cpu": 2048}  # that the plain model computes, one sequence after the other
+MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
+MOST_TOKENS_A_STEP = {"cuda": 32768, "cpu": 1024}  # that the plain model computes, one sequence after the other
 LEAST_CHUNK = 4  # tokens
 
 

@@ -92,8 +92,8 @@ def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device
 def _compare(got: Tensor, want: Tensor) -> Tensor:
     """How many bytes differ, the place of the first, and its values; the host does not wait."""
     differs = got != want
-    place = differs.int().argmax()
-    return torch.stack([differs.sum(), place, got[place].long(), want[place].long()])
+    place = differs.int().argmax().view(1)
+    return torch.cat([differs.sum().view(1), place, got.gather(0, place).long(), want.gather(0, place).long()])
 
 
 def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:

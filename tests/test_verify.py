@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import attention, comm, mlp, offload, trainer, verify, verify_model, weights
+from lightseq import attention, bundles, comm, mlp, offload, trainer, verify, verify_model, weights
 from lightseq.__main__ import BOTH
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layout import Layout
 from lightseq.mesh import World
 from lightseq.schedule import Schedule, make_schedule
+from lightseq.tokens import write_token_directory
 from lightseq.verify_machines import differences
 from lightseq.verify_model import misplaced, misplaced_positions
 from lightseq.verify_plain import cut, made_up
@@ -58,7 +60,7 @@ def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
     wrong = []
     for case in cases:
         with mock.patch.object(mlp, "gated_mlp", wraps=mlp.gated_mlp) as tiled:
-            ended = run(rank, case, folder)
+            ended = run(rank, case.replace("FOLDER", folder), folder)
         wrong += [f"{case}: no tiles"] if (LONG in case) != bool(tiled.call_count) else []
         wrong += [f"{case}: {ended.status}\n{ended.printed}"] if ended.status or ended.failed() else []
     return wrong
@@ -72,6 +74,7 @@ FLAGS = {
         f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
         f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
+        f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
     ],
     3: [
@@ -84,6 +87,7 @@ FLAGS = {
 
 @pytest.mark.parametrize("ranks", FLAGS)
 def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) -> None:
+    write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
     for wrong in spawn(ranks, passes, str(tmp_path), FLAGS[ranks]):
         assert not wrong, "\n".join(wrong)
 
@@ -105,8 +109,13 @@ def _drop_move(rank: int) -> Any:
 @contextlib.contextmanager
 def _drop_move_unproven(rank: int) -> Iterator[None]:
     """Memory that nothing fills holds what was there before: here, nothing that could be right by luck."""
+    empty = bundles.Form.empty
+
+    def filled(self: bundles.Form, chunks: int, device: torch.device) -> bundles.Bundle:
+        return tuple(x.fill_(0.5) for x in empty(self, chunks, device))
+
     with _drop_move(rank), mock.patch.object(verify_model, "validate", lambda schedule: None):
-        with mock.patch.object(torch.Tensor, "new_empty", lambda x, *a, **k: x.new_full(*a, 0.5, **k)):
+        with mock.patch.object(bundles.Form, "empty", filled):
             yield
 
 
