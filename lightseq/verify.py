@@ -140,10 +140,8 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     few = copy.deepcopy(inputs.model_config)
     few.num_hidden_layers = min(few.num_hidden_layers, LAYERS * config.layers_per_checkpoint)
     few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
-    notes = () if made else inputs.notes
-    return dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes), (
-        cut(samples, length) if made else given(stream)
-    )
+    inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=() if made else inputs.notes)
+    return inputs, cut(samples, length) if made else given(stream)
 
 
 def _sequences(config: TrainConfig, world: World) -> int:
