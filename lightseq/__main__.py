@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import planner, rehearsal
+from lightseq import planner, rehearsal, verify
 from lightseq.family import Family
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["rehearse"]:  # whose flags are those of training
         return rehearsal.main(BOTH, words[1:])
+    if words[:1] == ["verify"]:
+        return verify.main(BOTH, words[1:])
     arguments = parser().parse_args(words)
     try:
         COMMANDS[arguments.command](arguments, words)
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
     commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
+    commands.add_parser("verify", help="compare distributed loss and gradients with one process, on your flags")
     return out
 
 

@@ -18,19 +18,21 @@ TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; small
 # Up to so many tokens on a rank the module's own forward runs: tiles made a whole step of Llama-3.2-1B 12% slower at
 # 16,384 tokens a rank and 5% at 65,536, and saved 0.03 and 2 GiB (docs/experiments.md).
 UNTILED_TOKENS = 65536
+LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
-def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False) -> None:
+def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of plain linears; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. Short sequences keep the module's own
     forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
     `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
+    A run that stands for one `shrink` times as long has tiles so many times smaller.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and _is_gated(mlp):
-            mlp.forward = partial(_forward, mlp, mlp.forward, first_tile_only)
+            mlp.forward = partial(_forward, mlp, mlp.forward, first_tile_only, shrink)
 
 
 def _is_gated(mlp: Any) -> bool:
@@ -39,11 +41,16 @@ def _is_gated(mlp: Any) -> bool:
     return plain and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
-def _forward(mlp: Any, original: Callable[[Tensor], Tensor], first_tile_only: bool, x: Tensor) -> Tensor:
-    if x.numel() <= UNTILED_TOKENS * x.shape[-1]:
+def _forward(mlp: Any, original: Callable[[Tensor], Tensor], first_tile_only: bool, shrink: float, x: Tensor) -> Tensor:
+    if x.numel() * shrink <= UNTILED_TOKENS * x.shape[-1]:
         return original(x)
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-    return gated_mlp(x, *weights, TILE_TOKENS, first_tile_only)
+    return gated_mlp(x, *weights, shrunk(TILE_TOKENS, shrink), first_tile_only)
+
+
+def shrunk(tokens: int, shrink: float) -> int:
+    """A tile's size where a run stands for one that is `shrink` times as long."""
+    return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
 
 
 def gated_mlp(

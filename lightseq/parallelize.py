@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from lightseq import hf
 from lightseq.attention import SequenceContext
 from lightseq.fp8 import to_fp8
-from lightseq.loss import cross_entropy_sum
+from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
-from lightseq.mlp import tile_mlps
+from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
 
@@ -43,19 +43,26 @@ class Techniques:
     compile: bool = False
     deterministic: bool = False
     gpus_per_host: int | None = None
+    stands_for: int | None = None  # the length of a longer run, whose schedule and (shrunk) tiles are taken
     rehearses: bool = False  # attention's arithmetic is left out, and of long sequences most tiles
 
 
 class LossModel(nn.Module):
     """A causal language model that returns its loss: the unit whose forward is one step's forward."""
 
-    def __init__(self, model: PreTrainedModel, offload: Offload | None = None, first_chunk_only: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        offload: Offload | None = None,
+        first_chunk_only: bool = False,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
         super().__init__()
         self.model = model
         self.offload = offload
         head: Any = model.lm_head
         head.forward = partial(
-            _head_loss, head, first_chunk_only
+            _head_loss, head, first_chunk_only, chunk_tokens
         )  # the call stays: what FSDP hooks to it runs around the loss
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
@@ -64,8 +71,8 @@ class LossModel(nn.Module):
         return self.model.lm_head(output.last_hidden_state, labels)
 
 
-def _head_loss(head: nn.Linear, first_chunk_only: bool, hidden: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy_sum(hidden, head.weight, labels, first_chunk_only=first_chunk_only)
+def _head_loss(head: nn.Linear, first_chunk_only: bool, chunk_tokens: int, hidden: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
 
 
 def parallelize(
@@ -92,7 +99,7 @@ def transform(
         ulysses_size=techniques.ulysses_size,
         dtype=techniques.compute_dtype,
         device=device,
-        length=techniques.length,
+        length=techniques.stands_for or techniques.length,
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
         elide=techniques.rehearses,
@@ -100,9 +107,10 @@ def transform(
     if techniques.fp8 is not None:
         local_tokens = context.layout.padded_length(techniques.length) // context.layout.world
         to_fp8(layers, techniques.fp8, techniques.fp8_emulate, local_tokens)
+    shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
-        tile_mlps(layers, first_tile_only)
+        tile_mlps(layers, first_tile_only, shrink)
     offload, inner = _offloads(techniques, device)
     apply_remat(layers, techniques.remat, techniques.compile, inner or offload)
     if techniques.compile:
@@ -113,7 +121,7 @@ def transform(
         checkpoint_groups(groups, inner)
     if offload is not None:
         offload.wrap([group[0] for group in groups])
-    return LossModel(model, offload, first_tile_only), context
+    return LossModel(model, offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
 
 
 def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:

@@ -64,7 +64,7 @@ def main(family: Family, argv: Sequence[str]) -> int:
         words += [] if flag in words else [flag, NOWHERE]
     with start(TrainConfig.step_timeout) as world:
         asked = agree(world, lambda: parse(words, PROGRAM))
-        folder = _shared_folder(world)
+        folder = shared_folder(world, "lightseq-rehearsal-")
         try:
             config = _config(asked, folder)
             inputs = agree(world, lambda: _inputs(config, family, world, folder))
@@ -121,9 +121,9 @@ class _TakenByForward:
             )
 
 
-def _shared_folder(world: World) -> Path:
+def shared_folder(world: World, prefix: str) -> Path:
     """A temporary directory of one name on every host."""
-    name = [tempfile.mkdtemp(prefix="lightseq-rehearsal-") if world.is_main else ""]
+    name = [tempfile.mkdtemp(prefix=prefix) if world.is_main else ""]
     dist.broadcast_object_list(name)
     folder = Path(name[0])
     folder.mkdir(exist_ok=True)

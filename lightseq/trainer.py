@@ -84,7 +84,13 @@ class Trainer:
     """One run on one rank."""
 
     def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, command: str, rehearses: bool = False
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        world: World,
+        command: str,
+        rehearses: bool = False,
+        stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -95,6 +101,7 @@ class Trainer:
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
         techniques = Techniques(
             length=config.model_max_length,
+            stands_for=stands_for,
             schedule=config.schedule,
             kernel=config.kernel,
             transport=config.transport,

@@ -32,14 +32,20 @@ Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
 
 def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
+    local, place = local_part(parameter)
+    if local.numel():
+        local.copy_(read(place))
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, sharing its memory, and where in the whole that lies."""
     data = parameter.detach()
     if isinstance(data, DTensor):
         shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
         local = data.to_local()
     else:
         shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
-    if local.numel():
-        local.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))))
+    return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,321 @@
+"""Verification passes where nothing is wrong, under many flags, and names what is wrong where something was planted."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from worlds import spawn
+
+from lightseq import attention, bundles, comm, mlp, offload, trainer, verify, verify_model, weights
+from lightseq.__main__ import BOTH
+from lightseq.kernels.torch_native import CpuKernel
+from lightseq.layout import Layout
+from lightseq.mesh import World
+from lightseq.schedule import Schedule, make_schedule
+from lightseq.tokens import write_token_directory
+from lightseq.verify_machines import differences
+from lightseq.verify_model import misplaced, misplaced_positions
+from lightseq.verify_plain import cut, made_up
+from lightseq.verify_transport import slow_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+class Outcome(NamedTuple):
+    status: int
+    printed: str
+    rows: dict[str, dict[str, Any]]  # by check
+
+    def failed(self) -> set[str]:
+        return {check for check, row in self.rows.items() if row["status"] == "FAIL"}
+
+
+def run(rank: int, words: str, folder: str) -> Outcome:
+    """The command as a launcher would start it, in the process group that the test has joined already."""
+    world, out = World(rank, dist.get_world_size(), rank, dist.get_world_size(), CPU), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = verify.verify(BOTH, [*shlex.split(words), "--output_dir", folder], world)
+    lines = [json.loads(line) for line in (Path(folder) / "verify.jsonl").read_text().splitlines()]
+    return Outcome(status, out.getvalue(), {line["check"]: line for line in lines[1:]})
+
+
+def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
+    """What did not pass."""
+    offload.LEAST_BYTES = 0
+    wrong = []
+    for case in cases:
+        with mock.patch.object(mlp, "gated_mlp", wraps=mlp.gated_mlp) as tiled:
+            ended = run(rank, case.replace("FOLDER", folder), folder)
+        wrong += [f"{case}: no tiles"] if (LONG in case) != bool(tiled.call_count) else []
+        wrong += [f"{case}: {ended.status}\n{ended.printed}"] if ended.status or ended.failed() else []
+    return wrong
+
+
+LONG = "300000"  # tokens, of which a rank would tile its MLPs
+TINY2, TINY3 = (f"--model_name_or_path tiny-llama{n} --random_init --model_max_length" for n in (2, 3))
+FLAGS = {
+    1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
+    2: [
+        f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
+        f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
+        f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
+        f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
+        f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
+    ],
+    3: [
+        f"{TINY2} 150 --schedule prefix --fsdp '' --offload both",
+        f"{TINY3} 150 --schedule balanced --remat full --bf16",
+        f"{TINY2} 150 --schedule striped --remat none --tf32 --gradient_accumulation_steps 2",
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", FLAGS)
+def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) -> None:
+    write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
+    for wrong in spawn(ranks, passes, str(tmp_path), FLAGS[ranks]):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---- faults: each is in force while its context is open, on the ranks that it concerns ------------------------------
+
+
+def _without_a_move(schedule: Schedule) -> Schedule:
+    """The first operand that travels in the forward pass stays at home."""
+    t = next(i for i, step in enumerate(schedule.forward) if step.moves)
+    step = dataclasses.replace(schedule.forward[t], moves=schedule.forward[t].moves[1:])
+    return dataclasses.replace(schedule, forward=(*schedule.forward[:t], step, *schedule.forward[t + 1 :]))
+
+
+def _drop_move(rank: int) -> Any:
+    return mock.patch.object(attention, "make_schedule", lambda *a: _without_a_move(make_schedule(*a)))
+
+
+@contextlib.contextmanager
+def _drop_move_unproven(rank: int) -> Iterator[None]:
+    """Memory that nothing fills holds what was there before: here, nothing that could be right by luck."""
+    empty = bundles.Form.empty
+
+    def filled(self: bundles.Form, chunks: int, device: torch.device) -> bundles.Bundle:
+        return tuple(x.fill_(0.5) for x in empty(self, chunks, device))
+
+    with _drop_move(rank), mock.patch.object(verify_model, "validate", lambda schedule: None):
+        with mock.patch.object(bundles.Form, "empty", filled):
+            yield
+
+
+def _shift_labels(rank: int) -> Any:
+    right = trainer.Trainer.shard
+
+    def wrong(self: trainer.Trainer, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ids, positions, labels = right(self, batch)
+        return ids, positions, labels.roll(-1, 1)  # once more, inside the shard
+
+    return mock.patch.object(trainer.Trainer, "shard", wrong)
+
+
+def _restart_positions(rank: int) -> Any:
+    def wrong(context: attention.SequenceContext, length: int, device: torch.device) -> Tensor:
+        return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
+
+    return mock.patch.object(trainer, "local_positions", wrong)
+
+
+def _divide_wrongly(rank: int) -> Any:
+    right = trainer.Trainer._over_data_ranks
+    return mock.patch.object(trainer.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
+
+
+def _align_upper_left(rank: int) -> Any:
+    return mock.patch.object(CpuKernel, "causal_alignment", "bottom_right")  # which it is not
+
+
+def _another_seed(rank: int) -> Any:
+    right = weights.initialize
+
+    def wrong(model: Any, seed: int, *args: Any, **kwargs: Any) -> None:
+        right(model, seed + rank, *args, **kwargs)
+
+    return mock.patch.object(weights, "initialize", wrong)
+
+
+def _corrupt_a_byte(rank: int) -> Any:
+    right, calls = comm.SendRecvTransport.exchange, iter(range(10**9))
+
+    def wrong(self: Any, sends: Any, receives: Any, then: Any = None, fresh: bool = True) -> Callable[[], None]:
+        hit = rank == 1 and next(calls) % 8 == 5 and bool(receives)
+
+        def spoil(received: list[Tensor]) -> None:
+            if hit:
+                received[0].view(-1).view(torch.uint8)[7] ^= 16
+            if then is not None:
+                then(received)
+
+        return right(self, sends, receives, spoil, fresh)
+
+    return mock.patch.object(comm.SendRecvTransport, "exchange", wrong)
+
+
+def _older_software(rank: int) -> Any:
+    right = verify.software
+    return mock.patch.object(verify, "software", lambda device: right(device) | ({"torch": "2.0"} if rank else {}))
+
+
+class Fault(NamedTuple):
+    plant: Callable[[int], Any]
+    words: str
+    fails: set[str]  # these checks at least
+    says: tuple[str, str]  # a check and a part of its line
+
+
+FAULTS = {
+    "a move is dropped": Fault(_drop_move, "--schedule prefix", {"schedule"}, ("schedule", "operands")),
+    "a move is dropped, unseen by the proof": Fault(
+        _drop_move_unproven, "--schedule zigzag", {"loss", "gradients"}, ("gradients", "parameters, worst: ")
+    ),
+    "labels are shifted in the shard": Fault(
+        _shift_labels, "", {"data", "loss", "gradients"}, ("data", "labels of rank 1 differ (at position")
+    ),
+    "positions restart": Fault(_restart_positions, "", {"data"}, ("data", "rank 1 begins at 0")),
+    "a wrong divisor": Fault(_divide_wrongly, "", {"loss", "gradients"}, ("gradients", "all are 0.9")),
+    "a kernel aligned upper-left": Fault(_align_upper_left, "", {"kernel cpu"}, ("kernel cpu", "causal 72x200")),
+    "the same where it matters": Fault(
+        _align_upper_left, "--schedule prefix", {"kernel cpu", "gradients"}, ("kernel cpu", "(rank 0, 1)")
+    ),
+    "another seed on one rank": Fault(_another_seed, "", {"weights", "loss"}, ("weights", "weights of rank 1 are not")),
+    "the same without shards": Fault(_another_seed, "--fsdp ''", {"weights", "loss"}, ("weights", "weights of rank 1")),
+    "a corrupted byte": Fault(
+        _corrupt_a_byte, "", {"transport gloo"}, ("transport gloo", "1 of 65,536 bytes from rank 0 to rank 1 wrong")
+    ),
+    "other software on one rank": Fault(_older_software, "", {"software"}, ("software", "torch is 2.0 on rank 1")),
+    "other flags on one rank": Fault(
+        lambda rank: contextlib.nullcontext(), "--seed {rank}", {"flags"}, ("flags", "seed is 1 on rank 1 and 0 on")
+    ),
+}
+
+
+def caught(rank: int, folder: str) -> list[str]:
+    """The faults that were not caught as they should be."""
+    wrong = []
+    for name, fault in FAULTS.items():
+        with fault.plant(rank):
+            ended = run(rank, f"{TINY3} 120 --schedule zigzag {fault.words.format(rank=rank)}", folder)
+        check, words = fault.says
+        if ended.status != 1 or not fault.fails <= ended.failed() or words not in ended.rows[check]["detail"]:
+            wrong.append(f"{name}: status {ended.status}, {ended.rows.get(check)}\n{ended.printed}")
+    return wrong
+
+
+def test_every_planted_fault_fails_the_check_that_it_breaks(tmp_path: Path) -> None:
+    for wrong in spawn(2, caught, str(tmp_path)):
+        assert not wrong, "\n".join(wrong)
+
+
+def refused(rank: int, folder: str, cases: Sequence[tuple[str, str]]) -> list[str]:
+    """The cases that did not end with status 2 and their line, printed by one rank."""
+    wrong = []
+    for words, line in cases:
+        err, status = io.StringIO(), 0
+        with contextlib.redirect_stderr(err):
+            try:
+                run(rank, words, folder)
+            except SystemExit as end:
+                status = int(end.code or 0)
+        lines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(lines, err.getvalue())
+        if status != 2 or len("".join(lines).splitlines()) != 1 or line not in "".join(lines):
+            wrong.append(f"{words}: status {status}, {lines}")
+    return wrong
+
+
+def test_what_training_refuses_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
+    cases = [
+        (f"{TINY3} 100 --schedule nonsense", "error: --schedule 'nonsense' is unknown"),
+        (f"{TINY3} 100 --kernel fa4", "error: kernel fa4 cannot run here"),
+        (f"{TINY3} 100 --data_path {tmp_path}/none", "none does not exist"),
+        ("--model_name_or_path tiny-llama9", "tiny-llama9 is no directory, hub id or preset"),
+        (f"{TINY3} 100 --sequence_parallel_size 5", "does not divide the 2 processes"),
+    ]
+    for wrong in spawn(2, refused, str(tmp_path), cases):
+        assert not wrong, "\n".join(wrong)
+    assert not any(tmp_path.iterdir())
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_misplaced_tokens_are_counted_by_rank(kind: str) -> None:
+    layout = Layout(kind, 3, 2 if kind == "zigzag" else 1)  # type: ignore[arg-type]
+    length = verify.uneven(40, 3)
+    for sample in cut(made_up(4, length, 50), length):
+        ids, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), -100)
+        ids[: min(length, len(sample.ids))] = sample.ids[:length]
+        labels[: len(sample.targets)] = sample.targets
+        padded = layout.padded_length(length)
+        assert padded - length == layout.chunk_count - 1 and padded > length
+        ids, labels = (torch.nn.functional.pad(x, (0, padded - length), value=f) for x, f in ((ids, 0), (labels, -100)))
+        places = [layout.positions(rank, padded) for rank in range(3)]
+        parts = [[ids[p], p.clamp_max(length - 1), labels[p]] for p in places]
+        assert misplaced(parts, sample, length) == []
+        parts[1][0] = parts[1][0] + 1
+        assert "tokens of rank 1 differ" in misplaced(parts, sample, length)[0]
+        assert misplaced_positions(parts, length) == []
+        parts[2][1] = parts[2][1] - parts[2][1].min()
+        assert "rank 2 begins at 0" in misplaced_positions(parts, length)[0]
+
+
+def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:
+    """Longer and shorter than the length, ignored labels at the beginning and within, and a target at the border."""
+    samples = made_up(4, 40, 50)
+    assert [len(s.ids) for s in samples] == [43, 21, 40, 10]
+    assert samples[0].labels[40] == samples[0].ids[40]
+    for sample in samples:
+        ignored = sample.labels == -100
+        assert ignored[: int(0.4 * len(ignored))].all() and 0 < sample.valid_tokens < 0.7 * len(ignored)
+
+
+def test_a_rank_with_slow_links_is_named() -> None:
+    even = [{1: 10.0, 2: 11.0}, {0: 9.0, 2: 10.0}, {0: 10.0, 1: 12.0}]
+    assert slow_ranks(even) == [] and slow_ranks([{}]) == []
+    slow = [{1: 10.0, 2: 1.0}, {0: 9.0, 2: 1.0}, {0: 1.0, 1: 1.0}]
+    assert len(slow_ranks(slow)) == 1 and slow_ranks(slow)[0].startswith("rank 2's links give 1.0 GB/s")
+
+
+def test_differences_name_the_ranks_that_share_them() -> None:
+    everyone = [{"torch": "2.13", "nccl": "2.28"}, {"torch": "2.12", "nccl": "2.28"}, {"torch": "2.12"}]
+    assert differences(everyone) == [
+        "torch is 2.12 on rank 1, 2 and 2.13 on rank 0",
+        "nccl is none on rank 2 and 2.28 on rank 0",
+    ]
+
+
+def test_the_command_prints_a_table_of_80_columns_and_leaves_only_its_record(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightseq", "verify"]
+    flags = f"{TINY3} 100 --schedule zigzag"
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    words = [*command, *flags.split(), "--output_dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = done.stdout[done.stdout.index("check ") :].splitlines()
+    assert len(drawn) > 12 and max(map(len, drawn[:-1])) <= 80 and drawn[-1].startswith("all passed in ")
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.jsonl"]
+    head, *rows = [json.loads(line) for line in (tmp_path / "verify.jsonl").read_text().splitlines()]
+    assert head["passed"] and head["command"].startswith("lightseq verify") and "torch" in head["versions"]
+    gradients = next(row for row in rows if row["check"] == "gradients")
+    assert set(gradients["errors"]) == set(gradients["allowed"]) and max(gradients["errors"].values()) < 1e-5
