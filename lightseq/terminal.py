@@ -35,12 +35,15 @@ class Terminal:
             self._console.print(f"  {name.ljust(width)}  {value}", markup=False)
         for note in notes:
             self._console.print(f"  {note}", markup=False)
-        if self._console.is_terminal:  # before the first step, which can take minutes
+        if self._console.is_terminal and self._total:  # before the first step, which can take minutes
             self._start_bar()
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
-            self._console.print(f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}", markup=False)
+            perplexity = record["eval_perplexity"]
+            shown = "too large to write" if perplexity is None else f"{perplexity:,.4g}"
+            line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
+            self._console.print(line, markup=False)
             return
         status = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None:

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
-from lightseq.data import Batch
+from lightseq.data import Batch, track
 from lightseq.family import Family
 from lightseq.flops import total_parameters
 from lightseq.hf import local_positions
@@ -41,6 +40,7 @@ from lightseq.mesh import (
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate, LossScaler, clip, global_norm, local_gradients, make_optimizer
 from lightseq.parallelize import Techniques, parallelize
+from lightseq.perplexity import Perplexity, measure
 from lightseq.prepare import Inputs, clear, continues, prepare
 from lightseq.profiling import StepProfile
 from lightseq.terminal import Terminal
@@ -229,7 +229,8 @@ class Trainer:
                 closed = None
             with window.paused():
                 if evaluates:
-                    self._log({"step": done, "eval_loss": self.evaluate()})
+                    found = self.evaluate()
+                    self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
                 if saves:
                     saved = self._save(done)
         profile.close()
@@ -331,24 +332,13 @@ class Trainer:
         """A copy that the host does not wait for: from pinned memory where there is a GPU."""
         return x.pin_memory().to(self.world.device, non_blocking=True) if self.world.device.type == "cuda" else x
 
-    def evaluate(self) -> float:
-        """Mean loss over every valid token of the evaluation data."""
-        stream = self.inputs.eval_stream
+    def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
+        """Mean loss over every valid token of the evaluation data, whole and by position."""
+        stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
         assert stream is not None, "evaluation was refused without data"
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        valid = 0
-        self.loss_model.eval()
-        with torch.no_grad():
-            for step in range(stream.steps):
-                batch = stream.batch(step, 0, self.inputs.data_rank)
-                total += self.loss_model(*self.shard(batch))
-                valid += batch.valid_tokens
-        self.loss_model.train()
-        for module in self.loss_model.modules():
-            if isinstance(module, FSDPModule):  # gathered parameters wait for a backward pass, which never comes
-                module.reshard()
-        dist.all_reduce(total)
-        return float(total / self._over_data_ranks(valid).clamp_min(1))
+        steps = track(range(stream.steps), "evaluating", shows_progress and self.world.is_main)
+        shards = (self.shard(stream.batch(step, 0, data_rank)) for step in steps)
+        return measure(self.loss_model, shards, bin_starts, stream.length, self.world.device)
 
     def _over_data_ranks(self, count: int) -> Tensor:
         """A count of one sequence-parallel group summed over all of them, on the device."""

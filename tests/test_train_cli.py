@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import platform
 import subprocess
@@ -260,7 +261,10 @@ def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
         files.words("llama2", "unevaluated", flags, "--save_strategy no"),
     )
     evaluations = [r for r in files.records("evaluated") if "eval_loss" in r]
-    assert [set(r) for r in evaluations] == [{"step", "eval_loss"}] * 2 and [r["step"] for r in evaluations] == [2, 4]
+    keys = {"step", "eval_loss", "eval_perplexity"}
+    assert [set(r) for r in evaluations] == [keys] * 2 and [r["step"] for r in evaluations] == [2, 4]
+    for record in evaluations:
+        assert record["eval_perplexity"] == pytest.approx(math.exp(record["eval_loss"]))
     assert list(files.losses("evaluated")) == [1, 2, 3, 4]
     assert files.losses("evaluated") == files.losses("unevaluated")
 
