@@ -74,10 +74,10 @@ def _timeout(words: list[str], program: str) -> float:
 
 
 class Trainer:
-    """One run on one rank."""
+    """One run on one rank. Without a command, which is for evaluations, it says nothing and leaves no files."""
 
     def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, command: str, rehearses: bool = False
+        self, config: TrainConfig, inputs: Inputs, world: World, command: str | None, rehearses: bool = False
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -113,7 +113,7 @@ class Trainer:
         self.scaler = LossScaler() if config.fp16 else None
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.metrics = agree(world, lambda: self._open_output(command))
+        self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         self.losses: list[float] = []  # logged
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
