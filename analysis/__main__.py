@@ -2,6 +2,7 @@
 
 `python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
+`python3 -m analysis evaluate OUT...` draws evaluations: perplexity by position, and what a long text hides.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, profile, step
+from . import attention, cluster, evaluate, profile, step
 from .figures import draw
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -21,6 +22,7 @@ from .summary import summarize, tables
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "attention": attention.main,
     "cluster": cluster.main,
+    "evaluate": evaluate.main,
     "profile": profile.main,
     "step": step.main,
 }
@@ -33,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         description="Draws loss.png, throughput.png, memory.png and mfu.png from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
+        "`python3 -m analysis evaluate OUT...` what `python3 -m lightseq evaluate` measured, "
         "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
         "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps.",
     )

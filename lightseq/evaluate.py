@@ -212,7 +212,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
     known = trainer.describe()
     chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
-    return {"model": chosen.pop("model"), **task.about, **chosen, "precision": f"{trainer.config.compute_dtype} compute"}
+    return {
+        "model": chosen.pop("model"),
+        **task.about,
+        **chosen,
+        "precision": f"{trainer.config.compute_dtype} compute",
+    }
 
 
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
