@@ -1,7 +1,7 @@
 """Measures a model under sequence parallelism: its loss by position, or how well it finds what a long text hides.
 
-python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --model_name_or_path outputs/books/checkpoint-1000 \\
-    --data_path data/held-out --model_max_length 131072 --bf16 --output_dir outputs/books/evaluation
+python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_path data/held-out \\
+    --model_name_or_path outputs/a/checkpoint-9 --model_max_length 131072 --bf16 --output_dir outputs/a/evaluation
 """
 
 import argparse
@@ -9,22 +9,30 @@ import dataclasses
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from lightseq.config import TrainConfig, parse
-from lightseq.data import BatchStream, require_target
+from lightseq.evaluation_tasks import (
+    CHOICES,
+    DEPTHS,
+    NOWHERE,
+    OF_TASK,
+    SCORES,
+    TASKS,
+    TRIALS,
+    Asked,
+    Task,
+    lengths_of,
+)  # fmt: skip
 from lightseq.family import Family
 from lightseq.mesh import World, agree, is_main_process, start
 from lightseq.metrics import hardware, versions
-from lightseq.perplexity import POWERS, Bin, Perplexity, bin_starts, perplexity
-from lightseq.prepare import FoundModel, Inputs, evaluation_stream, fetch, find_examples, find_model
+from lightseq.prepare import find_model
 from lightseq.trainer import Trainer
 
 RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
-TASKS: Final = ("loss",)
 # Flags of training that an evaluation has no use for; it says so where they are given.
 UNUSED: Final = (
     *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
@@ -33,32 +41,6 @@ UNUSED: Final = (
     *("host_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
     *("save_total_limit", "report_to", "profile_steps"),
 )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the flags of this command ask for; None where one was not given."""
-
-    task: str
-    bins: str | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found: a summary, an object a bin or cell, and what a person reads."""
-
-    summary: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Task:
-    """An evaluation whose inputs were found and checked; `run` does it on a model."""
-
-    inputs: Inputs
-    about: Mapping[str, str]  # for the header
-    run: Callable[[Trainer], Outcome]
 
 
 def main(family: Family, argv: Sequence[str]) -> int:
@@ -103,7 +85,13 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     out.add_argument("--task", default="loss", help=f"{', '.join(TASKS)} (default: loss)")
-    out.add_argument("--bins", help=f"of positions, for loss: {POWERS} (of two), or how many equal ones ({POWERS})")
+    loss, needle = (out.add_argument_group(f"--task {task}") for task in TASKS)
+    loss.add_argument("--bins", help="of positions: powers (of two), or how many equal ones (default: powers)")
+    needle.add_argument("--score", help=f"{', '.join(SCORES)}: how an answer is judged (default: likelihood)")
+    needle.add_argument("--depths", help=f"places of the needle, 0 the start and 1 the end (default: {DEPTHS})")
+    needle.add_argument("--lengths", help="tokens of a text, as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)")
+    needle.add_argument("--trials", type=int, help=f"texts of each length and depth (default: {TRIALS})")
+    needle.add_argument("--choices", type=int, help=f"answers, one right, for likelihood (default: {CHOICES})")
     return out
 
 
@@ -113,7 +101,19 @@ def flags(words: Sequence[str]) -> tuple[Asked, TrainConfig]:
     asked = Asked(**vars(own))
     if asked.task not in TASKS:
         raise ValueError(f"--task {asked.task!r} is unknown; choose from {', '.join(TASKS)}")
-    return asked, parse(rest, PROGRAM)
+    for task, names in OF_TASK.items():
+        if task != asked.task and (stray := [name for name in names if getattr(asked, name) is not None]):
+            raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {asked.task}; leave it out")
+    if asked.task == "needle" and "--data_path" not in rest:
+        rest += ["--data_path", NOWHERE]
+    config = parse(rest, PROGRAM)
+    if asked.task == "loss":
+        return asked, config
+    lengths = lengths_of(asked, config)
+    if "--model_max_length" in rest and max(lengths) > config.model_max_length:
+        given = f"--lengths {asked.lengths} reach beyond --model_max_length {config.model_max_length}"
+        raise ValueError(f"{given}; leave the latter out")
+    return asked, dataclasses.replace(config, model_max_length=max(lengths))
 
 
 def _timeout(words: Sequence[str]) -> float:
@@ -139,71 +139,18 @@ def _notes(config: TrainConfig) -> list[str]:
     return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
 
 
-# ---- a task: what it reads, does and says ---------------------------------------------------------------------------
-
-
 def _prepare(asked: Asked, config: TrainConfig, family: Family, world: World) -> Task:
     """Everything that can be refused, looked at before any process waits for another and before anything is written."""
     record = Path(config.output_dir) / RECORD
     if record.exists() and not config.overwrite_output_dir:
         raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
     model = find_model(config, family, world)
-    task = _loss_task(asked, config, model, world)
+    task = TASKS[asked.task](asked, config, model, world)
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output_dir {config.output_dir} cannot be made ({error.strerror}); name another") from error
     return task
-
-
-def _loss_task(asked: Asked, config: TrainConfig, model: FoundModel, world: World) -> Task:
-    starts = bin_starts(asked.bins or POWERS, config.model_max_length)
-    examples = find_examples(config.data_path, model, config, world)
-    require_target(examples, config.data_path)
-    stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
-
-    def run(trainer: Trainer) -> Outcome:
-        found = trainer.evaluate(starts, shows_progress=True)
-        summary = {"loss": found.loss, "perplexity": found.value, "valid_tokens": found.valid_tokens}
-        rows = [{**asdict(b), "perplexity": perplexity(b.loss)} for b in found.bins]
-        return Outcome({**summary, "sequences": len(examples)}, rows, loss_lines(found))
-
-    about = {"data": f"{config.data_path}, {len(examples):,} examples", "sequence": f"{stream.length:,} tokens"}
-    return Task(inputs_of(model, stream, world), about, run)
-
-
-def inputs_of(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
-    """Those of a run without a step."""
-    data_rank = world.rank // model.sequence_size
-    notes = stream.examples.notes + model.warnings
-    return Inputs(model.config, fetch(model), stream, stream, 0, model.sequence_size, data_rank, None, notes)
-
-
-def loss_lines(found: Perplexity) -> list[str]:
-    """A table by position, and the whole."""
-    rows = [["positions", "tokens", "loss", "perplexity"]]
-    for b in found.bins:
-        rows.append([span(b), f"{b.valid_tokens:,}", *numbers(b.loss)])
-    rows.append(["all", f"{found.valid_tokens:,}", *numbers(found.loss)])
-    return aligned(rows)
-
-
-def span(b: Bin) -> str:
-    return f"{b.first:,}" if b.first == b.last else f"{b.first:,} to {b.last:,}"
-
-
-def numbers(loss: float | None) -> list[str]:
-    value = perplexity(loss)
-    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else f"{value:,.4g}"]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns flush right, the first one flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells)).rstrip()
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
 
 
 # ---- what is left behind --------------------------------------------------------------------------------------------
@@ -222,8 +169,9 @@ def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
     """What it takes to do this again."""
+    data = None if config.data_path == NOWHERE else config.data_path
     return {
-        "model": config.model_name_or_path, "data": config.data_path, "length": config.model_max_length,
+        "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
         "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
         "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,

@@ -41,7 +41,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
 
 @torch.no_grad()
 def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The most probable next token wherever there is a label, 0 elsewhere; meant for few labels. The lowest of equals."""
+    """The most probable next token wherever there is a label, 0 elsewhere; meant for few labels."""
     found = torch.zeros_like(labels)
     marked = labels != IGNORE_INDEX
     found[marked] = F.linear(hidden[marked], weight).argmax(-1)

@@ -91,4 +91,5 @@ def test_what_is_no_evaluation_is_one_clear_line(
         (tmp_path / "evaluation.jsonl").write_text(content)
     assert main(["evaluate", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and "python3 -m lightseq evaluate" in err or "evaluate again" in err
+    assert words in err and err.count("\n") == 1
+    assert "python3 -m lightseq evaluate" in err or "evaluate again" in err
