@@ -39,7 +39,7 @@ UNUSED: Final = (
     *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "gradient_checkpointing"),
     *("host_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    *("save_total_limit", "report_to", "profile_steps"),
+    *("save_total_limit", "keep_best", "report_to", "profile_steps"),
 )
 
 

@@ -61,12 +61,14 @@ class Terminal:
             self._bar[0].stop()
             self._bar = None
 
-    def summary(self, checkpoint: Path | None, metrics: Path, losses: Sequence[float]) -> None:
+    def summary(self, checkpoint: Path | None, metrics: Path, losses: Sequence[float], best: Path | None) -> None:
         if losses:
             first, last = losses[0], losses[-1]
             change = f"fell by {first - last:.4f}" if last < first else f"rose by {last - first:.4f}"
             self._console.print(f"loss {change}, from {first:.4f} to {last:.4f}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
+        if best is not None:
+            self._console.print(f"best        {best}, by evaluation loss", markup=False)
         self._console.print(f"metrics     {metrics}", markup=False)
 
     def _start_bar(self) -> None:

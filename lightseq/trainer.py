@@ -224,19 +224,21 @@ class Trainer:
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
             saves |= done == last and self.config.save_strategy != "no"
+            evaluates |= saves and self.config.keep_best
             if evaluates or saves or done == last:
                 self._record(closed)
                 closed = None
             with window.paused():
-                if evaluates:
-                    found = self.evaluate()
+                found = self.evaluate() if evaluates else None
+                if found is not None:
                     self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
                 if saves:
-                    saved = self._save(done)
+                    saved = self._save(done, found.loss if found is not None else None)
         profile.close()
         self.terminal.close()
         if self.metrics is not None:
-            self.terminal.summary(saved, self.metrics.path, self.losses)
+            best = checkpoint.best(self.output_dir) if self.config.keep_best else None
+            self.terminal.summary(saved, self.metrics.path, self.losses, best)
 
     @property
     def local_tokens(self) -> int:
@@ -366,10 +368,10 @@ class Trainer:
         epochs = self.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
 
-    def _save(self, step: int) -> Path:
+    def _save(self, step: int, eval_loss: float | None) -> Path:
         facts = {"scaler": vars(self.scaler) if self.scaler else None, "config": self.config.to_json()}
         tokenizer_from = self.inputs.weights
         return checkpoint.save(
-            self.output_dir, step, self.model, self.optimizer, facts, self.dtype, self.config.save_total_limit,
-            tokenizer_from,
+            self.output_dir, step, self.model, self.optimizer, {**facts, checkpoint.LOSS: eval_loss}, self.dtype,
+            self.config.save_total_limit, tokenizer_from, self.config.keep_best,
         )  # fmt: skip
