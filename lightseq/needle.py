@@ -77,8 +77,9 @@ class TextNeedles:
     def _ending(self, number: int) -> tuple[Ids, Ids]:
         """Question and answer; encoded as one, as they would be in a text, and cut where the number begins."""
         asked, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
-        same = asked == whole[: len(asked)]
-        cut = len(asked) if same.all() else int(same.argmin())
+        shorter = min(len(asked), len(whole) - 1)
+        same = asked[:shorter] == whole[:shorter]
+        cut = shorter if same.all() else int(same.argmin())
         return whole[:cut], whole[cut:]
 
     def _ids(self, text: str) -> Ids:

@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ from lightseq.__main__ import BOTH
 from lightseq.data import open_examples
 from lightseq.evaluation_tasks import haystack
 from lightseq.mesh import World
-from lightseq.needle import IdNeedles, Search, TextNeedles, make_search
+from lightseq.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.perplexity import bin_starts, perplexity
-from lightseq.tokens import ByteTokenizer, write_token_directory
+from lightseq.tokens import ByteTokenizer, load_tokenizer, write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -103,12 +104,15 @@ LOSS = {
 DEPTHS, LENGTHS, TRIALS, CHOICES = (0.0, 0.4, 1.0), (37, 61), 3, 4
 LONGER = (300, 331)  # for a needle of bytes
 NEEDLE = {  # name, model, flags
-    "found": ("finder", "--score likelihood --choices 4 --schedule zigzag"),
+    "found": ("finder", "--score likelihood --choices 4 --schedule zigzag --per_device_eval_batch_size 8"),
     "said": ("finder", "--score greedy --schedule balanced"),
     "guessed": ("model", "--score likelihood --choices 4 --schedule striped --per_device_eval_batch_size 5"),
     "babbled": ("model", "--score greedy --schedule prefix --per_device_eval_batch_size 2"),
-    "bytes": ("bytes", "--score likelihood --choices 4 --tokenizer byte --data_path {root}/text.jsonl"),
-    "spelt": ("bytes", "--score greedy --tokenizer byte --per_device_eval_batch_size 4"),
+    "bytes": (
+        "bytes",
+        "--score likelihood --choices 4 --tokenizer byte --data_path {root}/text.jsonl --per_device_eval_batch_size 8",
+    ),
+    "spelt": ("bytes", "--score greedy --tokenizer byte --per_device_eval_batch_size 9"),
     "groups-needle": ("model", "--score likelihood --choices 4 --sequence_parallel_size 2"),
     "groups-said": ("finder", "--score greedy --sequence_parallel_size 2 --per_device_eval_batch_size 2"),
 }
@@ -321,6 +325,60 @@ def test_a_needle_lies_at_its_depth_and_the_answer_ends_the_text() -> None:
                 assert read.endswith("The pass key is") and read.count(number) == 2
     first = search.needles[0]
     assert {len(answer) for answer in first.answers} == {6} and len({tuple(a) for a in first.answers}) == 4
+
+
+@pytest.mark.parametrize("kind", ["digits in threes", "spaces joined to words"])
+def test_a_tokenizers_own_way_of_writing_numbers_is_kept(kind: str, tmp_path: Path) -> None:
+    """The two ways of Llama 3 and Llama 2; both begin a document with a token of their own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE())
+    alphabet = []
+    if kind == "digits in threes":
+        split = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}{1,3}|\s+|[^\s\p{L}\p{N}]+"), "isolated")
+        words.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        words.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+    else:
+        spaces, digits = pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Digits(True)
+        words.pre_tokenizer = pre_tokenizers.Sequence([spaces, digits])
+        words.decoder = decoders.Metaspace(prepend_scheme="first")
+    texts = [f"{SENTENCE}{QUESTION} {number} {FILLER}".format(number=number) for number in range(10_000, 100_000, 91)]
+    words.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>"], initial_alphabet=alphabet)
+    )
+    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+
+    search = make_search(TextNeedles(tokenizer), None, 4, 4, 0, (300,), tokenizer.vocab_size)
+    for trial, needle in enumerate(search.needles):
+        text = search.text(trial, 0.5, 300)
+        whole = tokenizer.decode(np.concatenate([text, needle.answers[0]]))
+        number = tokenizer.decode(needle.answers[0]).strip()
+        assert len(text) + len(needle.answers[0]) == 300
+        assert text[0] == 0 and 0 not in text[1:] and number.isdecimal() and int(number) >= 10_000
+        assert whole.endswith(f"The pass key is {number}") and f"\nThe pass key is {number}." in whole
+        for answer in needle.answers:
+            written = tokenizer.encode_part(f"{QUESTION} {tokenizer.decode(answer).strip()}")
+            assert np.array_equal(np.concatenate([needle.question, answer]), written), "as it is in a text"
+        assert len({len(answer) for answer in needle.answers}) == 1
+
+
+class Merging(ByteTokenizer):
+    """Makes one token of a number and the two words before it."""
+
+    def encode_part(self, text: str) -> np.ndarray:
+        words = text.split(" ")
+        if words[-1].isdecimal():
+            words[-3:] = ["".join(words[-3:])]
+        return np.array([zlib.crc32(word.encode()) % 1000 for word in words])
+
+
+def test_an_answer_that_merges_with_the_question_begins_where_they_part() -> None:
+    needle = TextNeedles(Merging()).draw(np.random.default_rng(0), 3)
+    assert np.array_equal(needle.question, Merging().encode_part(QUESTION)[:-2])
+    assert [len(answer) for answer in needle.answers] == [1, 1, 1]
 
 
 def test_ids_take_the_place_of_text_for_a_model_without_a_tokenizer() -> None:
