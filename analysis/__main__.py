@@ -2,6 +2,7 @@
 
 `python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
+`python3 -m analysis evaluate OUT...` draws evaluations: perplexity by position, and what a long text hides.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, compare, profile, report, step, watch
+from . import attention, cluster, compare, evaluate, profile, report, step, watch
 from .figures import draw
 from .pictures import add_format
 from .runs import described, read_runs
@@ -26,6 +27,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "attention": attention.main,
     "cluster": cluster.main,
     "compare": compare.main,
+    "evaluate": evaluate.main,
     "profile": profile.main,
     "report": report.main,
     "step": step.main,
@@ -41,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
+        "`python3 -m analysis evaluate OUT...` what `python3 -m lightseq evaluate` measured, "
         "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
         "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
         "`python3 -m analysis compare A B` says how far two runs are apart, "

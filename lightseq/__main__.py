@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import planner, rehearsal, verify
+from lightseq import evaluate, planner, rehearsal, verify
 from lightseq.family import Family
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
@@ -28,10 +28,8 @@ BOTH = Family(
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["rehearse"]:  # whose flags are those of training
-        return rehearsal.main(BOTH, words[1:])
-    if words[:1] == ["verify"]:
-        return verify.main(BOTH, words[1:])
+    if words and words[0] in ACROSS_RANKS:
+        return ACROSS_RANKS[words[0]](BOTH, words[1:])
     arguments = parser().parse_args(words)
     try:
         COMMANDS[arguments.command](arguments, words)
@@ -54,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
     commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
     commands.add_parser("verify", help="compare distributed loss and gradients with one process, on your flags")
+    commands.add_parser("evaluate", help="measure loss by position, or retrieval, under sequence parallelism")
     return out
 
 
@@ -102,6 +101,11 @@ def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
     "schedule": draw_schedule,
     "plan": plan_attention,
+}
+ACROSS_RANKS: Mapping[str, Callable[[Family, Sequence[str]], int]] = {  # their flags are those of training
+    "rehearse": rehearsal.main,
+    "verify": verify.main,
+    "evaluate": evaluate.main,
 }
 
 

@@ -5,6 +5,7 @@ as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); train
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lightseq.optimization import set_rate
 
-STATE, FACTS = "state", "trainer_state.json"
+STATE, FACTS, LOSS = "state", "trainer_state.json", "eval_loss"
 
 
 def save(
@@ -30,8 +31,12 @@ def save(
     keep: int | None,
     write_model: Callable[[Path], None],
     write_state: Callable[[Path], None],
+    keep_best: bool = False,
 ) -> Path:
-    """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it."""
+    """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it.
+
+    Of the older ones the newest stay, `keep` with this one, and with `keep_best` the one of the lowest evaluation loss.
+    """
     final, partial = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.partial"
     main = dist.get_rank() == 0
     if main:
@@ -45,8 +50,10 @@ def save(
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
+        kept = best(output_dir) if keep_best else None
         for old in checkpoints(output_dir)[: -keep if keep else 0]:
-            shutil.rmtree(old)
+            if old != kept:
+                shutil.rmtree(old)
     dist.barrier()
     return final
 
@@ -73,6 +80,13 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted((p for p in found if (p / FACTS).is_file()), key=lambda p: int(p.name.split("-")[1]))
+
+
+def best(output_dir: Path) -> Path | None:
+    """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
+    losses = {path: read_facts(path).get(LOSS) for path in checkpoints(output_dir)}
+    known = {path: loss for path, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    return min(known, key=lambda path: known[path]) if known else None
 
 
 def find(output_dir: Path, asked: str) -> Path:

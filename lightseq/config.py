@@ -123,6 +123,7 @@ class TrainConfig:
     save_strategy: str = "steps"  # when to save a checkpoint
     save_steps: int = 500  # steps between checkpoints, with save_strategy steps
     save_total_limit: int | None = None  # checkpoints to keep, newest first (default: all)
+    keep_best: bool = False  # keep the checkpoint of the lowest evaluation loss too, however old
     report_to: str = "none"  # who receives the metrics besides metrics.jsonl
     profile_steps: tuple[int, int] | None = None  # first:last step to profile, as 10:12
 
@@ -403,5 +404,17 @@ def _check_files(config: TrainConfig) -> None:
     for flag in ("model_name_or_path", "data_path", "output_dir"):
         if not getattr(config, flag):
             raise ValueError(f"--{flag} is missing: {help_of[flag].removesuffix(' (required)')}")
+    if config.keep_best:
+        _check_keep_best(config)
     if config.eval_strategy != "no" and not config.eval_data_path:
         raise ValueError(f"--eval_strategy {config.eval_strategy} has nothing to evaluate; give --eval_data_path too")
+
+
+def _check_keep_best(config: TrainConfig) -> None:
+    """Every checkpoint needs the evaluation loss of its own step."""
+    both = f"--eval_strategy {config.eval_strategy} and --save_strategy {config.save_strategy}"
+    if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:
+        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {both}; give both alike")
+    if config.eval_strategy == "steps" and config.save_steps % config.eval_steps:
+        steps = f"--save_steps {config.save_steps} is no multiple of --eval_steps {config.eval_steps}"
+        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {steps}; make it one")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightseq.tokens import (
 )
 
 IGNORE_INDEX = -100
+T = TypeVar("T")
 Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -188,7 +189,7 @@ def open_texts(
         return examples
 
     def tokenised() -> Iterator[Aligned]:
-        for index, text in enumerate(_track(texts, f"tokenising {path.name}", progress)):
+        for index, text in enumerate(track(texts, f"tokenising {path.name}", progress)):
             ids = tokenizer.encode(text)
             check_ids(ids, vocab_size, f"{path} text {index}")
             yield ids, ids
@@ -197,12 +198,13 @@ def open_texts(
     return SequenceExamples(sequences.sequences, length, left_out + sequences.notes)
 
 
-def _track(texts: Sequence[str], description: str, progress: bool) -> Iterable[str]:
+def track(items: Sequence[T], description: str, progress: bool) -> Iterable[T]:
+    """The items, under a bar where there is a terminal and progress is wanted."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(texts, description, console=console, disable=not (progress and console.is_terminal))
+    return track(items, description, console=console, disable=not (progress and console.is_terminal))
 
 
 def open_examples(
@@ -231,6 +233,12 @@ def open_examples(
         raise ValueError(f"{path} is text and there is no tokenizer; give --tokenizer a directory, a hub id, or byte")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     return open_texts(path, length, vocab_size, loaded, lazy, progress)
+
+
+def require_target(examples: Examples, path: str | Path) -> None:
+    """Raises ValueError if no example has a token to predict; the first of most data has."""
+    if not any(bool((examples[i].labels != IGNORE_INDEX).any()) for i in range(len(examples))):
+        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,28 @@ def cross_entropy_sum(
     return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), chunk_tokens, computed, with_gradient)
 
 
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """-log p(label) of every token, 0 where there is no target: the terms of `cross_entropy_sum`, without gradients.
+
+    Shaped as the labels, float32 (float64 for float64 inputs).
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    chunks = [slice(start, start + chunk_tokens) for start in range(0, len(rows), chunk_tokens)]
+    return torch.cat(
+        [_cross_entropy_(F.linear(rows[chunk], weight), targets[chunk], with_gradient=False) for chunk in chunks]
+    ).view(labels.shape)
+
+
+@torch.no_grad()
+def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The most probable next token wherever there is a label, 0 elsewhere; meant for few labels."""
+    found = torch.zeros_like(labels)
+    marked = labels != IGNORE_INDEX
+    found[marked] = F.linear(hidden[marked], weight).argmax(-1)
+    return found
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The forward pass computes the gradients too, while a chunk's logits are there; the backward pass scales them.
 

@@ -1,7 +1,7 @@
 """Every technique that turns a Hugging Face Llama into one trained across ranks, in order, on one page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
 
+Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
 
 
@@ -65,13 +66,20 @@ class LossModel(nn.Module):
             _head_loss, head, first_chunk_only, chunk_tokens
         )  # the call stays: what FSDP hooks to it runs around the loss
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
-        """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, read: Reading | None = None) -> Tensor:
+        """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted.
+
+        Evaluations read something else off the hidden states.
+        """
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return self.model.lm_head(output.last_hidden_state, labels)
+        return self.model.lm_head(output.last_hidden_state, labels, read)
 
 
-def _head_loss(head: nn.Linear, first_chunk_only: bool, chunk_tokens: int, hidden: Tensor, labels: Tensor) -> Tensor:
+def _head_loss(
+    head: nn.Linear, first_chunk_only: bool, chunk_tokens: int, hidden: Tensor, labels: Tensor, read: Reading | None
+) -> Tensor:
+    if read is not None:
+        return read(hidden, head.weight, labels)
     return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
 
 

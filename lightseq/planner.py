@@ -146,11 +146,11 @@ def write(path: Path, objects: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(value) + "\n" for value in objects), encoding="utf-8")
 
 
-def tokens(text: str) -> int:
+def tokens(text: str, flag: str = "--length") -> int:
     """131072, 128K or 1M. Raises ValueError for anything else."""
     digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
     if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"--length {text} is no number of tokens; write 131072, 128K or 1M")
+        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1M")
     return int(digits) * unit
 
 

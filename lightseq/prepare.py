@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, Examples, open_examples
+from lightseq.data import BatchStream, Examples, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.fp8 import check_fp8
@@ -43,29 +43,16 @@ class Inputs:
 
 def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
-    check_devices(world)
-    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device, on_host=config.offload in ("optimizer", "both"))
-    output_dir = Path(config.output_dir)
-    resume_from = _check_output_dir(output_dir, config)
-    source = resolve(family, config.model_name_or_path, config.random_init)
-    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
-    _check_kernel(config, model_config, world.device)
-    check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
-    deepspeed = deepspeed_settings(config, world.size // sequence_size, model_config.hidden_size)
+    resume_from = _check_output_dir(Path(config.output_dir), config)
+    model = find_model(config, family, world)
+    data_ranks = world.size // model.sequence_size
+    deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     if resume_from is not None:
         checkpoint.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-    tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
-
-    def examples(path: str) -> Examples:
-        return open_examples(
-            path, config.model_max_length, model_config.vocab_size, tokenizer, config.lazy_preprocess, world.is_main
-        )
-
-    data_ranks = world.size // sequence_size
     stream = BatchStream(
-        examples(config.data_path),
+        find_examples(config.data_path, model, config, world),
         config.model_max_length,
         config.per_device_train_batch_size,
         data_ranks,
@@ -75,33 +62,59 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     )
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
-        eval_stream = BatchStream(
-            examples(config.eval_data_path),
-            config.model_max_length,
-            config.per_device_eval_batch_size,
-            data_ranks,
-            epochs=1,
-            shuffle=False,
-        )
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        require_target(eval_examples, config.eval_data_path)
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
     if config.profile_steps is not None and config.profile_steps[0] > total_steps:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
     # Last, for it can take hours: everything else has been looked at.
-    directory = weights.download(source.weights) if isinstance(source.weights, str) else source.weights
+    directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     return Inputs(
-        model_config,
+        model.config,
         directory,
         stream,
         eval_stream,
         total_steps,
-        sequence_size,
-        world.rank // sequence_size,
+        model.sequence_size,
+        world.rank // model.sequence_size,
         resume_from,
         deepspeed,
-        notes + tuple(f"warning: {warning}" for warning in _warnings(config, model_config)),
+        notes + model.warnings,
     )
+
+
+def after_restart(config: TrainConfig, world: World) -> TrainConfig:
+    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any."""
+    if not world.restarts:
+        return config
+    resume = "True" if checkpoint.checkpoints(Path(config.output_dir)) else config.resume_from_checkpoint
+    return replace(config, resume_from_checkpoint=resume, overwrite_output_dir=True)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
+
+    config: LlamaConfig
+    weights: Path | str | None
+    tokenizer: str | None
+    sequence_size: int
+    warnings: tuple[str, ...]
+
+
+def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
+    check_devices(world)
+    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
+    source = resolve(family, config.model_name_or_path, config.random_init)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    _check_kernel(config, model_config, world.device)
+    check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
+    tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
+    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config))
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings)
 
 
 def _warnings(config: TrainConfig, model_config: LlamaConfig) -> list[str]:
@@ -111,12 +124,19 @@ def _warnings(config: TrainConfig, model_config: LlamaConfig) -> list[str]:
     return ([context] if context else []) + ([casts] if eager else [])
 
 
-def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any."""
-    if not world.restarts:
-        return config
-    resume = "True" if checkpoint.checkpoints(Path(config.output_dir)) else config.resume_from_checkpoint
-    return replace(config, resume_from_checkpoint=resume, overwrite_output_dir=True)
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
+    length, words = config.model_max_length, model.config.vocab_size
+    return open_examples(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main)
+
+
+def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
+    """Every example once, in order."""
+    return BatchStream(examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False)
+
+
+def fetch(model: FoundModel) -> Path | None:
+    """The directory of a model's weights; None if they are drawn from the seed."""
+    return weights.download(model.weights) if isinstance(model.weights, str) else model.weights
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:

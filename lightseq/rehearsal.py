@@ -134,8 +134,9 @@ def _config(asked: TrainConfig, folder: Path) -> TrainConfig:
     """The run that was asked for, of two steps, which reads and leaves nothing."""
     return dataclasses.replace(
         asked, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
-        eval_strategy="no", eval_data_path=None, save_strategy="no", report_to="none", profile_steps=None,
-        resume_from_checkpoint=None, gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
+        eval_strategy="no", eval_data_path=None, save_strategy="no", keep_best=False, report_to="none",
+        profile_steps=None, resume_from_checkpoint=None,
+        gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
     )  # fmt: skip
 
 

@@ -35,12 +35,15 @@ class Terminal:
             self._console.print(f"  {name.ljust(width)}  {value}", markup=False)
         for note in notes:
             self._console.print(f"  {note}", markup=False)
-        if self._console.is_terminal:  # before the first step, which can take minutes
+        if self._console.is_terminal and self._total:  # before the first step, which can take minutes
             self._start_bar()
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
-            self._console.print(f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}", markup=False)
+            perplexity = record["eval_perplexity"]
+            shown = "too large to write" if perplexity is None else f"{perplexity:,.4g}"
+            line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
+            self._console.print(line, markup=False)
             return
         status = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None:
@@ -63,7 +66,12 @@ class Terminal:
             self._bar = None
 
     def summary(
-        self, checkpoint: Path | None, metrics: Path, losses: Sequence[float], stopped_by: str | None = None
+        self,
+        checkpoint: Path | None,
+        metrics: Path,
+        losses: Sequence[float],
+        best: Path | None,
+        stopped_by: str | None = None,
     ) -> None:
         if stopped_by is not None:
             go_on = (
@@ -75,6 +83,8 @@ class Terminal:
             change = f"fell by {first - last:.4f}" if last < first else f"rose by {last - first:.4f}"
             self._console.print(f"loss {change}, from {first:.4f} to {last:.4f}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
+        if best is not None:
+            self._console.print(f"best        {best}, by evaluation loss", markup=False)
         self._console.print(f"metrics     {metrics}", markup=False)
 
     def _start_bar(self) -> None:

@@ -31,7 +31,7 @@ TEXT_SUFFIXES = (".jsonl", ".parquet")
 
 
 class Tokenizer(Protocol):
-    """Text to ids; a document's end is part of what `encode` returns."""
+    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,15 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+
+    @property
+    def special_ids(self) -> tuple[int, ...]: ...
+
     def encode(self, text: str) -> IntArray: ...
+
+    def encode_part(self, text: str) -> IntArray: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -51,10 +59,17 @@ class ByteTokenizer:
     name: str = "byte"
     vocab_size: int = 257
     end_of_document: int = 256
+    begin: tuple[int, ...] = ()
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return (self.end_of_document,)
 
     def encode(self, text: str) -> IntArray:
-        text_bytes = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-        return np.append(text_bytes.astype(np.uint16), np.uint16(self.end_of_document))
+        return np.append(self.encode_part(text), np.uint16(self.end_of_document))
+
+    def encode_part(self, text: str) -> IntArray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -67,6 +82,19 @@ class PretrainedTokenizer:
     name: str
     vocab_size: int
     backend: Any
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        first = self.backend.bos_token_id
+        return (first,) if first is not None and self.backend("a")["input_ids"][:1] == [first] else ()
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return tuple(self.backend.all_special_ids)
+
+    def encode_part(self, text: str) -> IntArray:
+        ids = self.backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
 
     def encode(self, text: str) -> IntArray:
         ids = self.backend(text, verbose=False)["input_ids"]

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from lightseq import checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
-from lightseq.data import Batch
+from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.engine import Engine, FsdpEngine, Update
 from lightseq.family import Family
@@ -41,6 +40,7 @@ from lightseq.mesh import (
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
+from lightseq.perplexity import Perplexity, measure
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
@@ -81,14 +81,14 @@ def _fp8(config: TrainConfig) -> str:
 
 
 class Trainer:
-    """One run on one rank."""
+    """One run on one rank. Without a command, which is for evaluations, it says nothing and leaves no files."""
 
     def __init__(
         self,
         config: TrainConfig,
         inputs: Inputs,
         world: World,
-        command: str,
+        command: str | None,
         rehearses: bool = False,
         stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
     ) -> None:
@@ -124,7 +124,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.metrics = agree(world, lambda: self._open_output(command))
+        self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
         self.scaled = config.fp16
@@ -210,7 +210,8 @@ class Trainer:
                 saved, stopped_by = self._run_steps(stop)
         self.terminal.close()
         if self.metrics is not None:
-            self.terminal.summary(saved, self.metrics.path, self.losses, stopped_by)
+            best = checkpoint.best(self.output_dir) if self.config.keep_best else None
+            self.terminal.summary(saved, self.metrics.path, self.losses, best, stopped_by)
 
     def _run_steps(self, stop: StopRequest) -> tuple[Path | None, str | None]:
         """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
@@ -230,15 +231,17 @@ class Trainer:
             stopped_by = stop.agreed()
             ends = done == last or stopped_by is not None
             saves |= ends and self.config.save_strategy != "no"
+            evaluates |= saves and self.config.keep_best
             if evaluates or saves or ends:
                 self._record(closed)
                 closed = None
             with window.paused():
-                if evaluates:
-                    self._log({"step": done, "eval_loss": self.evaluate()})
+                found = self.evaluate() if evaluates else None
+                if found is not None:
+                    self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
                 if saves:
                     self._mark(done, "saving")
-                    saved = self._save(done)
+                    saved = self._save(done, found.loss if found is not None else None)
             if ends:
                 break
         profile.close()
@@ -339,25 +342,17 @@ class Trainer:
         """A copy that the host does not wait for: from pinned memory where there is a GPU."""
         return x.pin_memory().to(self.world.device, non_blocking=True) if self.world.device.type == "cuda" else x
 
-    def evaluate(self) -> float:
-        """Mean loss over every valid token of the evaluation data."""
-        stream = self.inputs.eval_stream
+    def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
+        """Mean loss over every valid token of the evaluation data, whole and by position."""
+        stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
         assert stream is not None, "evaluation was refused without data"
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        valid = 0
-        self.loss_model.eval()
-        with torch.no_grad():
-            for step in range(stream.steps):
+
+        def shards() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for step in track(range(stream.steps), "evaluating", shows_progress and self.world.is_main):
                 self._mark(step, "evaluation")
-                batch = stream.batch(step, 0, self.inputs.data_rank)
-                total += self.loss_model(*self.shard(batch))
-                valid += batch.valid_tokens
-        self.loss_model.train()
-        for module in self.loss_model.modules():
-            if isinstance(module, FSDPModule):  # gathered parameters wait for a backward pass, which never comes
-                module.reshard()
-        dist.all_reduce(total)
-        return float(total / self._over_data_ranks(valid).clamp_min(1))
+                yield self.shard(stream.batch(step, 0, data_rank))
+
+        return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
     def _over_data_ranks(self, count: int) -> Tensor:
         """A count of one sequence-parallel group summed over all of them, on the device."""
@@ -403,12 +398,14 @@ class Trainer:
         epochs = self.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
 
-    def _save(self, step: int) -> Path:
-        facts = {**self.engine.facts(), "config": self.config.to_json()}
+    def _save(self, step: int, eval_loss: float | None) -> Path:
+        facts = {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
 
         def write_model(directory: Path) -> None:
             whole = self.engine.whole_parameters()
             weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
 
-        keep = self.config.save_total_limit
-        return checkpoint.save(self.output_dir, step, facts, keep, write_model, self.engine.save_state)
+        c = self.config
+        return checkpoint.save(
+            self.output_dir, step, facts, c.save_total_limit, write_model, self.engine.save_state, c.keep_best
+        )

@@ -227,6 +227,13 @@ def _write_index(directory: Path, written: dict[str, str]) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
+def has_tokenizer(weights: Path | str | None) -> bool:
+    """Whether the directory of a model's weights holds one; a repository of the hub is taken to."""
+    if isinstance(weights, Path):
+        return any(True for pattern in TOKENIZER_FILES for _ in weights.glob(pattern))
+    return weights is not None
+
+
 def _copy_tokenizer(source: Path, directory: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):

@@ -165,6 +165,19 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
         ("--deepspeed d.json --offload both", "use offload_optimizer in d.json, and --offload activations"),
         ("--deepspeed d.json --layers_per_checkpoint 2", "--layers_per_checkpoint 2 does not run under --deepspeed"),
         ("--layers_per_checkpoint 0", "--layers_per_checkpoint 0: give at least 1"),
+        (
+            "--keep_best True",
+            "--keep_best compares what is saved by its evaluation loss, but --eval_strategy no and --save_strategy "
+            "steps; give both alike",
+        ),
+        (
+            "--keep_best True --eval_strategy epoch --eval_data_path d",
+            "--eval_strategy epoch and --save_strategy steps",
+        ),
+        (
+            "--keep_best True --eval_strategy steps --eval_data_path d --eval_steps 3 --save_steps 10",
+            "--save_steps 10 is no multiple of --eval_steps 3; make it one",
+        ),
         ("--profile_steps 10", "'10' is not a span of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
         ("--rope_scaling linear", "'linear' is not JSON"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightseq.loss import IGNORE_INDEX, cross_entropy_sum
+from lightseq.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
@@ -161,3 +161,30 @@ def test_logits_never_exist_whole() -> None:
         F.cross_entropy(F.linear(hidden, weight), labels).backward()
     assert theirs.elements == tokens * words, "what the plain loss makes, and this test would see"
     assert ours.elements == max(chunk * words, tokens * HIDDEN)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_token_losses_are_those_of_torch_and_add_up_to_the_sum(chunk_tokens: int) -> None:
+    hidden, weight, labels = inputs()
+    got = token_losses(hidden, weight, labels, chunk_tokens)
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    want = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
+    torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-13)
+    assert not got.requires_grad and not got[labels == IGNORE_INDEX].any()
+    total = cross_entropy_sum(hidden, weight, labels, chunk_tokens)
+    torch.testing.assert_close(got.sum(), total.detach(), rtol=1e-12, atol=0)
+
+
+def test_the_likeliest_token_is_found_where_there_is_a_label() -> None:
+    hidden, weight, labels = inputs()
+    found = likeliest_tokens(hidden, weight, labels)
+    want = F.linear(hidden, weight).argmax(-1)
+    assert torch.equal(found, torch.where(labels == IGNORE_INDEX, 0, want)) and found.any()
+
+
+def test_logits_never_exist_whole_where_token_losses_are_wanted() -> None:
+    tokens, words, chunk = 512, 400, 32
+    hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
+    with LargestResult() as ours:
+        token_losses(hidden, weight, torch.randint(words, (tokens,)), chunk)
+    assert ours.elements == chunk * words

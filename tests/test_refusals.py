@@ -45,6 +45,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--eval_data_path {files}/gone --eval_strategy steps",
         ("{files}/gone does not exist", "data_gen"),
     ),
+    "evaluation data without a target": (
+        "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
+        ("targetless.pkl has no valid target", "-100"),
+    ),
     "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
     # the model
     "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is no directory", "preset", "tiny-llama3")),
@@ -176,6 +180,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"input_ids": [list(range(20)), list(range(30))]}
     for name, content in (("data", data), ("outside", {"input_ids": [[1, VOCABULARY]]}), ("hostile", Hostile(folder))):
         (folder / f"{name}.pkl").write_bytes(pickle.dumps(content))
+    targetless = {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]}
+    (folder / "targetless.pkl").write_bytes(pickle.dumps(targetless))
     (folder / "cut.pkl").write_bytes(pickle.dumps(data)[:-9])
     (folder / "file.csv").write_text("1,2\n")
     (folder / "t.jsonl").write_text('{"text": "words"}\n')

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import platform
 import shutil
@@ -364,6 +365,20 @@ def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
     assert files.checkpoints("none") == [] and "none saved" in ends[2].out
 
 
+def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest(files: Files) -> None:
+    flags = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy steps --eval_steps 1 --save_steps 2"
+    flags += " --save_total_limit 1 --keep_best True --lr_scheduler_type constant --learning_rate 0.3"  # it diverges
+    words = files.words("llama2", "best", flags)
+    ends = train(2, "llama2", f"{words} --max_steps 4", f"{words} --max_steps 7 --resume_from_checkpoint True")
+    losses = {r["step"]: r["eval_loss"] for r in files.records("best") if "eval_loss" in r}
+    saved = {step: losses[step] for step in (2, 4, 6, 7)}  # the last step is saved too, and evaluated therefore
+    first, last = min(saved, key=lambda step: saved[step]), 7
+    assert first < last, "or this test tells nothing"
+    assert files.checkpoints("best") == [f"checkpoint-{first}", f"checkpoint-{last}"]
+    assert f"best        {files.root / 'best' / f'checkpoint-{first}'}, by evaluation loss" in ends[1].out
+    assert read_facts(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
+
+
 def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
     flags = f"--per_device_train_batch_size 4 --num_train_epochs 2 --eval_data_path {files.root / 'eval.pkl'}"
     train(
@@ -373,7 +388,10 @@ def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
         files.words("llama2", "unevaluated", flags, "--save_strategy no"),
     )
     evaluations = [r for r in files.records("evaluated") if "eval_loss" in r]
-    assert [set(r) for r in evaluations] == [{"step", "eval_loss"}] * 2 and [r["step"] for r in evaluations] == [2, 4]
+    keys = {"step", "eval_loss", "eval_perplexity"}
+    assert [set(r) for r in evaluations] == [keys] * 2 and [r["step"] for r in evaluations] == [2, 4]
+    for record in evaluations:
+        assert record["eval_perplexity"] == pytest.approx(math.exp(record["eval_loss"]))
     assert list(files.losses("evaluated")) == [1, 2, 3, 4]
     assert files.losses("evaluated") == files.losses("unevaluated")
 

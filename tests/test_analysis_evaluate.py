@@ -1,0 +1,95 @@
+"""Knows how evaluations become tables and pictures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.evaluate import Evaluation, markdown, needle_figure, perplexity_figure, read
+
+LOSS = {"evaluation": "loss", "loss": 2.3, "perplexity": 9.97}
+BINS = [
+    {"first": 0, "last": 0, "loss": 9.9, "perplexity": 19930.4, "valid_tokens": 1},
+    {"first": 1, "last": 1, "loss": None, "perplexity": None, "valid_tokens": 0},
+    {"first": 2, "last": 1023, "loss": 2.0, "perplexity": 7.389, "valid_tokens": 900},
+]
+NEEDLE = {"evaluation": "needle", "score": "likelihood", "choices": 8, "trials": 4, "accuracy": 0.5}
+CELLS = [
+    {"length": length, "depth": depth, "accuracy": accuracy}
+    for length, depth, accuracy in ((1024, 0.0, 1.0), (1024, 0.5, 0.25), (4096, 0.0, 0.75))
+]
+
+
+def write(directory: Path, summary: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    directory.mkdir()
+    (directory / "evaluation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (summary, *rows)))
+    return directory
+
+
+def test_tables_have_a_row_a_bin_or_a_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss, needle = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "search", NEEDLE, CELLS)
+    assert main(["evaluate", str(loss), str(needle)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| perplexity at positions |  books |",
+        "|-------------------------|-------:|",
+        "| 0                       | 19,930 |",
+        "| 1                       |        |",
+        "| 2 to 1,023              |  7.389 |",
+        "| all                     |  9.970 |",
+        "",
+        "search: share of texts whose right answer is the likeliest of 8; 4 a cell",
+        "",
+        "| depth | 1K tokens | 4K tokens |",
+        "|-------|----------:|----------:|",
+        "| 0%    |      1.00 |      0.75 |",
+        "| 50%   |      0.25 |           |",
+        "",
+        str(loss / "perplexity.png"),
+        str(loss / "needle.png"),
+    ]
+    assert all((loss / name).read_bytes().startswith(b"\x89PNG") for name in ("perplexity.png", "needle.png"))
+
+
+def test_a_line_an_evaluation_ends_each_bin_at_the_context_it_reaches(tmp_path: Path) -> None:
+    first, second = (read(write(tmp_path / name, LOSS, BINS), name) for name in ("a", "b"))
+    (axes,) = perplexity_figure([first, second]).axes
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 1024]] * 2
+    assert axes.lines[0].get_ydata().tolist() == [19930.4, 7.389]
+    assert axes.get_ylim()[1] == pytest.approx(3 * 9.97) and "up to 19,930" in axes.get_title(loc="right")
+
+
+def test_a_map_shows_the_score_of_every_cell(tmp_path: Path) -> None:
+    evaluation = read(write(tmp_path / "search", NEEDLE, CELLS), "search")
+    (axes,) = needle_figure([evaluation]).axes
+    words = {text.get_position(): text.get_text() for text in axes.texts}
+    assert [words[place] for place in ((0, 0), (0, 1), (1, 0))] == ["1.00", "0.25", "0.75"] and (1, 1) not in words
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "4K"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "50%"]
+
+
+def test_greedy_answers_have_their_own_words() -> None:
+    evaluation = Evaluation("g", {**NEEDLE, "score": "greedy", "choices": None}, tuple(CELLS))
+    assert markdown([evaluation])[0] == "g: share of texts answered right, token by token; 4 a cell"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no evaluation.jsonl in"),
+        ("{", "is not JSONL"),
+        ('{"evaluation": "loss"}\n', "is no evaluation"),
+        ('{"evaluation": "loss"}\n{"first": 0}\n', "is no evaluation"),
+        ('{"evaluation": "taste"}\n{"first": 0}\n', "is no evaluation"),
+    ],
+)
+def test_what_is_no_evaluation_is_one_clear_line(
+    content: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "evaluation.jsonl").write_text(content)
+    assert main(["evaluate", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+    assert "python3 -m lightseq evaluate" in err or "evaluate again" in err
