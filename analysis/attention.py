@@ -3,17 +3,15 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from .figures import GREY, STYLE
 from .markdown import table_lines
-from .pictures import add_format, save
+from .pictures import add_format, draw_each
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
 from .summary import GIB
 
@@ -121,16 +119,7 @@ def remarks(table: Table) -> list[str]:
 
 
 def draw(tables: Sequence[Table], output: Path, form: str = "png") -> list[Path]:
-    """A picture a table in `output`, which is made where it is missing; named by what differs between the tables."""
-    output.mkdir(parents=True, exist_ok=True)
-    settings = [asdict(table.setting) for table in tables]
-    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    paths: list[Path] = []
-    with matplotlib.rc_context(dict(STYLE)):
-        for table, setting in zip(tables, settings, strict=True):
-            name = "-".join(["attention", *(f"{key}-{setting[key]}" for key in varying)])
-            paths += save(figure(table), output, name, form)
-    return paths
+    return draw_each("attention", tables, figure, STYLE, output, form)
 
 
 def figure(table: Table) -> Figure:

@@ -3,10 +3,8 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -14,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from .figures import GREY, STYLE
 from .markdown import table_lines
-from .pictures import add_format, save
+from .pictures import add_format, draw_each
 from .points import shown
 from .step_points import FLOOR, OURS, Comparison, Step, read_comparisons
 from .summary import GIB
@@ -105,16 +103,7 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def draw(comparisons: Sequence[Comparison], output: Path, form: str = "png") -> list[Path]:
-    """A picture a comparison in `output`, which is made where it is missing; named by what differs between them."""
-    output.mkdir(parents=True, exist_ok=True)
-    settings = [asdict(comparison.setting) for comparison in comparisons]
-    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    paths: list[Path] = []
-    with matplotlib.rc_context(dict(STYLE)):
-        for comparison, setting in zip(comparisons, settings, strict=True):
-            parts = ["step", *(f"{key}-{setting[key]}".replace("/", "-").replace(" ", "-") for key in varying)]
-            paths += save(figure(comparison), output, "-".join(parts), form)
-    return paths
+    return draw_each("step", comparisons, figure, STYLE, output, form)
 
 
 def figure(comparison: Comparison) -> Figure:

@@ -143,6 +143,18 @@ SWITCHES = {
 }
 
 
+def add_groups(parser: Parser, what: Sequence[Flag], how: Sequence[Flag]) -> argparse._ArgumentGroup:
+    """Adds both groups of flags, and returns the second."""
+    for title, flags in (("what", what), ("how", how)):
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            text = flag.text if flag.default is None else f"{flag.text} (%(default)s)"
+            group.add_argument(
+                f"--{flag.name}", metavar=flag.metavar, default=flag.default, type=flag.convert, help=text
+            )
+    return group
+
+
 def parser() -> Parser:
     out = Parser(
         prog="benchmarks/attention.py",
@@ -151,13 +163,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for title, flags in (("what", WHAT), ("how", HOW)):
-        group = out.add_argument_group(title)
-        for flag in flags:
-            text = flag.text if flag.default is None else f"{flag.text} (%(default)s)"
-            group.add_argument(
-                f"--{flag.name}", metavar=flag.metavar, default=flag.default, type=flag.convert, help=text
-            )
+    group = add_groups(out, WHAT, HOW)
     for name, text in SWITCHES.items():
         group.add_argument(f"--{name}", action="store_true", help=text)
     return out

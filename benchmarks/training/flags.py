@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.flags import Flag, Parser, length, listed, one_of, positive, seconds
+from benchmarks.flags import Flag, Parser, add_groups, length, listed, one_of, positive, seconds
 from lightseq.config import parse as parse_training
 
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # by lightseq's trainer, whatever else is given
@@ -48,13 +48,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for title, flags in (("what", WHAT), ("how", HOW)):
-        group = out.add_argument_group(title)
-        for flag in flags:
-            text = flag.text if flag.default is None else f"{flag.text} (%(default)s)"
-            group.add_argument(
-                f"--{flag.name}", metavar=flag.metavar, default=flag.default, type=flag.convert, help=text
-            )
+    group = add_groups(out, WHAT, HOW)
     more = "one more row of lightseq with these flags of llama3/train.py; may be given several times"
     group.add_argument("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
     group.add_argument("--no_compile", action="store_true", help="lightseq and plain run without torch.compile")
