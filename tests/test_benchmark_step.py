@@ -61,6 +61,7 @@ def read(tmp_path: Path) -> list[dict[str, Any]]:
 # ---- for real -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lightseq_and_the_plain_step_run_for_real_and_train_alike(model: Path, tmp_path: Path) -> None:
     assert step.main(flags(model, tmp_path, "--implementations lightseq,plain --layers 2 --timeout 120")) == 0
     ours, plain = read(tmp_path)

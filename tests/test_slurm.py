@@ -268,6 +268,7 @@ def test_a_piped_job_trains_on_two_processes(cluster: Cluster, data: str) -> Non
     assert "step 2/2" in (cluster.home / "logs/ada/flash-fsdp-4242/localhost.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_trains_over_both(cluster: Cluster, data: str) -> None:
     command = "sbatch launch/slurm/several_nodes.sbatch llama3 --random_init --save_strategy no"
     job = cluster.submit(command, NPROC="1", DATA=data, **RUN)

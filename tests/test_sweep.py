@@ -248,6 +248,7 @@ def test_the_cause_of_a_failure_is_found_in_its_log(log: str, said: str | None) 
     assert cause(log) == said
 
 
+@pytest.mark.slow
 def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
     tiny = (ROOT / "launch" / "sweeps" / "tiny.yaml").read_text()
     text = tiny.replace("data/sweep-tiny", str(tmp_path / "data")) + f"output_dir: {tmp_path / 'out'}\n"
