@@ -3,8 +3,8 @@
 Shape suffixes: N tokens, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
-# Up to so many tokens on a rank the module's own forward runs: tiles made a whole step of Llama-3.2-1B 12% slower at
-# 16,384 tokens a rank and 5% at 65,536, and saved 0.03 and 2 GiB (docs/experiments.md).
-UNTILED_TOKENS = 65536
+UNTILED_TOKENS = 65536  # up to so many on a rank the module's own forward runs
 LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
@@ -32,7 +30,9 @@ def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and _is_gated(mlp):
-            mlp.forward = partial(_forward, mlp, mlp.forward, first_tile_only, shrink)
+            mlp.tile_tokens, mlp.untiled_tokens = shrunk(TILE_TOKENS, shrink), int(UNTILED_TOKENS / shrink)
+            mlp.first_tile_only = first_tile_only
+            mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
 
 
 def _is_gated(mlp: Any) -> bool:
@@ -41,11 +41,18 @@ def _is_gated(mlp: Any) -> bool:
     return plain and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
-def _forward(mlp: Any, original: Callable[[Tensor], Tensor], first_tile_only: bool, shrink: float, x: Tensor) -> Tensor:
-    if x.numel() * shrink <= UNTILED_TOKENS * x.shape[-1]:
-        return original(x)
-    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-    return gated_mlp(x, *weights, shrunk(TILE_TOKENS, shrink), first_tile_only)
+@cache
+def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class with another forward. To replace that of every module would have the compiler tell each layer from the
+    others by it, compile all of them, and give up after eight."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.numel() <= self.untiled_tokens * x.shape[-1]:
+            return kind.forward(self, x)
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return gated_mlp(x, *weights, self.tile_tokens, self.first_tile_only)
+
+    return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
 
 def shrunk(tokens: int, shrink: float) -> int:

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from lightseq.attention import ATTENTION_OP
@@ -32,18 +31,18 @@ def apply_remat(
     assert policy in POLICIES, policy
     if policy == "none":
         return
-    contexts: Callable[..., Any] = noop_context_fn
+    options: dict[str, Any] = {}
     if policy == "attention":
         # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
         by_policy = partial(create_selective_checkpoint_contexts, _keep_attention)
-        contexts = by_policy if compiled else partial(_keep_contexts, offload)
+        options["context_fn"] = by_policy if compiled else partial(_keep_contexts, offload)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # no dropout anywhere
-            context_fn=contexts,
+            **options,
         )
 
 

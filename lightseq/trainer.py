@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
+        self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
@@ -212,6 +213,8 @@ class Trainer:
         if self.metrics is not None:
             best = checkpoint.best(self.output_dir) if self.config.keep_best else None
             self.terminal.summary(saved, self.metrics.path, self.losses, best, stopped_by)
+        if self._lock is not None:
+            self._lock.close()
 
     def _run_steps(self, stop: StopRequest) -> tuple[Path | None, str | None]:
         """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""

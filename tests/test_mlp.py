@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from lightseq import mlp as tiled
 from lightseq.mlp import gated_mlp, tile_mlps
+from lightseq.remat import POLICIES, apply_remat
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
 TILES = [1, 7, 25, 49, 50, 51]
@@ -168,7 +170,7 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
         layer.mlp = module()
         change(layer.mlp)
         tile_mlps([layer])
-        return "forward" in vars(layer.mlp)
+        return type(layer.mlp) is not LlamaMLP
 
     class Adapted(nn.Linear):
         """A linear with something more to it, as LoRA's or float8's."""
@@ -186,3 +188,25 @@ def test_the_operator_keeps_torchs_contract() -> None:
         torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), *weights(m), 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_of_one_kind_are_compiled_once(policy: str) -> None:
+    """Each with guards of its own would be compiled anew, and after the eighth no more."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=3, vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaModel(config)
+    ids = torch.arange(20).reshape(1, 20) % 32
+    want = model(input_ids=ids, use_cache=False).last_hidden_state
+    tile_mlps(model.layers, shrink=20_000)  # 5 tokens and more are tiled
+    assert model.layers[0].mlp.untiled_tokens < 20
+    apply_remat(model.layers, policy, compiled=True)
+    counted = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=counted)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).last_hidden_state, want, rtol=1e-4, atol=1e-5)
+    assert counted.frame_count == 1

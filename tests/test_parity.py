@@ -5,6 +5,7 @@ The reference is `LlamaForCausalLM` on the raw, unpadded sequences with its own 
 
 import math
 import pickle
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ LENGTH = 61  # divides by no number of chunks
 SIZES = (61, 9, 40, 3, 61, 22, 2, 55)
 LEARNING_RATE, CLIP, STEPS = 1e-3, 0.5, 10
 CPU = torch.device("cpu")
+_runs = count()  # each into a directory of its own
 FAMILIES = {"tiny-llama2": llama2.FAMILY, "tiny-llama3": llama3.FAMILY}
 
 
@@ -97,7 +99,8 @@ def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) 
     offload.LEAST_BYTES = 0
     world_size = dist.get_world_size()
     config = TrainConfig(
-        model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/out",
+        model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl",
+        output_dir=f"{folder}/{next(_runs)}",
         model_max_length=LENGTH, max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
         max_grad_norm=CLIP, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
         sequence_parallel_size=world_size // case.data_ranks, overwrite_output_dir=True, fsdp=case.fsdp,
