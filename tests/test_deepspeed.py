@@ -163,6 +163,7 @@ def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files:
     assert sorted(path.name for path in (files / "zero2").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_three_ranks_on_one_sequence_equal_fsdp2(files: Path) -> None:
     """Parameters that three ranks cannot split evenly, tied embeddings, everything recomputed."""
     tied = {**json.loads((files / "model" / "config.json").read_text()), "tie_word_embeddings": True}

@@ -453,6 +453,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 
 
+@pytest.mark.slow
 def test_the_command_runs_without_a_launcher(files: Files) -> None:
     words = files.words("alone", f"{SEARCH} --score greedy --trials 1 --depths 0.5", "finder").split()
     command = [sys.executable, "-m", "lightseq", "evaluate", *words]

@@ -258,6 +258,7 @@ def trained(cluster: Cluster, output: str) -> dict[str, Any]:
 RUN = {"MODEL": "tiny-llama3", "LENGTH": "64", "MAX_STEPS": "2"}
 
 
+@pytest.mark.slow
 def test_a_piped_job_trains_on_two_processes(cluster: Cluster, data: str) -> None:
     (cluster.home / "words").write_text("--bf16\nFalse\n")
     environment = {"NPROC": "2", "GLOBAL_BATCH": "4", "FLAGS_FILE": "words", "MY_USER": "ada", "DATA": data}

@@ -77,8 +77,8 @@ def run(what: str, folder: Path) -> list[tuple[int | None, str, str]]:
     ("what", "words"),
     [
         ("freezes", "no sign of life from rank 1 on"),
-        ("dies", "no sign of life from rank 1 on"),
-        ("falls behind", "rank 1 on"),
+        pytest.param("dies", "no sign of life from rank 1 on", marks=pytest.mark.slow),
+        pytest.param("falls behind", "rank 1 on", marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: str, tmp_path: Path) -> None:
