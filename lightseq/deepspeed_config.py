@@ -12,7 +12,7 @@ from lightseq.config import TrainConfig
 READ: Final = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "comms_logger", "flops_profiler"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {

@@ -104,13 +104,13 @@ def flags(words: Sequence[str]) -> tuple[Asked, TrainConfig]:
     for task, names in OF_TASK.items():
         if task != asked.task and (stray := [name for name in names if getattr(asked, name) is not None]):
             raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {asked.task}; leave it out")
-    if asked.task == "needle" and "--data_path" not in rest:
-        rest += ["--data_path", NOWHERE]
+    if asked.task == "needle":
+        rest = ["--data_path", NOWHERE, *rest]
     config = parse(rest, PROGRAM)
     if asked.task == "loss":
         return asked, config
     lengths = lengths_of(asked, config)
-    if "--model_max_length" in rest and max(lengths) > config.model_max_length:
+    if any(word.partition("=")[0] == "--model_max_length" for word in rest) and max(lengths) > config.model_max_length:
         given = f"--lengths {asked.lengths} reach beyond --model_max_length {config.model_max_length}"
         raise ValueError(f"{given}; leave the latter out")
     return asked, dataclasses.replace(config, model_max_length=max(lengths))

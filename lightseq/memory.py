@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from lightseq.config import TrainConfig
 from lightseq.loss import CHUNK_TOKENS
+from lightseq.optimization import EIGHT_BIT
 
 GIB = 2.0**30
 
@@ -43,7 +44,7 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
     if config.deepspeed or config.offload in ("optimizer", "both"):
         return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
-    moments = {"sgd": 0.0, "adamw_8bit": 0.5, "adamw_torch_8bit": 0.5}.get(config.optim, 2.0)
+    moments = {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
     return parameters, parameters, int(moments * parameters)
 
 
@@ -87,12 +88,14 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     elif config.offload not in ("activations", "both"):
         words = "both" if config.offload == "optimizer" else "activations"
         options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
-    elif config.layers_per_checkpoint == 1:
+    elif config.layers_per_checkpoint == 1 and not config.deepspeed:
         options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
-    if config.offload not in ("optimizer", "both"):
+    if not config.deepspeed and config.offload not in ("optimizer", "both"):
         words = "both" if config.offload == "activations" else "optimizer"
         options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))
-    options.append((parts.working, "more GPUs on a sequence (--sequence_parallel_size), or a lower --model_max_length"))
+    elsewhere = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""
+    gpus = "more GPUs on a sequence (--sequence_parallel_size), or a lower --model_max_length"
+    options.append((parts.working, elsewhere + gpus))  # with DeepSpeed's own state in it
     if not config.torch_compile:
         options.append((parts.working // 2, "--torch_compile True, which fuses what eager layers write out"))
     return max(options)[1]

@@ -30,6 +30,7 @@ class World:
     local_size: int
     device: torch.device
     restarts: int = 0  # how often the launcher has started this run anew
+    launch: str = ""  # the launcher's name for the run, the same after a restart
 
     @property
     def is_main(self) -> bool:
@@ -86,7 +87,8 @@ def start(timeout_seconds: float) -> Iterator[World]:
         world_size=size,
     )
     try:
-        yield World(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device, restarts)
+        local_size, launch = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("TORCHELASTIC_RUN_ID", "")
+        yield World(rank, size, local_rank, local_size, device, restarts, launch)
     finally:
         dist.destroy_process_group()
 

@@ -87,11 +87,24 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any."""
-    if not world.restarts:
+    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any.
+
+    A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
+    """
+    output_dir = Path(config.output_dir)
+    if not world.restarts or not _begun_by(output_dir, world):
         return config
-    resume = "True" if checkpoint.checkpoints(Path(config.output_dir)) else config.resume_from_checkpoint
+    resume = "True" if checkpoint.checkpoints(output_dir) else config.resume_from_checkpoint
     return replace(config, resume_from_checkpoint=resume, overwrite_output_dir=True)
+
+
+def _begun_by(output_dir: Path, world: World) -> bool:
+    held = output_dir / LOCK
+    return held.is_file() and held.read_text().endswith(_launch(world))
+
+
+def _launch(world: World) -> str:
+    return f"launch {world.launch}\n"
 
 
 @dataclass(frozen=True)
@@ -144,7 +157,7 @@ def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
-def lock(output_dir: Path) -> TextIO:
+def lock(output_dir: Path, world: World) -> TextIO:
     """Makes the directory and holds it until the file that is returned is closed, or the process ends.
 
     Raises ValueError where it cannot be made, or another run writes into it.
@@ -159,10 +172,10 @@ def lock(output_dir: Path) -> TextIO:
     except OSError as error:
         held.seek(0)
         raise ValueError(
-            f"--output_dir {output_dir} is being written to by {held.read().strip() or 'another run'}; name another"
+            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; name another"
         ) from error
     held.truncate(0)
-    held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world)}")
     held.flush()
     return held
 

@@ -35,7 +35,10 @@ RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step took on the rank that took most, in bytes. Without a GPU only what can be counted is known."""
+    """What a step took in bytes: the peak of the rank that took most, the parts of rank 0.
+
+    Without a GPU only what can be counted is known.
+    """
 
     length: int
     ranks: int
@@ -59,9 +62,7 @@ class Rehearsal:
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
-    words = list(argv)
-    for flag in ("--data_path", "--output_dir"):
-        words += [] if flag in words else [flag, NOWHERE]
+    words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with start(TrainConfig.step_timeout) as world:
         asked = agree(world, lambda: parse(words, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
@@ -69,10 +70,11 @@ def main(family: Family, argv: Sequence[str]) -> int:
             config = _config(asked, folder)
             inputs = agree(world, lambda: _inputs(config, family, world, folder))
             trainer = Trainer(config, inputs, world, f"{PROGRAM} {shlex.join(argv)}", rehearses=True)
-            result = rehearse(trainer)
+            dist.barrier()  # every rank has opened what it reads, and what runs out of memory ends at once
         finally:
             if world.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
+        result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines(asked)), flush=True)
             if asked.output_dir != NOWHERE:

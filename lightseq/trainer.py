@@ -128,7 +128,6 @@ class Trainer:
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
-        self.scaled = config.fp16
         self._skipped = 0  # steps in a row, up to the last record
         self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
@@ -146,7 +145,7 @@ class Trainer:
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
             return None
-        self._lock = lock(self.output_dir)
+        self._lock = lock(self.output_dir, self.world)
         if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
             clear(self.output_dir)
         write_run(self.output_dir, self._facts(command))
@@ -296,7 +295,7 @@ class Trainer:
         return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, grouped, on_fp8_cores)
 
     def _step(self, step: int) -> StepResult:
-        """Optimizer step `step`, counted from 0. Waits for the device only under float16."""
+        """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
         begin = time.perf_counter()
         self._mark(step + 1, "data")
         batches = [
@@ -325,7 +324,7 @@ class Trainer:
         with record_function(name):
             yield
 
-    def _mark(self, step: int, phase: str) -> None:
+    def _mark(self, step: int | None, phase: str) -> None:
         if self.watchdog is not None:
             self.watchdog.mark(step, phase)
 
@@ -352,7 +351,7 @@ class Trainer:
 
         def shards() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for step in track(range(stream.steps), "evaluating", shows_progress and self.world.is_main):
-                self._mark(step, "evaluation")
+                self._mark(None, "evaluation")
                 yield self.shard(stream.batch(step, 0, data_rank))
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
@@ -371,9 +370,8 @@ class Trainer:
             self.losses.append(record.loss)
             self._log(asdict(record))
             self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
-            if sick is not None and self.scaled:
-                return  # a loss scale that was too high
-            if sick is not None:
+            too_high_a_scale = self.config.fp16 and self._skipped < MOST_SKIPPED  # of the loss, halved each time
+            if sick is not None and not too_high_a_scale:
                 names = [name for name, p in self.model.named_parameters() if p.requires_grad]
                 self._look(record.step, f"the gradient of {names[sick]} is not finite")
 

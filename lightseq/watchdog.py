@@ -63,16 +63,16 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def mark(self, step: int, phase: str) -> None:
-        """The main thread has come this far. Costs nothing that could be measured."""
-        self._at = (step, phase, time.monotonic())
+    def mark(self, step: int | None, phase: str) -> None:
+        """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
+        self._at = (self._at[0] if step is None else step, phase, time.monotonic())
 
     def __enter__(self) -> "Watchdog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """This rank is done, and the others need not hear of it again; after an error they should miss it."""
-        self.mark(self._at[0], "end")
+        self.mark(None, "end")
         self._closed.set()
         self._thread.join()
         if self._store is not None and kind is None:

@@ -1,13 +1,10 @@
 """The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import LargestResult
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightseq.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
 
@@ -133,21 +130,6 @@ def test_a_tied_weight_collects_the_gradients_of_both_its_ends() -> None:
     table.weight.grad = None
     cross_entropy_sum(table(ids).tanh(), head.weight, labels, 7).backward()
     torch.testing.assert_close(table.weight.grad, want)
-
-
-class LargestResult(TorchDispatchMode):
-    """The most elements that one result of an operator had, views apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = op(*args, **kwargs or {})
-        if not op.is_view:
-            sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
-            self.elements = max([self.elements, *sizes])
-        return result
 
 
 def test_logits_never_exist_whole() -> None:

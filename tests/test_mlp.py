@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from operators import LargestResult, Operators
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
@@ -92,20 +91,6 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
     torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
 
 
-class LargestResult(TorchDispatchMode):
-    """The most elements that one result of an operator had, views apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = op(*args, **kwargs or {})
-        if not op.is_view:
-            self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
-        return result
-
-
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
@@ -126,12 +111,6 @@ def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            ran.append(str(op))
-            return op(*args, **kwargs or {})
-
-    ran: list[str] = []
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
     m, (x, dout) = module(), inputs()
@@ -140,11 +119,11 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
     tile_mlps([layer])
     again = torch.compile(lambda x: checkpoint(lambda y: y + m(y.sin()), x, use_reentrant=False), backend="aot_eager")
     out = again(x)
-    with Operators():
+    with Operators() as operators:
         got = torch.autograd.grad(out, x, dout)
     want = torch.autograd.grad(x + LlamaMLP.forward(m, x.sin()), x, dout)
     torch.testing.assert_close(got, want)
-    assert "lightseq.gated_mlp_backward.default" in ran and "lightseq.gated_mlp.default" not in ran
+    assert "lightseq.gated_mlp_backward.default" in operators.ran and "lightseq.gated_mlp.default" not in operators.ran
 
 
 def test_short_sequences_keep_the_modules_own_forward() -> None:
@@ -152,16 +131,10 @@ def test_short_sequences_keep_the_modules_own_forward() -> None:
     layer = nn.Module()
     layer.mlp = m
     tile_mlps([layer])
-    ran: list[str] = []
 
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            ran.append(str(op))
-            return op(*args, **kwargs or {})
-
-    with Operators():
+    with Operators() as operators:
         m(x)
-    assert ran and "lightseq.gated_mlp.default" not in ran
+    assert operators.ran and "lightseq.gated_mlp.default" not in operators.ran
 
 
 def test_other_kinds_of_mlp_are_left_alone() -> None:

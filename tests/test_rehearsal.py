@@ -99,6 +99,8 @@ def test_what_layers_keep_by_hand() -> None:
         ("", {"optimizer": 9}, "--offload optimizer"),
         ("--offload activations", {"optimizer": 9}, "--offload both"),
         ("--offload both", {"working": 9}, "--sequence_parallel_size"),
+        ("--deepspeed d.json", {"kept_activations": 9}, "--offload activations"),
+        ("--deepspeed d.json --offload activations", {"working": 9}, "offload_param in d.json"),
     ],
 )
 def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: dict[str, int], knob: str) -> None:

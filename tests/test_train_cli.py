@@ -22,6 +22,7 @@ from worlds import spawn
 from data_gen.__main__ import main as data_gen
 from lightseq import trainer, weights
 from lightseq.checkpoint import read_facts
+from lightseq.mesh import World
 from lightseq.metrics import read_records
 from lightseq.prepare import lock
 from lightseq.tokens import read_pickle
@@ -161,7 +162,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
 
 
 def test_two_runs_never_write_into_one_directory(files: Files) -> None:
-    held = lock(files.root / "shared")
+    held = lock(files.root / "shared", World(0, 1, 0, 1, torch.device("cpu")))
     end = spawn(2, program, "llama2", files.words("llama2", "shared", "--max_steps 2"))[0]
     assert end.status == 2 and f"shared is being written to by process {os.getpid()} on " in end.err
     assert sorted(path.name for path in (files.root / "shared").iterdir()) == ["lock"]
@@ -243,6 +244,16 @@ def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
     assert files.losses("again") == first and files.checkpoints("again") == ["checkpoint-2", "checkpoint-4"]
     resumed = json.loads((files.root / "again" / "run.json").read_text())["resumed_from"]
     assert resumed.endswith("checkpoint-2")
+
+
+def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files) -> None:
+    """What was refused at first would else be overwritten, or gone on with, at the second try."""
+    words = files.words("llama2", "others", "--max_steps 2 --save_steps 1")
+    train(2, "llama2", words)
+    before = files.records("others")
+    end = spawn(2, program, "llama2", words, 1, "two")[0]
+    assert end.status == 2 and "already holds a run" in end.err
+    assert files.records("others") == before and files.checkpoints("others") == ["checkpoint-1", "checkpoint-2"]
 
 
 KILLED = """

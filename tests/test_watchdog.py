@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightseq.watchdog import STATUS, Beat, verdict
+from lightseq.mesh import World
+from lightseq.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 4.0
@@ -101,6 +103,13 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
 
 def beat(rank: int, step: int, phase: str) -> Beat:
     return Beat(rank, "node", 7, step, phase, 12.0)
+
+
+def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
+    with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 60.0, Path("unused")) as watchdog:
+        watchdog.mark(7, "update")
+        watchdog.mark(None, "evaluation")
+        assert watchdog._here(1).place == (7, PHASES.index("evaluation"))
 
 
 def test_a_verdict_names_who_is_to_blame() -> None:
