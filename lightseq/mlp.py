@@ -15,14 +15,13 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
-UNTILED_TOKENS = 65536  # up to so many on a rank the module's own forward runs
 LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
 def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of plain linears; others stay.
 
-    The backward pass makes gate and up again from the input, tile by tile. Short sequences keep the module's own
+    The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
     forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
     `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
     A run that stands for one `shrink` times as long has tiles so many times smaller.
@@ -30,8 +29,7 @@ def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and _is_gated(mlp):
-            mlp.tile_tokens, mlp.untiled_tokens = shrunk(TILE_TOKENS, shrink), int(UNTILED_TOKENS / shrink)
-            mlp.first_tile_only = first_tile_only
+            mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
             mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
 
 
@@ -47,7 +45,7 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
     others by it, compile all of them, and give up after eight."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if x.numel() <= self.untiled_tokens * x.shape[-1]:
+        if x.numel() <= self.tile_tokens * x.shape[-1]:
             return kind.forward(self, x)
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         return gated_mlp(x, *weights, self.tile_tokens, self.first_tile_only)

@@ -93,7 +93,6 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
 
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
-    monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
     m, (x, dout) = module(), inputs()
     with LargestResult() as plain:
         results(m(x), x, m, dout)
@@ -112,7 +111,6 @@ def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPa
 
 def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
-    monkeypatch.setattr(tiled, "UNTILED_TOKENS", 5)
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
     layer.mlp = m
@@ -164,7 +162,7 @@ def test_the_operator_keeps_torchs_contract() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_layers_of_one_kind_are_compiled_once(policy: str) -> None:
+def test_layers_of_one_kind_are_compiled_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with guards of its own would be compiled anew, and after the eighth no more."""
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
@@ -174,8 +172,8 @@ def test_layers_of_one_kind_are_compiled_once(policy: str) -> None:
     model = LlamaModel(config)
     ids = torch.arange(20).reshape(1, 20) % 32
     want = model(input_ids=ids, use_cache=False).last_hidden_state
-    tile_mlps(model.layers, shrink=20_000)  # 5 tokens and more are tiled
-    assert model.layers[0].mlp.untiled_tokens < 20
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    tile_mlps(model.layers)
     apply_remat(model.layers, policy, compiled=True)
     counted = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

@@ -95,7 +95,7 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     """The product's own trainer on the ranks of a test."""
-    mlp.TILE_TOKENS = mlp.UNTILED_TOKENS = case.tile_tokens
+    mlp.TILE_TOKENS = case.tile_tokens
     offload.LEAST_BYTES = 0
     world_size = dist.get_world_size()
     config = TrainConfig(
