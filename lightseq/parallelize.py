@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention import SequenceContext
-from lightseq.fp8 import to_fp8
+from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
@@ -123,7 +123,7 @@ def transform(
     apply_remat(layers, techniques.remat, techniques.compile, inner or offload)
     if techniques.compile:
         for module in (*layers, model.model.norm):
-            module.forward = torch.compile(module.forward)
+            module.forward = torch.compile(module.forward, options=FP8_COMPILE_OPTIONS if techniques.fp8 else None)
     groups = _groups(layers, techniques)
     if techniques.layers_per_checkpoint > 1:
         checkpoint_groups(groups, inner)

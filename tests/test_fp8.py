@@ -7,11 +7,12 @@ import pytest
 import torch
 from programs import Ended, program
 from small import CONFIG, losses, words, write_inputs
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import parallelize, prepare, window
 from lightseq.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.mesh import World, make_meshes
 from lightseq.metrics import read_records
 from lightseq.weights import build_on_meta
 
@@ -68,6 +69,41 @@ def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: b
         assert isinstance(linear, float8_linear.Float8Linear) and not linear.config.emulate
         assert linear.config.pad_inner_dim is padded
     assert [name for name, _ in model.named_parameters()] == before
+
+
+def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> list[tuple[str, float]]:
+    """How far each gradient of a compiled step, layers recomputed, is from that of an eager one (relative L2 norm)."""
+    device = torch.device(kind)
+    meshes, found = make_meshes(World(0, 1, 0, 1, device), 1, "full_shard"), []
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64, vocab_size=512,
+    )  # fmt: skip
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(device)
+        techniques = parallelize.Techniques(
+            tokens, compute_dtype=torch.bfloat16, fp8=recipe, fp8_emulate=kind == "cpu", compile=compiled
+        )
+        loss_model, _ = parallelize.parallelize(model, meshes, device, techniques)
+        ids = torch.randint(0, 512, (1, tokens), device=device)
+        (loss_model(ids, torch.arange(tokens, device=device)[None], ids.roll(-1, 1)) / tokens).backward()
+        found.append({name: p.grad.to_local() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+    eager, ours = found
+    return [(name, ((ours[name] - g).norm() / g.norm()).item()) for name, g in eager.items()]
+
+
+ON_GPU = pytest.param("cuda", 2048, 2048, marks=pytest.mark.gpu(1))
+ON_CPU = pytest.param("cpu", 128, 64, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("kind", "hidden", "tokens"), [ON_GPU, ON_CPU])
+def test_compiled_layers_recompute_the_queries_and_keys_that_they_had(
+    recipe: str, kind: str, hidden: int, tokens: int
+) -> None:
+    off = spawn(1, gradients, recipe, kind, hidden, tokens, device=kind)[0]
+    assert all(distance < 0.1 for _, distance in off), off
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
