@@ -1,4 +1,4 @@
-"""Tools around training: python3 -m lightseq schedule --schedule balanced --ranks 8
+"""Training and the tools around it: python3 -m lightseq schedule --schedule balanced --ranks 8
 
 python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import evaluate, planner, rehearsal, verify
+from lightseq import evaluate, planner, rehearsal, trainer, verify
 from lightseq.family import Family
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
+    commands.add_parser("train", help="train a causal language model of transformers across ranks")
     commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
     commands.add_parser("verify", help="compare distributed loss and gradients with one process, on your flags")
     commands.add_parser("evaluate", help="measure loss by position, or retrieval, under sequence parallelism")
@@ -98,11 +99,17 @@ def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     print(f"records  {arguments.output}")
 
 
+def train(family: Family, words: Sequence[str]) -> int:
+    trainer.main(family, words, "python3 -m lightseq train")
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
     "schedule": draw_schedule,
     "plan": plan_attention,
 }
 ACROSS_RANKS: Mapping[str, Callable[[Family, Sequence[str]], int]] = {  # their flags are those of training
+    "train": train,
     "rehearse": rehearsal.main,
     "verify": verify.main,
     "evaluate": evaluate.main,

@@ -28,7 +28,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "remat": ("none", "attention", "full"),
     "offload": ("none", "activations", "optimizer", "both"),
     "packing": ("none", "best_fit"),
-    "fsdp_transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",),
 }
 
 # Flag, the values that are refused (none listed: all but the default), what they wait for. Delete a row to open a flag.
@@ -102,7 +101,7 @@ class TrainConfig:
     transport: str = "auto"  # how key/value blocks travel
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
-    fsdp_transformer_layer_cls_to_wrap: str = "LlamaDecoderLayer"  # the module that is sharded as one
+    fsdp_transformer_layer_cls_to_wrap: str | None = None  # the module that is sharded as one (default: the model's)
     # a DeepSpeed JSON: ZeRO-1, 2 or 3 in the place of fsdp; its "auto" takes the values of these flags, and what
     deepspeed: str | None = None  # contradicts them is refused
     step_timeout: float = 1800.0  # seconds without progress after which a run is given up

@@ -51,10 +51,13 @@ from lightseq.window import Closed, StepResult, Window, Work
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
 
 
-def main(family: Family, argv: Sequence[str] | None = None) -> None:
-    """The program behind llama2/train.py and llama3/train.py. Exits 2, with one line, on input that it refuses."""
+def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
+
+    Exits 2, with one line, on input that it refuses.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    program = f"{family.name}/train.py"
+    program = program or f"{family.name}/train.py"
     if {"-h", "--help"} & set(words):
         if is_main_process():
             print(help_text(program))

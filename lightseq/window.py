@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from lightseq.comm import Transport
 from lightseq.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
@@ -32,7 +32,7 @@ class StepResult:
 class Work:
     """What a step amounts to, the same for every step of a run."""
 
-    model: LlamaConfig
+    model: PreTrainedConfig
     length: int
     sequences: int
     remat: str
