@@ -47,6 +47,11 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
         return Source(preset_config(family, family.aliases[name]), None)
     if (directory / "config.json").is_file():
         return Source(_read_config(directory), None if random_init else directory)
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
+            f"--adapter {name} --output_dir DIR"
+        )
     if directory.is_dir():
         raise ValueError(
             f"--model_name_or_path {name} is a directory without config.json; give a saved model's directory"

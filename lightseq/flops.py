@@ -46,12 +46,14 @@ def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
     return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
 
 
-def model_flops(config: PreTrainedConfig, length: int, sequences: int) -> int:
+def model_flops(config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0) -> int:
     """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
 
-    Documents packed into one sequence need less attention than this counts.
+    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. Documents packed into one sequence
+    need less attention than this counts.
     """
-    return sequences * (6 * matmul_parameters(config) * length + 3 * attention_forward_flops(config, length))
+    linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
+    return sequences * (linears * length + 3 * attention_forward_flops(config, length))
 
 
 def recompute_flops(config: PreTrainedConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:

@@ -45,8 +45,9 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
     if config.deepspeed or config.offload in ("optimizer", "both"):
         return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
+    gradients = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
     moments = {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
-    return parameters, parameters, int(moments * parameters)
+    return parameters, gradients, int(moments * gradients)
 
 
 def _local(x: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tup
     """The logits of a chunk, and what the loss keeps: the head's gradient in float32 and that of its input."""
     element = 4 if config.compute_dtype == "float32" else 2
     logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * element
-    return logits, 4 * model.vocab_size * model.hidden_size + tokens * model.hidden_size * element
+    head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size
+    return logits, head + tokens * model.hidden_size * element
 
 
 def advice(parts: Breakdown, config: TrainConfig) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightseq import checkpoint, weights
+from lightseq.adapters import Lora, lora_of
 from lightseq.architecture import Architecture, examine, heads_of
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, open_examples, require_target
@@ -40,6 +41,7 @@ class Inputs:
     resume_from: Path | None
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # what the user should know, said once
+    lora: Lora | None = None  # None: every weight trains
 
 
 def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
@@ -84,6 +86,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         resume_from,
         deepspeed,
         notes + model.warnings,
+        model.lora,
     )
 
 
@@ -117,6 +120,7 @@ class FoundModel:
     tokenizer: str | None
     sequence_size: int
     warnings: tuple[str, ...]
+    lora: Lora | None = None
 
 
 def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
@@ -129,7 +133,8 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config))
-    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings)
+    lora = lora_of(config, model_config)
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
 
 def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:

@@ -130,6 +130,8 @@ def uneven(most: int, ranks: int) -> int:
 
 def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: World) -> tuple[Inputs, list[Sample]]:
     """A few layers of the model, and the sequences of its first step: the data's first, or made up."""
+    if asked.lora_rank is not None:
+        agree(world, lambda: refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
@@ -144,6 +146,10 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=() if made else inputs.notes)
     return inputs, cut(samples, length) if made else given(stream)
+
+
+def refuse_adapters(asked: TrainConfig) -> None:
+    raise ValueError(f"--lora_rank {asked.lora_rank} has no plain model to be compared with; verify without it")
 
 
 def _sequences(config: TrainConfig, world: World) -> int:

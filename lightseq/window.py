@@ -37,6 +37,7 @@ class Work:
     sequences: int
     remat: str
     grouped: bool = False  # layers share checkpoints
+    adapters: int = 0  # weights of adapters, where these alone train
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
 
 
@@ -130,7 +131,7 @@ class Closed:
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
-        flops = model_flops(work.model, work.length, work.sequences)
+        flops = model_flops(work.model, work.length, work.sequences, work.adapters)
         repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped)
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
