@@ -1,4 +1,4 @@
-"""Tools around training: python3 -m lightseq schedule --schedule balanced --ranks 8
+"""Training and the tools around it: python3 -m lightseq schedule --schedule balanced --ranks 8
 
 python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
 """
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import evaluate, planner, rehearsal, verify
+from lightseq import evaluate, planner, rehearsal, trainer, verify
 from lightseq.family import Family
+from lightseq.merge import add_flags as add_merge
+from lightseq.merge import merge
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_proof import validate
@@ -49,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
         "--head_groups", type=int, default=1, help="groups of heads that are fetched and computed one by one"
     )
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
+    add_merge(commands.add_parser("merge", help="add a trained adapter (--lora_rank) to the weights of its model"))
     add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
+    commands.add_parser("train", help="train a causal language model of transformers across ranks")
     commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
     commands.add_parser("verify", help="compare distributed loss and gradients with one process, on your flags")
     commands.add_parser("evaluate", help="measure loss by position, or retrieval, under sequence parallelism")
@@ -81,6 +85,10 @@ def draw_schedule(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     print(render(schedule))
 
 
+def merge_adapter(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    print(merge(arguments.adapter, arguments.output_dir, arguments.model_name_or_path))
+
+
 def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     shape = AttentionShape(planner.tokens(arguments.length), arguments.heads, arguments.kv_heads, arguments.head_dim)
     planner.check_shape(shape)
@@ -98,11 +106,18 @@ def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     print(f"records  {arguments.output}")
 
 
+def train(family: Family, words: Sequence[str]) -> int:
+    trainer.main(family, words, "python3 -m lightseq train")
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
     "schedule": draw_schedule,
     "plan": plan_attention,
+    "merge": merge_adapter,
 }
 ACROSS_RANKS: Mapping[str, Callable[[Family, Sequence[str]], int]] = {  # their flags are those of training
+    "train": train,
     "rehearse": rehearsal.main,
     "verify": verify.main,
     "evaluate": evaluate.main,

@@ -143,9 +143,9 @@ def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything a run consists of, by name; parameters that are tied appear once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    """Everything that a run changes, by name; parameters that are tied appear once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             found[f"optimizer.{names[id(parameter)]}.{key}"] = value

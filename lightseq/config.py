@@ -28,7 +28,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "remat": ("none", "attention", "full"),
     "offload": ("none", "activations", "optimizer", "both"),
     "packing": ("none", "best_fit"),
-    "fsdp_transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",),
 }
 
 # Flag, the values that are refused (none listed: all but the default), what they wait for. Delete a row to open a flag.
@@ -45,9 +44,9 @@ FSDP_REFUSED: Final[Mapping[str, str]] = {
 AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint"),
+    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank"),
 )
-POSITIVE: Final = ("num_train_epochs", "rope_theta", "step_timeout", "host_memory_budget")
+POSITIVE: Final = ("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget")
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy"}
 
@@ -93,6 +92,10 @@ class TrainConfig:
     torch_compile: bool = False  # compile the decoder layers
     seed: int = 42  # of weights and of data order
     deterministic: bool = False  # bit-identical losses on the GPU too, at some cost
+    # [adapters]
+    lora_rank: int | None = None  # train adapters of this rank (LoRA, through peft) in the place of the weights
+    lora_alpha: float | None = None  # their output is scaled by this over the rank (default: twice the rank)
+    lora_target_modules: str = "all-linear"  # the linears that get one, as q_proj,v_proj
     # [parallelism]
     sequence_parallel_size: int | None = None  # ranks that share a sequence (default: all)
     schedule: str = "auto"  # who computes which tile of attention when
@@ -102,7 +105,7 @@ class TrainConfig:
     transport: str = "auto"  # how key/value blocks travel
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
-    fsdp_transformer_layer_cls_to_wrap: str = "LlamaDecoderLayer"  # the module that is sharded as one
+    fsdp_transformer_layer_cls_to_wrap: str | None = None  # the module that is sharded as one (default: the model's)
     # a DeepSpeed JSON: ZeRO-1, 2 or 3 in the place of fsdp; its "auto" takes the values of these flags, and what
     deepspeed: str | None = None  # contradicts them is refused
     step_timeout: float = 1800.0  # seconds without progress after which a run is given up
@@ -131,6 +134,7 @@ class TrainConfig:
         for check in (_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory):
             check(self)
         _check_deepspeed(self)
+        _check_lora(self)
         _check_files(self)
 
     @property
@@ -384,6 +388,21 @@ def _check_deepspeed(config: TrainConfig) -> None:
             f"--layers_per_checkpoint {config.layers_per_checkpoint} does not run under --deepspeed, which gathers "
             "weights layer by layer; leave one of them out"
         )
+
+
+def _check_lora(config: TrainConfig) -> None:
+    if config.lora_rank is None:
+        for flag in ("lora_alpha", "lora_target_modules"):
+            if getattr(config, flag) != _defaults()[flag]:
+                raise ValueError(f"--{flag} {getattr(config, flag)} has no adapters to shape; add --lora_rank")
+        return
+    given = f"--lora_rank {config.lora_rank}"
+    if config.deepspeed:
+        raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
+    if config.fp8:
+        raise ValueError(f"{given} and --fp8 {config.fp8} both replace the layers' linears; leave one of them out")
+    if config.random_init and config.save_strategy != "no":
+        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
 
 
 def _check_memory(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq import checkpoint, weights
+from lightseq import adapters, checkpoint, weights
 from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
 from lightseq.mesh import Meshes, World, agree
@@ -82,6 +82,7 @@ class FsdpEngine:
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()
         self.model = weights.build_on_meta(inputs.model_config)
+        adapters.add(self.model, inputs.lora, techniques.compute_dtype)
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
         self.offload = loss_model.offload
@@ -131,8 +132,9 @@ def fill_weights(
     device: torch.device | None = None,
 ) -> None:
     """Weights from where the run takes them, fresh ones drawn on `device`. Raises ValueError if they cannot be read."""
-    if inputs.resume_from is not None:
+    if inputs.resume_from is not None and inputs.lora is None:
         return  # the checkpoint's follow
+    adapters.initialize(model, seed, fill, device)
     if inputs.weights is None:
         weights.initialize(model, seed, fill, device)
     else:

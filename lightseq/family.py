@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
+from lightseq.architecture import examine
 from lightseq.tokens import first_line
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -30,7 +31,7 @@ class Family:
 class Source:
     """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
 
-    config: LlamaConfig
+    config: PreTrainedConfig
     weights: Path | str | None
 
 
@@ -46,6 +47,11 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
         return Source(preset_config(family, family.aliases[name]), None)
     if (directory / "config.json").is_file():
         return Source(_read_config(directory), None if random_init else directory)
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
+            f"--adapter {name} --output_dir DIR"
+        )
     if directory.is_dir():
         raise ValueError(
             f"--model_name_or_path {name} is a directory without config.json; give a saved model's directory"
@@ -63,36 +69,32 @@ def preset_config(family: Family, preset: str) -> LlamaConfig:
     return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
 
 
-def check_config(config: Any, name: str) -> LlamaConfig:
-    """The config, if every part of the architecture is one that distributed attention honours."""
-    if config.model_type != "llama":
-        raise ValueError(f"{name} has model_type {config.model_type!r}; only 'llama' is supported")
-    assert isinstance(config, LlamaConfig)
-    if config.attention_dropout:
-        raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in its config.json")
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ()
-    if window or any(kind != "full_attention" for kind in layer_types):
-        found = f"sliding_window {window}" if window else f"layer_types {sorted(set(layer_types))}"
-        raise ValueError(f"{name} has {found}; every layer must attend to the whole sequence, so use another model")
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    if shared < 1 or heads % shared:
+def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """The config, if every part of the architecture is one that training here honours."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        _check_rope_type(rope, name)
+    try:
+        heads = examine(config).heads
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if heads.key_value < 1 or heads.query % heads.key_value:
         raise ValueError(
-            f"{name} has {heads} attention heads for {shared} key/value heads; use a model where they divide"
+            f"{name} has {heads.query} attention heads for {heads.key_value} key/value heads; "
+            "use a model where they divide"
         )
-    _check_rope_type(dict(config.rope_parameters or {}), name)
     return config
 
 
 def apply_rope(
-    config: LlamaConfig, rope_theta: float | None = None, rope_scaling: Mapping[str, Any] | None = None
-) -> LlamaConfig:
+    config: PreTrainedConfig, rope_theta: float | None = None, rope_scaling: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
     """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
 
     Scaling starts from the context that the model has without its own. llama3 and yarn keep that length beside the
     one that they reach, which becomes the config's; linear and dynamic are scaled from the config's.
     """
-    current = dict(config.rope_parameters or {})
+    current = dict(getattr(config, "rope_parameters", None) or {})
     published = config.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled
@@ -107,18 +109,17 @@ def apply_rope(
         reached = int(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
-        changed = LlamaConfig.from_dict(
+        changed = type(config).from_dict(
             config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
         )
     except KeyError as error:  # transformers' own validation names the keys it misses
         raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
-    assert isinstance(changed, LlamaConfig)
     return changed
 
 
-def context_warning(config: LlamaConfig, length: int) -> str | None:
+def context_warning(config: PreTrainedConfig, length: int) -> str | None:
     """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
     covered = int(config.max_position_embeddings * factor)
     if length <= covered:
@@ -150,7 +151,7 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _read_config(source: Path | str) -> LlamaConfig:
+def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
     except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:

@@ -1,4 +1,4 @@
-"""How many parameters a Llama has, how many floating-point operations a step takes, and what share of the peak that is.
+"""How many parameters a model has, how many floating-point operations a step takes, and what share of the peak that is.
 
 A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads,
 D head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
@@ -7,7 +7,9 @@ D head dim, i intermediate, V vocabulary, S the length of a sequence, N the para
 import re
 from typing import Final
 
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
+
+from lightseq.architecture import examine
 
 # Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
 # by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
@@ -27,43 +29,34 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 )
 
 
-def layer_linear_parameters(config: LlamaConfig) -> int:
-    """Weights of one layer's linears: h·H·D (q), 2·h·K·D (k, v), H·D·h (o) and 3·h·i (gate, up, down)."""
-    hidden, head_dim = config.hidden_size, _head_dim(config)
-    attention = 2 * hidden * head_dim * (config.num_attention_heads + _kv_heads(config))
-    return attention + 3 * hidden * config.intermediate_size
-
-
-def matmul_parameters(config: LlamaConfig) -> int:
+def matmul_parameters(config: PreTrainedConfig) -> int:
     """N, the weights every token is multiplied by: the layers' linears and the LM head, tied or not; no lookup."""
-    return config.num_hidden_layers * layer_linear_parameters(config) + config.vocab_size * config.hidden_size
+    found = examine(config)
+    return found.layer_linears + found.head
 
 
-def total_parameters(config: LlamaConfig) -> int:
+def total_parameters(config: PreTrainedConfig) -> int:
     """Every parameter, counted once: N, the biases, the norms, and the embeddings unless they are the LM head too."""
-    hidden, head_dim = config.hidden_size, _head_dim(config)
-    attention_bias = head_dim * (config.num_attention_heads + 2 * _kv_heads(config)) + hidden
-    mlp_bias = 2 * config.intermediate_size + hidden
-    biases = config.attention_bias * attention_bias + config.mlp_bias * mlp_bias
-    norms_and_biases = config.num_hidden_layers * (2 * hidden + biases) + hidden
-    embeddings = 0 if config.tie_word_embeddings else config.vocab_size * hidden
-    return matmul_parameters(config) + norms_and_biases + embeddings
+    return examine(config).total
 
 
-def attention_forward_flops(config: LlamaConfig, length: int) -> int:
+def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
     """Causal attention of one sequence over all layers, forward: QKᵀ and PV are 4·S²·H·D, half of which is masked."""
-    return config.num_hidden_layers * 2 * length**2 * config.num_attention_heads * _head_dim(config)
+    found = examine(config)
+    return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
 
 
-def model_flops(config: LlamaConfig, length: int, sequences: int) -> int:
+def model_flops(config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0) -> int:
     """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
 
-    Documents packed into one sequence need less attention than this counts.
+    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. Documents packed into one sequence
+    need less attention than this counts.
     """
-    return sequences * (6 * matmul_parameters(config) * length + 3 * attention_forward_flops(config, length))
+    linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
+    return sequences * (linears * length + 3 * attention_forward_flops(config, length))
 
 
-def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:
+def recompute_flops(config: PreTrainedConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
@@ -71,13 +64,11 @@ def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str
     Layers that are `grouped` under one checkpoint run forward once more before that.
     """
     assert remat in ("none", "attention", "full"), remat
-    repeated = 0
-    if remat != "none":
-        down = config.hidden_size * config.intermediate_size
-        repeated = config.num_hidden_layers * (layer_linear_parameters(config) - down)
+    found = examine(config)
+    repeated = 0 if remat == "none" else found.layer_linears - found.ending_linears
     attention = attention_forward_flops(config, length) if remat == "full" else 0
     if grouped:
-        repeated += config.num_hidden_layers * layer_linear_parameters(config)
+        repeated += found.layer_linears
         attention += attention_forward_flops(config, length)
     return sequences * (2 * repeated * length + attention)
 
@@ -95,11 +86,3 @@ def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second
     if peak_flops_per_second is None:
         return None
     return step_flops / (step_seconds * gpus * peak_flops_per_second)
-
-
-def _head_dim(config: LlamaConfig) -> int:
-    return config.head_dim or config.hidden_size // config.num_attention_heads
-
-
-def _kv_heads(config: LlamaConfig) -> int:
-    return config.num_key_value_heads or config.num_attention_heads

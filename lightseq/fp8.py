@@ -5,7 +5,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
+
+from lightseq.architecture import heads_of
 
 MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
 
@@ -15,7 +17,7 @@ MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
 FP8_COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
-def check_fp8(recipe: str | None, emulate: bool, model: LlamaConfig, device: torch.device) -> None:
+def check_fp8(recipe: str | None, emulate: bool, model: PreTrainedConfig, device: torch.device) -> None:
     """Raises ValueError where the recipe cannot run; emulated, it runs everywhere."""
     if recipe is None:
         return
@@ -26,12 +28,12 @@ def check_fp8(recipe: str | None, emulate: bool, model: LlamaConfig, device: tor
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
     check_hardware(recipe, name, torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    heads = heads_of(model)
     sizes = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
-        "attention heads x head_dim": model.num_attention_heads * head_dim,
-        "key/value heads x head_dim": model.num_key_value_heads * head_dim,
+        "attention heads x head_dim": heads.query * heads.dim,
+        "key/value heads x head_dim": heads.key_value * heads.dim,
     }
     if odd := [f"{what} {size}" for what, size in sizes.items() if size % MULTIPLE]:
         raise ValueError(f"--fp8 {recipe}: {odd[0]} is no multiple of {MULTIPLE}; leave --fp8 out for this model")

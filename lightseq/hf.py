@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
 from lightseq.attention import SequenceContext, attention, make_context, release
 from lightseq.data import IGNORE_INDEX
 from lightseq.kernels import KernelSpec
@@ -24,8 +25,6 @@ from lightseq.schedule_cost import AttentionShape
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
-# What some models and data collators pass to attention, and what a kernel that dropped it would get wrong.
-NOT_HONOURED: Final = ("sliding_window", "softcap", "s_aux", "cu_seq_lens_q")
 
 
 def enable(
@@ -46,23 +45,22 @@ def enable(
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
-    `schedule="auto"` is chosen for, `gpus_per_host` how many neighbouring ranks share a host (default: all). Raises
-    ValueError for what attention cannot honour: dropout, sliding windows, an architecture without the attention
-    interface; the patched model refuses masks, inputs without global positions, a key/value cache, and labels that it
-    would shift inside a shard. Enabling a model again replaces its context.
+    `schedule="auto"` is chosen for, and the longest where layers have a sliding window; `gpus_per_host` how many
+    neighbouring ranks share a host (default: all). Raises ValueError for what attention cannot honour: dropout, windows
+    shorter than `length`, an architecture without the attention interface; the patched model refuses masks, inputs
+    without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model again
+    replaces its context.
     """
-    check_supported(model)
-    config = model.config
+    check_attention(model, length)
+    config, heads = model.config, heads_of(model.config)
     parameter = next(model.parameters())
     device = device or parameter.device
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     context = make_context(
         _process_group(group),
         device,
-        KernelSpec(device.type, capability, dtype or parameter.dtype, head_dim, deterministic),
-        AttentionShape(length, heads, config.num_key_value_heads, head_dim),
+        KernelSpec(device.type, capability, dtype or parameter.dtype, heads.dim, deterministic),
+        AttentionShape(length, heads.query, heads.key_value, heads.dim),
         schedule,
         kernel,
         transport,
@@ -70,6 +68,12 @@ def enable(
         gpus_per_host=gpus_per_host,
         elide=elide,
     )
+    padded, window = context.layout.padded_length(length), sliding_window(config)
+    if window is not None and padded > window:
+        release(context)
+        raise ValueError(
+            f"{length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
+        )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
     config.use_cache = False
@@ -120,26 +124,6 @@ def check_right_padding(attention_mask: Tensor | None) -> None:
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises ValueError for models whose attention could only be honoured in part."""
-    config = model.config
-    if not _attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(f"{type(model).__name__} does not use the attention interface of transformers")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ValueError(f"attention_dropout is {config.attention_dropout}; set it to 0 in the model's config")
-    if not getattr(config, "is_causal", True):
-        raise ValueError("the model attends in both directions (is_causal is False); use a causal model")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and _uses_sliding_window(config)):
-        raise ValueError(
-            "the model has sliding-window attention, for which there is no kernel; use a full-attention model"
-        )
-
-
-def _uses_sliding_window(config: Any) -> bool:
-    return getattr(config, "use_sliding_window", True)
-
-
 def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -149,10 +133,6 @@ def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.Process
         assert dist.group.WORLD is not None, "torch.distributed is not initialised"
         return dist.group.WORLD
     return group
-
-
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "layer_idx")]
 
 
 def _attention_function(
@@ -171,9 +151,12 @@ def _attention_function(
     if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
         raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; leave it out")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
-    context = getattr(module, "sequence_context", None)
+    context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
     if not isinstance(context, SequenceContext):
         raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
+    if window is not None and q.shape[1] * context.layout.world > window:
+        length = q.shape[1] * context.layout.world
+        raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
     return attention(q, k, v, context, scaling)[0], None
 
 
@@ -188,7 +171,7 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
     installed = hasattr(model, "sequence_context")
     if installed:
         release(model.sequence_context)
-    for module in (*guarded, *ropes, *_attention_modules(model)):
+    for module in (*guarded, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
     for module in guarded:
         module.checked_shapes = set()  # type: ignore[assignment]

@@ -4,8 +4,9 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
+from lightseq.architecture import heads_of
 from lightseq.config import TrainConfig
 from lightseq.loss import CHUNK_TOKENS
 from lightseq.optimization import EIGHT_BIT
@@ -44,25 +45,26 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
     if config.deepspeed or config.offload in ("optimizer", "both"):
         return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
+    gradients = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
     moments = {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
-    return parameters, parameters, int(moments * parameters)
+    return parameters, gradients, int(moments * gradients)
 
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def kept_activations(model: LlamaConfig, config: TrainConfig, tokens: int) -> int:
+def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Bytes that layers keep of `tokens` local tokens until the backward pass, wherever they wait."""
     element = 4 if config.compute_dtype == "float32" else 2
-    heads = model.num_attention_heads
-    hidden, attention = model.hidden_size, heads * (model.head_dim or model.hidden_size // heads)
+    heads = heads_of(model)
+    hidden, attention = model.hidden_size, heads.query * heads.dim
     group = config.layers_per_checkpoint
-    kept = {"full": hidden * element, "attention": (hidden + attention) * element + 4 * heads}
+    kept = {"full": hidden * element, "attention": (hidden + attention) * element + 4 * heads.query}
     if config.remat_policy == "none":
         # Input, q, k and v before and after their rotation, attention's output, gate, up and their product, two norms'
         # outputs: what eager layers save; compiled ones save less.
-        key_value = attention * (model.num_key_value_heads or heads) // heads
+        key_value = heads.key_value * heads.dim
         return model.num_hidden_layers * tokens * element * (
             4 * hidden + 3 * attention + 4 * key_value + 4 * model.intermediate_size
         )  # fmt: skip
@@ -72,11 +74,12 @@ def kept_activations(model: LlamaConfig, config: TrainConfig, tokens: int) -> in
     return tokens * (groups * hidden * element + group * kept[config.remat_policy])
 
 
-def loss_bytes(model: LlamaConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
+def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
     """The logits of a chunk, and what the loss keeps: the head's gradient in float32 and that of its input."""
     element = 4 if config.compute_dtype == "float32" else 2
     logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * element
-    return logits, 4 * model.vocab_size * model.hidden_size + tokens * model.hidden_size * element
+    head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size
+    return logits, head + tokens * model.hidden_size * element
 
 
 def advice(parts: Breakdown, config: TrainConfig) -> str:

@@ -49,7 +49,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
     Weight decay on matrices alone, not on norms and biases.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TextIO, TypeGuard
 
 import torch
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from lightseq import checkpoint, weights
+from lightseq.adapters import Lora, lora_of
+from lightseq.architecture import Architecture, examine, heads_of
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
@@ -29,7 +31,7 @@ LOCK = "lock"  # in the output directory, of the run that writes there
 class Inputs:
     """A run's inputs, found and checked."""
 
-    model_config: LlamaConfig
+    model_config: PreTrainedConfig
     weights: Path | None  # None: drawn from the seed
     stream: BatchStream
     eval_stream: BatchStream | None
@@ -39,6 +41,7 @@ class Inputs:
     resume_from: Path | None
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # what the user should know, said once
+    lora: Lora | None = None  # None: every weight trains
 
 
 def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
@@ -83,6 +86,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         resume_from,
         deepspeed,
         notes + model.warnings,
+        model.lora,
     )
 
 
@@ -111,11 +115,12 @@ def _launch(world: World) -> str:
 class FoundModel:
     """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
 
-    config: LlamaConfig
+    config: PreTrainedConfig
     weights: Path | str | None
     tokenizer: str | None
     sequence_size: int
     warnings: tuple[str, ...]
+    lora: Lora | None = None
 
 
 def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
@@ -123,14 +128,16 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name_or_path, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    _check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config))
-    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings)
+    lora = lora_of(config, model_config)
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
 
-def _warnings(config: TrainConfig, model_config: LlamaConfig) -> list[str]:
+def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:
     context = context_warning(model_config, config.model_max_length)
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
@@ -214,8 +221,17 @@ def _check_output_dir(output_dir: Path, config: TrainConfig) -> Path | None:
     return resume_from
 
 
-def _check_kernel(config: TrainConfig, model_config: LlamaConfig, device: torch.device) -> None:
+def _check_layers(config: TrainConfig, found: Architecture) -> None:
+    asked = config.fsdp_transformer_layer_cls_to_wrap
+    if asked is not None and asked != found.layer_class:
+        raise ValueError(
+            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are "
+            f"{found.layer_class}; give that, or leave it out"
+        )
+
+
+def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
-    head_dim = model_config.head_dim or model_config.hidden_size // model_config.num_attention_heads
-    select(config.kernel, KernelSpec(device.type, capability, dtype, head_dim, config.deterministic))
+    spec = KernelSpec(device.type, capability, dtype, heads_of(model_config).dim, config.deterministic)
+    select(config.kernel, spec)

@@ -87,7 +87,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     begin, on_gpu = time.perf_counter(), trainer.world.device.type == "cuda"
     if trainer.inputs.deepspeed is None:  # which makes its state with its engine
         for p in trainer.model.parameters():
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
         trainer.engine.optimizer.step()
         trainer.engine.optimizer.zero_grad()
     taken = _TakenByForward(trainer.loss_model, on_gpu)

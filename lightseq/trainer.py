@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq import checkpoint, weights
+from lightseq import adapters, checkpoint, weights
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
@@ -51,10 +51,13 @@ from lightseq.window import Closed, StepResult, Window, Work
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
 
 
-def main(family: Family, argv: Sequence[str] | None = None) -> None:
-    """The program behind llama2/train.py and llama3/train.py. Exits 2, with one line, on input that it refuses."""
+def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
+
+    Exits 2, with one line, on input that it refuses.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    program = f"{family.name}/train.py"
+    program = program or f"{family.name}/train.py"
     if {"-h", "--help"} & set(words):
         if is_main_process():
             print(help_text(program))
@@ -121,6 +124,7 @@ class Trainer:
         parts = (config, inputs, world, self.meshes, techniques)
         self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
+        self.adapter_parameters = adapters.adapter_parameters(inputs.lora, inputs.model_config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
@@ -200,8 +204,15 @@ class Trainer:
             "remat": c.remat_policy
             + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
             + (f", {c.offload} in host memory" if c.offload != "none" else ""),
-            "parameters": self.engine.parameters,
+            "parameters": self.engine.parameters + self._adapters(),
         }  # fmt: skip
+
+    def _adapters(self) -> str:
+        lora, count = self.inputs.lora, self.adapter_parameters
+        if lora is None:
+            return ""
+        share = 100 * count / total_parameters(self.inputs.model_config)
+        return f"; {count:,} of adapters train ({share:.2g}%), rank {lora.rank} on {', '.join(lora.targets)}"
 
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
@@ -292,7 +303,8 @@ class Trainer:
         c = self.config
         sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
         grouped = c.layers_per_checkpoint > 1
-        return Work(self.inputs.model_config, c.model_max_length, sequences, c.remat_policy, grouped, on_fp8_cores)
+        counted = (self.inputs.model_config, c.model_max_length, sequences)
+        return Work(*counted, c.remat_policy, grouped, self.adapter_parameters, on_fp8_cores)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
@@ -403,6 +415,9 @@ class Trainer:
         facts = {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
 
         def write_model(directory: Path) -> None:
+            if self.inputs.lora is not None:
+                base = self.config.model_name_or_path
+                return adapters.save(self.model, directory, self.inputs.lora, base, self.inputs.weights)
             whole = self.engine.whole_parameters()
             weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
 

@@ -7,7 +7,6 @@ Loss and gradients of a few layers against plain transformers, every kernel agai
 transport moves, and that all ranks have the same hardware and software. Exit status 0 only if all of it holds.
 """
 
-import copy
 import dataclasses
 import shlex
 import shutil
@@ -19,8 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
+from lightseq.architecture import heads_of, with_layers
 from lightseq.config import TrainConfig, parse
 from lightseq.family import Family, resolve
 from lightseq.kernels import KernelSpec
@@ -87,7 +87,7 @@ def _rows_of_run(asked: TrainConfig, family: Family, world: World, command: str)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     rows += transport_rows(transport, group, world)
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    heads, kv_heads = heads_of(model).query, heads_of(model).key_value
     return rows + kernel_rows(_spec(config, model, world.device), heads, kv_heads, world.device)
 
 
@@ -130,6 +130,8 @@ def uneven(most: int, ranks: int) -> int:
 
 def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: World) -> tuple[Inputs, list[Sample]]:
     """A few layers of the model, and the sequences of its first step: the data's first, or made up."""
+    if asked.lora_rank is not None:
+        agree(world, lambda: refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
@@ -140,11 +142,14 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
         dist.barrier()
     inputs = agree(world, lambda: prepare(config, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
-    few = copy.deepcopy(inputs.model_config)
-    few.num_hidden_layers = min(few.num_hidden_layers, LAYERS * config.layers_per_checkpoint)
+    few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
     few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=() if made else inputs.notes)
     return inputs, cut(samples, length) if made else given(stream)
+
+
+def refuse_adapters(asked: TrainConfig) -> None:
+    raise ValueError(f"--lora_rank {asked.lora_rank} has no plain model to be compared with; verify without it")
 
 
 def _sequences(config: TrainConfig, world: World) -> int:
@@ -153,7 +158,7 @@ def _sequences(config: TrainConfig, world: World) -> int:
     return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks
 
 
-def _spec(config: TrainConfig, model: LlamaConfig, device: torch.device) -> KernelSpec:
+def _spec(config: TrainConfig, model: PreTrainedConfig, device: torch.device) -> KernelSpec:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    return KernelSpec(device.type, capability, getattr(torch, config.compute_dtype), head_dim, config.deterministic)
+    dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
+    return KernelSpec(device.type, capability, dtype, dim, config.deterministic)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from lightseq import weights
 from lightseq.data import BatchStream
@@ -80,7 +80,7 @@ def given(stream: BatchStream) -> list[Sample]:
     return samples
 
 
-def plain_model(config: LlamaConfig, seed: int, device: torch.device) -> nn.Module:
+def plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> nn.Module:
     """LlamaForCausalLM of transformers, float32, with the weights that a run draws from the seed."""
     model = weights.build_on_meta(config)
     weights.materialize(model, device)
@@ -139,7 +139,7 @@ def _inputs(model: nn.Module, sample: Sample, length: int, device: torch.device)
     """Padded on the right, where nothing looks at it, to the length that RoPE may depend on."""
     missing = max(0, length - len(sample.ids))
     ids, labels = F.pad(sample.ids, (0, missing)), F.pad(sample.labels, (0, missing), value=IGNORE_INDEX)
-    more, config = {}, cast(LlamaConfig, model.config)
+    more, config = {}, cast(PreTrainedConfig, model.config)
     if (config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT_ROPE:  # the one token more is not part of it
         more = {"position_ids": torch.arange(len(ids), device=device).clamp_max(length - 1)[None]}
     return ids[None].to(device), labels[None].to(device), more

@@ -24,6 +24,7 @@ from lightseq.tokens import first_line
 
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = ".lora_"  # in the names of parameters that no model has by itself
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 
@@ -82,13 +83,19 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
 
 
+def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The model's parameters by the names they are stored under: without adapters, and what these wrap as before."""
+    found = ((name, p) for name, p in model.named_parameters() if ADAPTER not in name)
+    return {name.replace(".base_layer.", "."): p for name, p in found}
+
+
 def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
     """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
 
     Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
     parameter's own).
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model).items():
         fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
 
 
@@ -98,9 +105,12 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
         return torch.zeros(shape, device=device)
     if len(shape) == 1:
         return torch.ones(shape, device=device)
+    return torch.empty(shape, device=device).normal_(0.0, spread, generator=named_generator(name, seed, device))
+
+
+def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
     # Seed and name become one 32-bit number: of a larger one the generator of CPUs takes the lower half alone.
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
@@ -111,7 +121,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
     directory = source if isinstance(source, Path) else download(source)
     files = _tensor_files(directory)
     tied = model.config.tie_word_embeddings
-    parameters = dict(model.named_parameters())
+    parameters = own_parameters(model)
     aliases = {"lm_head.weight"} if tied else set()
     extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
@@ -189,7 +199,7 @@ def save_pretrained(
         config.save_pretrained(directory)
         GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
-            _copy_tokenizer(tokenizer_from, directory)
+            copy_tokenizer(tokenizer_from, directory)
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -234,7 +244,7 @@ def has_tokenizer(weights: Path | str | None) -> bool:
     return weights is not None
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
+def copy_tokenizer(source: Path, directory: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             (directory / file.name).write_bytes(file.read_bytes())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from lightseq.comm import Transport
 from lightseq.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
@@ -32,11 +32,12 @@ class StepResult:
 class Work:
     """What a step amounts to, the same for every step of a run."""
 
-    model: LlamaConfig
+    model: PreTrainedConfig
     length: int
     sequences: int
     remat: str
     grouped: bool = False  # layers share checkpoints
+    adapters: int = 0  # weights of adapters, where these alone train
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
 
 
@@ -130,7 +131,7 @@ class Closed:
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
-        flops = model_flops(work.model, work.length, work.sequences)
+        flops = model_flops(work.model, work.length, work.sequences, work.adapters)
         repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped)
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"

@@ -11,9 +11,11 @@ import torch.distributed as dist
 import llama2
 import llama3
 from lightseq import trainer
+from lightseq.__main__ import BOTH
 from lightseq.mesh import World
 
 FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
+ENTRIES = {**FAMILIES, "any": BOTH}
 
 
 class Ended(NamedTuple):
@@ -32,7 +34,7 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            trainer.main(FAMILIES[family], shlex.split(words))
+            trainer.main(ENTRIES[family], shlex.split(words))
         except SystemExit as end:
             status = int(end.code or 0)
     dist.barrier()

@@ -40,7 +40,7 @@ def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
 def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
     text = help_text(PROGRAM)
     titles = [line for line in text.splitlines() if line and not line.startswith((" ", "usage"))]
-    assert titles == ["model", "data", "training", "parallelism", "memory", "logging and saving"]
+    assert titles == ["model", "data", "training", "adapters", "parallelism", "memory", "logging and saving"]
     assert "choices: auto, ring, striped, zigzag, balanced, prefix, ulysses, usp; default: auto" in " ".join(
         text.split()
     )
@@ -156,7 +156,6 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
         ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
         ("--fsdp auto_wrap", "name one of full_shard, hybrid_shard"),
-        ("--fsdp_transformer_layer_cls_to_wrap GPT2Block", "choose from LlamaDecoderLayer"),
         ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
         ("--eval_strategy steps", "give --eval_data_path too"),
         ("--host_memory_budget 64", "bounds offloaded activations, but --offload is none; add --offload activations"),

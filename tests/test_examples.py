@@ -1,11 +1,14 @@
-"""The example in examples/ is run as its readers will, and trains as plain transformers does."""
+"""The examples in examples/ are run as their readers will, and train as plain transformers does."""
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlamaForCausalLM
 from worlds import spawn
 
@@ -13,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_loop  # noqa: E402
+import with_accelerate  # noqa: E402
+import with_trainer  # noqa: E402
 
 from lightseq.mesh import World  # noqa: E402
 
@@ -48,6 +53,61 @@ def expected() -> list[float]:
 def test_the_loop_equals_plain_transformers_on_every_rank(world: int, expected: list[float]) -> None:
     for losses in spawn(world, example, world):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+# ---- Trainer and accelerate ----------------------------------------------------------------------------------------
+
+
+def others(rank: int, world: int) -> tuple[list[float], list[float]]:
+    here = World(rank, world, rank, world, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        by_trainer = with_trainer.train(here, folder)
+        return by_trainer, with_accelerate.train(here)
+
+
+Batch = dict[str, torch.Tensor]
+
+
+def plain_steps(model: LlamaForCausalLM, steps: Sequence[Sequence[Batch]], decays: bool) -> Iterator[float]:
+    """Plain torch on whole batches: a step's loss is the sum over its targets, of all its batches, over their count."""
+    optimizer = torch.optim.SGD(model.parameters())  # not AdamW: it would hide gradients of another scale
+    for number, batches in enumerate(steps):
+        targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        optimizer.param_groups[0]["lr"] = with_trainer.LEARNING_RATE * (1 - number / len(steps) if decays else 1)
+        shares = [model(**batch, num_items_in_batch=targets).loss for batch in batches]
+        sum(shares).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield sum(shares).item()
+
+
+def loader(**options: object) -> DataLoader:
+    return DataLoader(with_trainer.documents(), 2, collate_fn=with_trainer.collate, **options)
+
+
+def fresh_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(train_loop.CONFIG)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_trainer_and_accelerate_equal_plain_transformers_on_every_rank(world: int) -> None:
+    shuffled = loader(sampler=RandomSampler(with_trainer.documents(), generator=torch.Generator().manual_seed(42)))
+    # Not to the end: there a sampler draws once more, which Trainer never sees.
+    batches = [batch for _ in range(3) for _, batch in zip(range(len(shuffled)), shuffled, strict=False)]
+    model = fresh_model()
+    by_trainer = [*plain_steps(model, list(zip(batches[::2], batches[1::2], strict=True)), decays=True)]
+    with torch.no_grad():
+        by_trainer.append(model(**next(iter(loader()))).loss.item())
+    in_order = [[batch] for _ in range(with_accelerate.EPOCHS) for batch in loader()]
+    by_accelerate = [*plain_steps(fresh_model(), in_order, decays=False)]
+    for got_trainer, got_accelerate in spawn(world, others, world):
+        assert got_trainer == pytest.approx(by_trainer, abs=1e-5)
+        assert got_accelerate == pytest.approx(by_accelerate, abs=1e-5)
+
+
+# ---- as scripts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])

@@ -370,7 +370,7 @@ def other(kind: type, config: type, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "model, line",
     [
-        (other(LlamaForCausalLM, LlamaConfig, attention_dropout=0.1), "attention_dropout is 0.1"),
+        (other(LlamaForCausalLM, LlamaConfig, attention_dropout=0.1), "attention_dropout 0.1"),
         (other(LlamaForCausalLM, LlamaConfig, is_causal=False), "both directions"),
         (other(MistralForCausalLM, MistralConfig, sliding_window=8), "sliding-window"),
         (

@@ -62,8 +62,12 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare holds no", "--random_init")),
     "attention dropout": (f"{RANDOM} {{files}}/dropout", ("attention_dropout 0.1", "set it to 0")),
     "no attention heads": (f"{RANDOM} {{files}}/headless", ("its config cannot be read", "give another model")),
-    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding_window 16", "use another model")),
-    "another architecture": (f"{RANDOM} {{files}}/mistral", ("model_type 'mistral'", "only 'llama'")),
+    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding-window attention over 16 tokens", "give at most 16")),
+    "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel is not built of",)),
+    "another layer": (
+        "--fsdp_transformer_layer_cls_to_wrap GPT2Block",
+        ("are LlamaDecoderLayer; give that, or leave it out",),
+    ),
     "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use a")),
     "config that is no JSON": (f"{RANDOM} {{files}}/broken", ("{files}/broken", "cannot be read", "another model")),
     "missing tensor": ("--model_name_or_path {files}/missing", ("{files}/missing", "missing ['lm_head.weight']")),
@@ -210,11 +214,11 @@ def _write_models(folder: Path) -> None:
     }
     changes = {
         "dropout": {"attention_dropout": 0.1},
-        "window": {"sliding_window": 16},
+        "window": {"model_type": "mistral", "sliding_window": 16},
         "odd": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
         "headless": {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": None},
         "heads": {"num_key_value_heads": 3},
-        "mistral": {"model_type": "mistral"},
+        "gpt2": {"model_type": "gpt2"},
         **{"bare": {}, "short": {}, "index": {}},
         **{name: {} for name in tensors},
     }

@@ -1,0 +1,137 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and in peft's files.
+
+The model keeps its class and the names of its modules; its own weights stay as they were read, in the compute dtype.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightseq.config import TrainConfig
+from lightseq.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ALL: Final = "all-linear"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What `--lora_rank`, `--lora_alpha` and `--lora_target_modules` ask for."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # names of linears in the layers, as q_proj
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
+    """Raises ValueError for what cannot be met."""
+    if config.lora_rank is None:
+        return None
+    if find_spec("peft") is None:
+        raise ValueError(f"--lora_rank {config.lora_rank} is peft's, which is not installed; pip install peft")
+    linears = sorted({name.split(".")[-1] for name, _ in _linears(build_on_meta(model_config))})
+    asked = config.lora_target_modules.replace(",", " ").split()
+    targets = linears if asked == [ALL] else asked
+    if unknown := [name for name in targets if name not in linears]:
+        raise ValueError(
+            f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is no linear of the model's layers; "
+            f"choose from {', '.join(linears)}, or {ALL}"
+        )
+    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets))
+
+
+def adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
+    """How many weights train; 0: all of the model's."""
+    if lora is None:
+        return 0
+    linears = _linears(build_on_meta(model_config))
+    chosen = [linear for name, linear in linears if name.split(".")[-1] in lora.targets]
+    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in chosen)
+
+
+def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    layers: Any = model.base_model.layers
+    return [(name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+
+
+def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
+    """Puts adapters beside the linears of a model without memory; freezes all else, in the dtype that computes."""
+    if lora is None:
+        return
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(ADAPTER in name)
+        if ADAPTER not in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _peft_config(lora: Lora, base: str | None = None) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0, bias="none",
+        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=base is not None,
+    )  # fmt: skip
+
+
+def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
+    """As peft does, and the same for every number of ranks: A uniform within 1/√inputs either way, B zero."""
+    for name, parameter in trained(model):
+        shape, on = tuple(parameter.shape), device or parameter.device
+        whole = torch.zeros(shape, device=on)
+        if "lora_A" in name:
+            bound = 1 / math.sqrt(shape[1])
+            whole.uniform_(-bound, bound, generator=named_generator(name, seed, on))
+        fill(parameter, whole.__getitem__)
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if ADAPTER in name)
+
+
+def save(model: PreTrainedModel, directory: Path, lora: Lora, base: str, tokenizer_from: Path | None) -> None:
+    """Writes what `PeftModel.from_pretrained` opens. Every rank calls it; rank 0 writes."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trained(model):
+        data = parameter.detach()
+        whole = data.full_tensor() if isinstance(data, DTensor) else data
+        tensors[f"base_model.model.{name.replace('.default', '')}"] = whole.to("cpu", copy=True).contiguous()
+    if dist.get_rank() != 0:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    source = str(Path(base).resolve()) if Path(base).is_dir() else base
+    _peft_config(lora, source).save_pretrained(str(directory))
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of a saved adapter. Raises ValueError for one that `merge` cannot apply."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
+    found: dict[str, Any] = json.loads(path.read_text())
+    plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
+    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
+    for key, value in plain.items():
+        if found.get(key, value) != value:
+            raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA is merged here, use peft for others")
+    return found

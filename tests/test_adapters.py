@@ -1,0 +1,173 @@
+"""Adapters across ranks: they train as peft's own on one process do, and are saved, merged and resumed."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from programs import Ended, program
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+from lightseq import adapters, trainer
+from lightseq.__main__ import main as lightseq
+from lightseq.config import TrainConfig, parse
+from lightseq.data import permutation
+from lightseq.flops import model_flops
+from lightseq.metrics import read_records
+
+peft = pytest.importorskip("peft")
+
+LENGTH, VOCABULARY, STEPS = 43, 64, 4
+CONFIG = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=False,
+)  # fmt: skip
+LORA = adapters.Lora(4, 16.0, ("down_proj", "k_proj", "q_proj"))
+FLAGS = "--lora_rank 4 --lora_alpha 16 --lora_target_modules q_proj,k_proj,down_proj"
+
+
+def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
+    """How each run ended, and the dtype of what it trained, or trained not."""
+    ends, seen = [], dict[str, str]()
+    evaluate = trainer.Trainer._run_steps
+
+    def looked(self: trainer.Trainer, *args):  # type: ignore[no-untyped-def]
+        seen.update({n: f"{p.dtype} {p.requires_grad}" for n, p in self.model.named_parameters()})
+        return evaluate(self, *args)
+
+    trainer.Trainer._run_steps = looked  # type: ignore[method-assign]
+    for words in runs:
+        seen.clear()
+        ends.append((program(rank, "any", words), dict(seen)))
+    return ends
+
+
+def peft_losses(directory: Path, data: list[list[int]]) -> tuple[list[float], torch.nn.Module]:
+    """Of every step and one more, by peft and plain torch; the adapters begin as ours do."""
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(directory),
+        peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(LORA.targets), task_type="CAUSAL_LM"),
+    )
+    with torch.no_grad():
+        adapters.initialize(model.base_model.model, 42)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS + 1):
+        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        if step < STEPS:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(folder / "model")
+    data = np.random.default_rng(3).integers(3, VOCABULARY, (STEPS + 1, LENGTH)).tolist()
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
+    common = (
+        f"--model_name_or_path {folder}/model --data_path {folder}/data.pkl --model_max_length {LENGTH} "
+        f"--learning_rate 3e-2 --lr_scheduler_type constant {FLAGS}"
+    )
+    runs = [
+        f"{common} --output_dir {folder}/whole --max_steps {STEPS}",
+        f"{common} --output_dir {folder}/parts --max_steps 2 --layers_per_checkpoint 2",
+        f"{common} --output_dir {folder}/parts --max_steps {STEPS} --resume_from_checkpoint True",
+        f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16 --fsdp '' --sequence_parallel_size 1",
+    ]
+    for words, (end, seen) in zip(runs, spawn(2, programs, runs)[0], strict=True):
+        assert end.status == 0, f"{words}: {end.err}"
+        (folder / "seen.json").write_text(json.dumps(seen))
+        (folder / "said.txt").write_text(end.out)
+    return folder
+
+
+def losses(folder: Path, run: str) -> list[float]:
+    return [record["loss"] for record in read_records(folder / run / "metrics.jsonl")]
+
+
+def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> None:
+    data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
+    expected, trained = peft_losses(folder / "model", data)
+    assert losses(folder, "whole") == pytest.approx(expected[:-1], abs=1e-5)
+    checkpoint, ids = folder / "whole" / f"checkpoint-{STEPS}", torch.tensor([data[permutation(5, 42, 0)[STEPS]]])
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert abs(untrained(input_ids=ids, labels=ids).loss.item() - expected[-1]) > 0.01, "nothing was learnt"
+    opened = peft.PeftModel.from_pretrained(untrained, checkpoint)
+    assert opened(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
+    assert lightseq(["merge", "--adapter", str(checkpoint), "--output_dir", str(folder / "merged")]) == 0
+    merged, by_peft = AutoModelForCausalLM.from_pretrained(folder / "merged"), trained.merge_and_unload().state_dict()
+    assert merged(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
+    for name, weight in merged.state_dict().items():
+        assert (weight - by_peft[name]).abs().max() < 1e-4, name
+
+
+def test_a_resumed_run_of_adapters_equals_one_that_never_stopped(folder: Path) -> None:
+    assert losses(folder, "parts") == losses(folder, "whole")
+    files = [load_file(folder / run / f"checkpoint-{STEPS}" / adapters.WEIGHTS) for run in ("parts", "whole")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[1])
+    state = dcp.FileSystemReader(folder / "whole" / f"checkpoint-{STEPS}" / "state").read_metadata()
+    assert all(".lora_" in name for name in state.state_dict_metadata), "the model's own weights are not saved again"
+
+
+def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Path) -> None:
+    for name, held in json.loads((folder / "seen.json").read_text()).items():
+        assert held == ("torch.float32 True" if ".lora_" in name else "torch.bfloat16 False"), name
+    count = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))
+    assert adapters.adapter_parameters(LORA, CONFIG) == count
+    assert f"{count:,} of adapters train" in (folder / "said.txt").read_text()
+    own = 2 * model_flops(CONFIG, 8, 1) - model_flops(CONFIG, 8, 1, 1) + 6 * 8  # a third less on each weight of its own
+    assert own - model_flops(CONFIG, 8, 1) == 2 * 8 * sum(
+        p.numel() for n, p in LlamaForCausalLM(CONFIG).named_parameters() if "proj" in n or "lm_head" in n
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora_alpha 8", "--lora_alpha 8.0 has no adapters to shape"),
+        ("--lora_rank 0", "--lora_rank 0: give at least 1"),
+        ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
+        ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the layers' linears"),
+        ("--lora_rank 4 --random_init", "that --random_init does not keep"),
+        (
+            "--lora_rank 4 --lora_target_modules q_proj,lm_head",
+            "lm_head is no linear of the model's layers; choose from",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags: str, line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        words = f"--model_name_or_path x --data_path x --output_dir x {flags}"
+        adapters.lora_of(parse(words.split(), "train"), CONFIG)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_every_linear_of_the_layers_gets_an_adapter_of_twice_the_scale_by_default() -> None:
+    lora = adapters.lora_of(TrainConfig("x", data_path="x", output_dir="x", lora_rank=8), CONFIG)
+    names = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
+    assert lora == adapters.Lora(8, 16.0, tuple(names.split())) and lora.scale == 2
+
+
+def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"hidden_size": 16, "head_dim": 4}))
+    other.save_pretrained(folder / "other")
+    checkpoint = str(folder / "whole" / f"checkpoint-{STEPS}")
+    words = ["merge", "--adapter", checkpoint, "--output_dir", str(folder / "nothing")]
+    assert lightseq([*words, "--model_name_or_path", str(folder / "other")]) == 2
+    assert "the adapter [" in capsys.readouterr().err
+    assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
+    assert "holds no adapter_config.json" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Models of other names than Llama: what they are made of, which are refused, that they train as one process does."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import Ended, program
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from worlds import spawn
+
+from lightseq.architecture import examine, with_layers
+from lightseq.data import permutation
+from lightseq.flops import attention_forward_flops, model_flops
+from lightseq.metrics import read_records
+
+LENGTH, VOCABULARY, STEPS = 43, 64, 3
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# What each has that Llama has not.
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 44},  # no shorter than a sequence, so full attention
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},  # norms on queries and keys
+    "qwen2": {},  # biases on queries, keys and values
+    "phi3": {},  # one linear for all three
+    "olmo2": {},  # norms behind the sublayers
+}
+
+
+def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
+    return CONFIG_MAPPING[model_type](**TINY | MODELS.get(model_type, {}) | changes)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = config_of(model_type, attn_implementation="eager")
+    model, found = AutoModelForCausalLM.from_config(config), examine(config)
+    assert found.total == model.num_parameters()
+    assert found.layer_class == type(model.model.layers[0]).__name__
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    rotary = counter.get_flop_counts().get(f"{type(model).__name__}.model.rotary_emb", {})
+    masked = 3 * attention_forward_flops(config, 16)  # its eager attention computes the full square
+    assert counter.get_total_flops() - sum(rotary.values()) == model_flops(config, 16, 1) + masked
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "line"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding-window attention over 8 tokens"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "over 8 tokens"),
+        ("gemma2", {}, "embed_scale"),
+        ("granite", {}, "scales or caps its logits"),
+        ("cohere", {}, "scales or caps its logits"),
+        ("mixtral", {}, "experts"),
+        ("gpt2", {"n_embd": 32}, "not built of"),
+        ("bert", {}, "BertLMHeadModel"),
+        ("t5", {}, "no causal language model"),
+        ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout 0.1"),
+        ("diffllama", {}, "attention differs"),
+        ("stablelm", {}, "does not use the attention interface"),
+    ],
+)  # fmt: skip
+def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        examine(config_of(model_type, **changes), LENGTH)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_are_no_obstacle(rope_type: str) -> None:
+    rope = {
+        "rope_type": rope_type,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    assert examine(config_of("llama", rope_parameters=rope, original_max_position_embeddings=32)).layers == 2
+
+
+def test_a_model_of_fewer_layers_lists_fewer() -> None:
+    config = config_of("qwen3", num_hidden_layers=3)
+    assert len(with_layers(config, 2).layer_types) == 2 and len(config.layer_types) == 3
+    assert examine(with_layers(config, 2)).layers == 2
+
+
+def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
+    """Of every step, and of one more."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS + 1):
+        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def programs(rank: int, runs: list[str]) -> list[Ended]:
+    return [program(rank, "any", words) for words in runs]
+
+
+@pytest.mark.parametrize("names", [["mistral", "qwen3"], pytest.param([*MODELS], marks=pytest.mark.slow)])
+def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]) -> None:
+    data = np.random.default_rng(3).integers(3, VOCABULARY, (4, LENGTH)).tolist()
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
+    torch.manual_seed(0)
+    for name in names:
+        AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(tmp_path / name)
+    runs = [
+        f"--model_name_or_path {tmp_path / name} --data_path {tmp_path}/data.pkl --output_dir {tmp_path}/{name}-out "
+        f"--model_max_length {LENGTH} --learning_rate 1e-2 --lr_scheduler_type constant --max_steps {STEPS} "
+        f"--fsdp_transformer_layer_cls_to_wrap {examine(config_of(name)).layer_class}"
+        for name in names
+    ]
+    for end in spawn(2, programs, runs)[0]:
+        assert end.status == 0, end.err
+    for name in names:
+        losses = [record["loss"] for record in read_records(tmp_path / f"{name}-out" / "metrics.jsonl")]
+        expected = plain_losses(tmp_path / name, data)
+        assert losses == pytest.approx(expected[:-1], abs=1e-5), name
+        saved = tmp_path / f"{name}-out" / f"checkpoint-{STEPS}"
+        model, notes = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+        assert not any(notes.values()) and type(model).__name__ == examine(config_of(name)).name
+        ids = torch.tensor([data[permutation(len(data), 42, 0)[STEPS]]])
+        assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5), name
