@@ -2,6 +2,8 @@
 
 import random
 from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from lightseq.documents import (
     restarting_positions,
     share_out,
 )
-from lightseq.kernels import KernelSpec
+from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels.reference import ReferenceKernel
 from lightseq.layout import unshard
 from lightseq.schedule import SCHEDULES, Schedule, make_schedule
 from lightseq.schedule_cost import AttentionShape, fits
@@ -118,6 +121,48 @@ def test_areas_and_positions_are_those_of_each_document() -> None:
     assert restarting_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
     pairs = np.cumsum(restarting_positions(boundaries) + 1)
     assert area_before(boundaries, np.arange(13)).tolist() == [0, *pairs.tolist()]
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[float]:
+    """Of a tile's out, dq, dk and dv against float64; the backward has the true out and lse."""
+    q, k, v, dout = (x.double() for x in tensors)
+    want, lse = forward_tile(ReferenceKernel(), q, k, v, mask, 0.2)
+    wanted = [want, *backward_tile(ReferenceKernel(), dout, q, k, v, want, lse, mask, 0.2)]
+    q, k, v, dout = tensors
+    got = [forward_tile(kernel, q, k, v, mask, 0.2)[0]]
+    got += backward_tile(kernel, dout, q, k, v, want.to(q.dtype), lse.float(), mask, 0.2)
+    return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "aten", "cudnn"])
+def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
+    spec = KernelSpec("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64)
+    kernel = KERNELS[name](spec)
+    if reason := kernel.why_not(spec):
+        pytest.skip(reason)
+    generator = torch.Generator("cuda").manual_seed(0)
+    masks = set()
+    for schedule, boundaries in product((make_schedule("prefix", 2), make_schedule("striped", 2)), (
+        (0, 1, 100, 700, 701, 2048), (0, 640, 2048), (0, 2048), tuple(range(0, 2049, 16))
+    )):  # fmt: skip
+        table = packed_schedule(schedule, boundaries)
+        rows = 2048 // table.layout.chunk_count
+        for tile in [tile for step in table.forward for tiles in step.tiles for tile in tiles]:
+            assert isinstance(tile.mask, Segments)
+            masks.add(tuple(map(tuple, tile.mask.table.tolist())))
+            sizes = [(len(tile.q) * rows, 8), *[(len(tile.kv) * rows, 2)] * 2, (len(tile.q) * rows, 8)]
+            tensors = [torch.randn((1, *x, 64), device="cuda", generator=generator).bfloat16() for x in sizes]
+            one_by_one = SimpleNamespace(
+                causal_alignment=kernel.causal_alignment, forward=kernel.forward, backward=kernel.backward
+            )
+            plain, got = (_kernel_errors(x, tensors, tile.mask) for x in (one_by_one, kernel))
+            assert all(error <= 2 * allowed for error, allowed in zip(got, plain, strict=True)), (tile, got, plain)
+            assert max(plain) < 0.01, (tile, plain)
+    assert len(masks) > 8
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
