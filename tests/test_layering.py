@@ -41,6 +41,7 @@ LAYERS = {
     "lightseq.hf": 3,
     "lightseq.weights": 3,
     "lightseq.data": 3,
+    "lightseq.packing": 3,
     "lightseq.tokens": 3,
     "lightseq.loss": 3,
     "lightseq.flops": 3,
