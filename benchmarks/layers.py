@@ -14,7 +14,7 @@ from lightseq.attention import Documents, SequenceContext, attention, make_conte
 from lightseq.documents import packed_schedule
 from lightseq.kernels import Kernel, backward_tile, forward_tile, select
 from lightseq.schedule import Mask, make_schedule
-from lightseq.schedule_cost import AttentionShape, cost
+from lightseq.schedule_cost import AttentionShape
 from lightseq.segments import Segments
 
 
@@ -67,7 +67,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "ulysses_size": context.schedule.ulysses_size,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
-                **(packing(context, documents, shape) if documents else {}),
+                **(packing(context, documents) if documents else {}),
             },
             buffer_bytes=lambda: context.transport.buffer_bytes,
         )
@@ -75,7 +75,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         release(context)  # and with it the transport's buffers
 
 
-def packing(context: SequenceContext, documents: Documents, shape: AttentionShape) -> dict[str, Any]:
+def packing(context: SequenceContext, documents: Documents) -> dict[str, Any]:
     """How well the work on documents is shared out, and what was padded and fetched for it."""
     boundaries = documents.padded_boundaries
     table = packed_schedule(context.schedule, boundaries)
@@ -83,7 +83,7 @@ def packing(context: SequenceContext, documents: Documents, shape: AttentionShap
     fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
     return {
         "chunks_per_rank": table.layout.chunks_per_rank,
-        "area_balance": cost(table, replace(shape, length=boundaries[-1])).busy,
+        "area_balance": documents.balance,
         "padding_tokens": boundaries[-1] - documents.tokens,
         "fetched_tokens": max(fetched.values(), default=0) * rows // table.head_groups,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightseq import executor
 from lightseq.comm import Transport, make_transport
-from lightseq.documents import check_boundaries, packed_schedule, padded, padded_length
+from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout, shard
@@ -51,6 +51,7 @@ class Documents:
     boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
     layout: Layout
     tokens: int  # padding left out
+    balance: float  # attention area of the mean rank over the largest
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
     while size < len(whole):
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
-    return Documents(carried, packed_schedule(context.schedule, whole).layout, real[-1])
+    table = packed_schedule(context.schedule, whole)
+    return Documents(carried, table.layout, real[-1], balance(table))
 
 
 def _without_repeats(boundaries: Tensor) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -268,6 +269,13 @@ class Batch:
     labels: torch.Tensor  # [batch_size, length] int64
     valid_tokens: int
     boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+
+    @property
+    def squares(self) -> int:
+        """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
+        if self.boundaries is None:
+            return self.input_ids.shape[0] * self.input_ids.shape[1] ** 2
+        return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds

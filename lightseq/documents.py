@@ -162,6 +162,17 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     )  # fmt: skip
 
 
+def balance(schedule: Schedule) -> float:
+    """Of a packed table: attention area of the mean rank over what the slowest of each step make together."""
+    areas = [[sum(_area(tile) for tile in tiles) for tiles in step.tiles] for step in schedule.forward]
+    return sum(map(sum, areas)) / schedule.world / sum(map(max, areas))
+
+
+def _area(tile: Tile) -> int:
+    assert isinstance(tile.mask, Segments), tile
+    return tile.mask.area
+
+
 def _is_balanced(schedule: Schedule) -> bool:
     """Whether any rank may hold any chunk: where each tile is a query chunk with all keys that it needs."""
     return SCHEDULES[schedule.name].assign is prefix

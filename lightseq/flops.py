@@ -55,15 +55,18 @@ def attention_forward_flops(config: LlamaConfig, length: int) -> int:
     return config.num_hidden_layers * 2 * length**2 * config.num_attention_heads * _head_dim(config)
 
 
-def model_flops(config: LlamaConfig, length: int, sequences: int) -> int:
+def model_flops(config: LlamaConfig, length: int, sequences: int, attention_share: float = 1.0) -> int:
     """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
 
-    Documents packed into one sequence need less attention than this counts.
+    `attention_share` is what documents packed into a sequence need of its attention: the squares of their lengths.
     """
-    return sequences * (6 * matmul_parameters(config) * length + 3 * attention_forward_flops(config, length))
+    attention = round(attention_share * 3 * attention_forward_flops(config, length))
+    return sequences * (6 * matmul_parameters(config) * length + attention)
 
 
-def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:
+def recompute_flops(
+    config: LlamaConfig, length: int, sequences: int, remat: str, grouped: bool = False, attention_share: float = 1.0
+) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
@@ -79,7 +82,7 @@ def recompute_flops(config: LlamaConfig, length: int, sequences: int, remat: str
     if grouped:
         repeated += config.num_hidden_layers * layer_linear_parameters(config)
         attention += attention_forward_flops(config, length)
-    return sequences * (2 * repeated * length + attention)
+    return sequences * (2 * repeated * length + round(attention_share * attention))
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:

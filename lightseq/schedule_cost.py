@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from lightseq.schedule import SCHEDULES, Mask, Move, Schedule, Step, Tile, check_heads, make_schedule, outline
-from lightseq.segments import Segments
 
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 
@@ -63,14 +62,12 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
 
 def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
     """FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
-    area = float(tile.mask.area) if isinstance(tile.mask, Segments) else _area(tile, schedule, shape)
-    return 4 * area * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
-
-
-def _area(tile: Tile, schedule: Schedule, shape: AttentionShape) -> float:
+    assert isinstance(tile.mask, Mask), "what documents limit has an area of its own, at one length only"
     chunk = shape.length / schedule.layout.chunk_count
-    masked = 0.0 if tile.mask is Mask.FULL else (chunk * len(tile.q)) ** 2 / 2
-    return chunk * chunk * (len(tile.q) * len(tile.kv)) - masked
+    area = chunk * chunk * (len(tile.q) * len(tile.kv))
+    if tile.mask is not Mask.FULL:
+        area -= (chunk * len(tile.q)) ** 2 / 2
+    return 4 * area * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
 
 
 def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:

@@ -307,17 +307,20 @@ class Trainer:
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
-        loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
             with self._phase(step, "forward"):
-                share = self.loss_model(*self.shard(batch)) / divisor
+                mine = self.shard(batch)
+                imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
+                share = self.loss_model(*mine) / divisor
             with self._phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
             norm, sick = self._update()
-        return StepResult(loss, norm, sick, rate, valid, data_seconds)
+        squares = sum(batch.squares for batch in batches)
+        return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
