@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> None:
         agree(world, lambda: check_devices(world))
         file = agree(world, lambda: open_output(flags, world))
         every = subjects(flags)
-        write(file, header(world, words, flags.commit))
+        write(file, header(world, words, flags.commit, packed=flags.documents is not None))
         say(world, columns(every, flags.check))
         for length in flags.lengths:
             for subject in every:
@@ -62,12 +62,17 @@ def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
     dtype = getattr(torch, flags.dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
     group = dist.group.WORLD
     assert group is not None
-    return Case(length, flags.heads, flags.kv_heads, flags.head_dim, flags.batch, dtype, world.device, group)
+    boundaries = flags.documents.boundaries(length) if flags.documents else ()
+    return Case(
+        length, flags.heads, flags.kv_heads, flags.head_dim, flags.batch, dtype, world.device, group, boundaries
+    )
 
 
 def measure(subject: Subject, case: Case, flags: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The record of one point, and whether the run has to end with it."""
     record = blank(subject, case, flags.check)
+    if flags.documents:
+        record |= {"documents": flags.documents.text, "boundaries": list(case.boundaries)}
     try:
         numbers = errors(subject, case, flags.seed) if flags.check else times(subject, case, flags)
         return {**record, **numbers}, False

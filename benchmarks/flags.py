@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from benchmarks.layers import Choice
+from benchmarks.packed import PACKED_PEERS, lengths
 from benchmarks.peers import PEERS
 from lightseq.kernels import KERNELS
 from lightseq.schedule import SCHEDULES
@@ -13,11 +14,13 @@ from lightseq.schedule import SCHEDULES
 UNITS = {"K": 2**10, "M": 2**20}
 TRANSPORTS = ("auto", "gloo", "nccl", "symmetric", "none")
 CEILING = "single-gpu"
+EVERY_PEER = (CEILING, *PEERS, *PACKED_PEERS)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 EXAMPLES = """examples:
   python3 -m torch.distributed.run --nproc_per_node=4 benchmarks/attention.py --peers all --exposed
   ... --schedules prefix,prefix@head_groups=2,usp@ulysses_size=2 --lengths 512K --kernels fa4,cudnn
+  ... --documents lognormal:0 --lengths 128K --schedules prefix,ulysses --peers single-gpu
   ... --check --lengths 2K --schedules all --peers none
   python3 -m analysis attention outputs/attention.jsonl"""
 
@@ -118,8 +121,14 @@ WHAT = (
     Flag("transports", "T,...", "auto", ", ".join(TRANSPORTS), listed(one_of(TRANSPORTS))),
     Flag(
         "peers", "P,...", CEILING,
-        f"all, none, {', '.join(PEERS)}, or {CEILING}: the kernel on one GPU with the whole sequence, the ceiling",
-        listed(one_of((CEILING, *PEERS)), (CEILING, *PEERS)),
+        f"all, none, {', '.join(EVERY_PEER[1:])}, or {CEILING}: the kernel on one GPU with the whole sequence, so the "
+        "ceiling",
+        listed(one_of(EVERY_PEER), EVERY_PEER),
+    ),
+    Flag(
+        "documents", "D", None,
+        "lognormal:SEED packs documents of 1K to 64K tokens into each sequence, lognormal:SEED:LEAST:MOST others",
+        lengths,
     ),
     Flag("heads", "N", 32, "query heads", positive),
     Flag("kv_heads", "N", 8, "key/value heads", positive),
@@ -174,6 +183,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser().parse_args(words)
     if flags.heads % flags.kv_heads:
         raise ValueError(f"--heads {flags.heads} does not divide among --kv_heads {flags.kv_heads}")
+    if flags.documents and flags.batch != 1:
+        raise ValueError(f"--documents {flags.documents.text} packs one sequence; leave --batch {flags.batch} out")
     if flags.least_repeats > flags.repeats:
         raise ValueError(f"--least_repeats {flags.least_repeats} is more than --repeats {flags.repeats}")
     if not flags.schedules and not flags.peers:

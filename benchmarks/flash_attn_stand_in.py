@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,33 @@ def _flash_attn_backward(
     return nothing
 
 
-def _varlen(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError("packed sequences need the flash-attn package")
+def _flash_attn_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Any = None, return_softmax: bool = False, block_table: Any = None,
+    leftpad_k: Any = None, seqused_k: Any = None, zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
+    out, lse, random_state, *_ = aten._flash_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, False, scale=softmax_scale
+    )
+    return out, lse, None, random_state
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Any = None, deterministic: bool = False, rng_state: Any = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    nothing = torch.empty(0, device=q.device)
+    grads = aten._flash_attention_backward(
+        dout, q, k, v, out, softmax_lse.contiguous(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, causal, no_dropout, nothing, scale=softmax_scale,
+    )  # fmt: skip
+    for given, grad in zip((dq, dk, dv), grads, strict=True):
+        given.copy_(grad)
+    return nothing
 
 
 def module() -> ModuleType:
@@ -52,8 +77,8 @@ def module() -> ModuleType:
     out.__dict__.update(
         _flash_attn_forward=_flash_attn_forward,
         _flash_attn_backward=_flash_attn_backward,
-        _flash_attn_varlen_forward=_varlen,
-        _flash_attn_varlen_backward=_varlen,
+        _flash_attn_varlen_forward=_flash_attn_varlen_forward,
+        _flash_attn_varlen_backward=_flash_attn_varlen_backward,
     )
     return out
 

@@ -1,17 +1,21 @@
 """lightseq's own attention as a benchmark runs it: distributed, and one GPU's kernel alone as the ceiling."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer
-from lightseq.attention import attention, make_context, release
-from lightseq.kernels import Kernel, select
+from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
+from lightseq.documents import packed_schedule
+from lightseq.kernels import Kernel, backward_tile, forward_tile, select
+from lightseq.schedule import Mask, make_schedule
 from lightseq.schedule_cost import AttentionShape
+from lightseq.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Choice:
 
 def resolved(layer: Layer) -> Choice:
     """What lightseq chose, to be asked for again by name."""
-    facts = dict(layer.facts)
+    facts = {field.name: layer.facts[field.name] for field in fields(Choice)}
     if facts["ulysses_size"] == 1:  # only schedules that have one take the argument
         facts["ulysses_size"] = None
     if facts["head_groups"] == 1:
@@ -49,10 +53,13 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport,
         choice.ulysses_size, choice.head_groups,
     )  # fmt: skip
+    documents = pack(context, case.boundaries, case.length) if case.boundaries else None
+    layout = documents.layout if documents else context.layout
+    padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
     try:
         yield Layer(
-            attend=lambda q, k, v: attention(q, k, v, context)[0],
-            positions=context.layout.positions(context.rank, context.layout.padded_length(case.length)),
+            attend=lambda q, k, v: attention(q, k, v, context, documents=documents)[0],
+            positions=layout.positions(context.rank, padded),
             ranks=case.world,
             facts={
                 "schedule": context.schedule.name,
@@ -60,6 +67,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "ulysses_size": context.schedule.ulysses_size,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
+                **(packing(context, documents) if documents else {}),
             },
             buffer_bytes=lambda: context.transport.buffer_bytes,
         )
@@ -67,28 +75,45 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         release(context)  # and with it the transport's buffers
 
 
+def packing(context: SequenceContext, documents: Documents) -> dict[str, Any]:
+    """How well the work on documents is shared out, and what was padded and fetched for it."""
+    boundaries = documents.padded_boundaries
+    table = packed_schedule(context.schedule, boundaries)
+    rows = boundaries[-1] // table.layout.chunk_count
+    fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
+    return {
+        "chunks_per_rank": table.layout.chunks_per_rank,
+        "area_balance": documents.balance,
+        "padding_tokens": boundaries[-1] - documents.tokens,
+        "fetched_tokens": max(fetched.values(), default=0) * rows // table.head_groups,
+    }
+
+
 class _Whole(torch.autograd.Function):
-    """One kernel over a whole causal sequence."""
+    """One kernel over a whole causal sequence, or over the documents in it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
-        out, lse = kernel.forward(q, k, v, True, q.shape[-1] ** -0.5)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask | Segments) -> Tensor:
+        out, lse = forward_tile(kernel, q, k, v, mask, q.shape[-1] ** -0.5)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.mask = kernel, mask
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        return (*ctx.kernel.backward(dout, q, k, v, out, lse, True, q.shape[-1] ** -0.5), None)
+        return (*backward_tile(ctx.kernel, dout, q, k, v, out, lse, ctx.mask, q.shape[-1] ** -0.5), None, None)
 
 
 @contextmanager
 def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
     """Every rank computes the whole sequence by itself: what the kernel does where nothing is distributed."""
     chosen = select(kernel, case.spec).kernel
+    mask: Mask | Segments = Mask.CAUSAL
+    if case.boundaries:
+        mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
     yield Layer(
-        attend=lambda q, k, v: _Whole.apply(q, k, v, chosen),
+        attend=lambda q, k, v: _Whole.apply(q, k, v, chosen, mask),
         positions=torch.arange(case.length),
         ranks=1,
         facts={"kernel": chosen.name},

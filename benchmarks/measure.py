@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,13 @@ class Case:
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
+    boundaries: tuple[int, ...] = ()  # of packed documents: where each begins, and the end; none: one document
+
+    @property
+    def area(self) -> float:
+        """Half the square of the length, of each document where there are several."""
+        edges = self.boundaries or (0, self.length)
+        return sum((b - a) ** 2 for a, b in pairwise(edges)) / 2
 
     @property
     def world(self) -> int:
@@ -122,7 +130,7 @@ def one_line(error: Exception) -> str:
 
 def tflops_per_gpu(case: Case, ranks: int, seconds: float) -> float:
     """Forward and backward, the causal half counted once, the backward as 2.5 forwards."""
-    forward = 4 * case.length**2 * case.heads * case.head_dim / 2 * case.batch
+    forward = 4 * case.area * case.heads * case.head_dim * case.batch
     return 3.5 * forward / ranks / seconds / 1e12
 
 

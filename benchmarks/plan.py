@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.flags import CEILING
 from benchmarks.layers import Choice, lightseq_layer, single_gpu_layer
 from benchmarks.measure import Case, Layer
+from benchmarks.packed import PACKED_PEERS
 from benchmarks.peers import PEERS
 
 
@@ -31,7 +32,9 @@ class Subject:
 def subjects(flags: argparse.Namespace) -> list[Subject]:
     """The ceiling first, then the peers, then lightseq."""
     alone = [ceiling(kernel) for kernel in flags.kernels if CEILING in flags.peers]
-    peers = [Subject(name, "", PEERS[name], {}) for name in flags.peers if name != CEILING]
+    peers = [
+        Subject(name, "", peer(name, packed=flags.documents is not None), {}) for name in flags.peers if name != CEILING
+    ]
     ours = [
         ours_as(request, replace(choice, kernel=kernel, transport=transport))
         for request, choice in flags.schedules
@@ -39,6 +42,19 @@ def subjects(flags: argparse.Namespace) -> list[Subject]:
         for transport in flags.transports
     ]
     return alone + peers + ours
+
+
+def peer(name: str, packed: bool) -> Callable[[Case], AbstractContextManager[Layer]]:
+    """Those for one document and those for several do not compute the same thing."""
+    here, others = (PACKED_PEERS, PEERS) if packed else (PEERS, PACKED_PEERS)
+    if name in here:
+        return here[name]
+    assert name in others, name
+
+    def refuse(case: Case) -> AbstractContextManager[Layer]:
+        raise ValueError("would attend across documents" if packed else "wants packed documents; give --documents")
+
+    return refuse
 
 
 def ceiling(kernel: str) -> Subject:

@@ -17,12 +17,13 @@ from lightseq.mesh import World
 from lightseq.metrics import hardware, versions
 
 PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
-FLOPS = "3.5 * 4 * length^2 * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
+FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
+SQUARES = ("length^2", "(sum of document lengths^2)")
 ARROW = " → "
 GAP = "  "
 
 
-def header(world: World, words: Sequence[str], commit: str | None) -> dict[str, Any]:
+def header(world: World, words: Sequence[str], commit: str | None, packed: bool = False) -> dict[str, Any]:
     """The first object of a file: all that the numbers after it depend on."""
     launch = f"-m torch.distributed.run --nproc_per_node={world.local_size} " if world.size > 1 else ""
     machine = {key: value for key, value in hardware(world.device).items() if key != "host"}
@@ -34,7 +35,7 @@ def header(world: World, words: Sequence[str], commit: str | None) -> dict[str, 
         "world": world.size,
         "hardware": machine,
         "versions": {**versions(), **libraries(), **packages()},
-        "flops": FLOPS,
+        "flops": FLOPS.format(SQUARES[packed]),
     }
 
 

@@ -1,5 +1,6 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from lightseq import executor
 from lightseq.comm import Transport, make_transport
+from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
-from lightseq.layout import Layout
+from lightseq.layout import Layout, shard
 from lightseq.mesh import disable_multicast
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_choice import Choice, cheapest
@@ -39,6 +41,51 @@ class SequenceContext:
         return self.schedule.layout
 
 
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one packed sequence, alike on all ranks of a group: made by `pack`, handed to `attention`.
+
+    No plain tensor, for what wraps models moves those to the device, where the host would have to wait for it.
+    """
+
+    boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
+    layout: Layout
+    tokens: int  # padding left out
+    balance: float  # attention area of the mean rank over the largest
+
+    @property
+    def padded_boundaries(self) -> tuple[int, ...]:
+        """Where documents begin, those of padding among them, and the end."""
+        return _without_repeats(self.boundaries)
+
+    def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
+        """One rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
+        return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
+
+
+LEAST_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
+
+
+def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
+    """Documents that begin at `boundaries`, the last of which ends the last one, in a sequence of `length` tokens.
+
+    What is missing up to `length`, or to what the schedule needs, is padding. Raises ValueError for what does not rise.
+    """
+    length = int(boundaries[-1]) if length is None else length
+    real = check_boundaries(boundaries, length)
+    whole = padded(real, padded_length(context.schedule, length))
+    size = LEAST_BOUNDARIES
+    while size < len(whole):
+        size *= 2
+    carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
+    table = packed_schedule(context.schedule, whole)
+    return Documents(carried, table.layout, real[-1], balance(table))
+
+
+def _without_repeats(boundaries: Tensor) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(boundaries.tolist()))
+
+
 _CONTEXTS: dict[str, SequenceContext] = {}
 _numbers = count()
 
@@ -55,16 +102,19 @@ def make_context(
     head_groups: int | None = None,
     gpus_per_host: int | None = None,
     elide: bool = False,
+    packed: bool = False,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
     `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
     ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. Raises ValueError for names that do not exist or
+    arithmetic out: memory and messages are real, results are zero. `packed` says that most sequences hold several
+    documents: `auto` is then prefix, which shares their work out. Raises ValueError for names that do not exist or
     cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
+    schedule = "prefix" if packed and schedule == "auto" else schedule
     world = dist.get_world_size(group)
     disable_multicast()
     carrier = make_transport(transport, group, device)
@@ -101,21 +151,27 @@ def release(context: SequenceContext) -> None:
 
 
 def attention(
-    q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: SequenceContext, scale: float | None = None
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    context: SequenceContext,
+    scale: float | None = None,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the local queries over the whole sequence that the group's ranks hold together.
 
     Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
     log-sum-exp of the scaled scores (B, H, S), at least float32, through which no gradient flows. `scale` defaults to
-    D ** -0.5. Raises ValueError for shapes that do not fit together.
+    D ** -0.5. With `documents`, in whose layout the parts then are, no query sees a key of another document. Raises
+    ValueError for shapes that do not fit together.
     """
-    _check_shapes(q_BSHD, k_BSKD, v_BSKD, context)
+    _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSHD, k_BSKD, v_BSKD))
-    return _attention(q, k, v, scale, context.name)
+    return _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
@@ -126,11 +182,29 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> 
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
     check_heads(context.schedule, q.shape[2], k.shape[2])
-    if q.shape[1] % context.layout.chunks_per_rank:
+    if documents is not None:
+        _check_packed(q, context, documents)
+    elif q.shape[1] % context.layout.chunks_per_rank:
         raise ValueError(
             f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "
             "shard the padded sequence with lightseq.layout.shard"
         )
+
+
+def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> None:
+    if q.shape[0] != 1:
+        raise ValueError(f"{q.shape[0]} packed sequences in a batch; documents need a batch of one, so lengthen that")
+    expected = context.layout.world * q.shape[1]
+    if not torch.compiler.is_compiling() and int(documents.boundaries[-1]) != expected:
+        raise ValueError(
+            f"{q.shape[1]} local tokens on {context.layout.world} ranks are not the {int(documents.boundaries[-1])} "
+            "that the documents have; shard the sequence by their layout"
+        )
+
+
+def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
+    """The schedule, for several documents limited to them."""
+    return context.schedule if documents is None else packed_schedule(context.schedule, _without_repeats(documents))
 
 
 def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor) -> None:
@@ -147,38 +221,44 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor) -> None:
 
 
 @torch.library.custom_op("lightseq::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: str) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     c = _CONTEXTS[context]
     _agree_on_shapes(c, q, k)
-    return executor.attention_forward(q, k, v, c.schedule, c.rank, c.selection.kernel, c.transport, scale)
+    return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, context: str) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse
 
 
 @torch.library.custom_op("lightseq::attention_backward", mutates_args=())
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     c = _CONTEXTS[context]
     return executor.attention_backward(
-        dout, q, k, v, out, lse, c.schedule, c.rank, c.selection.kernel, c.transport, scale
+        dout, q, k, v, out, lse, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale
     )
 
 
 @_attention_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scale, ctx.context = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.scale, ctx.context, documents = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
     ctx.set_materialize_grads(False)
 
 
@@ -187,7 +267,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum, say, is one number expanded
-    return (*_attention_backward(dout, *ctx.saved_tensors, ctx.scale, ctx.context), None, None)
+    *tensors, documents = ctx.saved_tensors
+    return (*_attention_backward(dout, *tensors, ctx.scale, ctx.context, documents), None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -30,11 +30,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "packing": ("none", "best_fit"),
 }
 
-# Flag, the values that are refused (none listed: all but the default), what they wait for. Delete a row to open a flag.
-NOT_YET: Final[tuple[tuple[str, tuple[str, ...], str], ...]] = (
-    ("packing", ("best_fit",), "a sequence holds one document"),
-)
-
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
 FSDP_REFUSED: Final[Mapping[str, str]] = {
     "shard_grad_op": "parameters are gathered anew for the backward pass, so that memory stays small",
@@ -65,7 +60,8 @@ class TrainConfig:
     data_path: str = ""  # token directory, .pkl, or Parquet or JSONL with a text column (required)
     eval_data_path: str | None = None  # the same, for evaluation
     model_max_length: int = 2048  # tokens of a sequence, all ranks together
-    packing: str = "none"  # how documents share a sequence
+    # best_fit: documents share a sequence without attending to each other, longer ones are cut into pieces that lose
+    packing: str = "none"  # no target; none: one example a sequence
     lazy_preprocess: bool = False  # tokenise text on access instead of beforehand; tokens need no preparation
     # [training]
     output_dir: str = ""  # where run.json, metrics.jsonl and checkpoints go (required)
@@ -133,6 +129,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for check in (_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory):
             check(self)
+        _check_packing(self)
         _check_deepspeed(self)
         _check_lora(self)
         _check_files(self)
@@ -176,16 +173,15 @@ def parse(argv: Sequence[str], program: str) -> TrainConfig:
 def help_text(program: str) -> str:
     """Every flag that can be given, by group, with what it means, its choices and its default."""
     lines = [f"usage: {program} --model_name_or_path NAME --data_path PATH --output_dir PATH [--flag value ...]"]
-    closed = {flag for flag, values, _ in NOT_YET if not values or len(_available(flag)) == 1}
     for title, flags in _help_groups().items():
         lines += ["", title]
-        lines += [_help_line(flag, comment) for flag, comment in flags.items() if flag not in closed]
+        lines += [_help_line(flag, comment) for flag, comment in flags.items()]
     return "\n".join(lines)
 
 
 def _help_line(flag: str, comment: str) -> str:
     default, column = _defaults()[flag], 41
-    notes = [f"choices: {', '.join(_available(flag))}"] if flag in CHOICES else []
+    notes = [f"choices: {', '.join(CHOICES[flag])}"] if flag in CHOICES else []
     notes += [f"default: {default}"] if default not in (None, "") else []
     text = comment + (f" [{'; '.join(notes)}]" if notes else "")
     return textwrap.fill(text, 120, initial_indent=f"  --{flag}".ljust(column), subsequent_indent=" " * column)
@@ -302,23 +298,11 @@ def _words(fsdp: str) -> list[str]:
     return fsdp.replace(",", " ").split()
 
 
-def _available(flag: str) -> tuple[str, ...]:
-    """The choices of a flag, less those that are not available yet."""
-    rows = [values for name, values, _ in NOT_YET if name == flag]
-    if () in rows:
-        return (_defaults()[flag],)
-    return tuple(choice for choice in CHOICES.get(flag, ()) if all(choice not in values for values in rows))
-
-
 def _check_names(config: TrainConfig) -> None:
-    for flag, values, reason in NOT_YET:
-        value = getattr(config, flag)
-        if value in values or (not values and value != _defaults()[flag]):
-            raise ValueError(f"--{flag} {value} is not available yet: {reason}; leave it out")
     for flag in CHOICES:
         value = getattr(config, flag)
         if value is not None and value not in CHOICES[flag]:
-            raise ValueError(f"--{flag} {value!r} is unknown; choose from {', '.join(_available(flag))}")
+            raise ValueError(f"--{flag} {value!r} is unknown; choose from {', '.join(CHOICES[flag])}")
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -336,6 +320,14 @@ def _check_numbers(config: TrainConfig) -> None:
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, as 10:12")
+
+
+def _check_packing(config: TrainConfig) -> None:
+    for flag in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        count = getattr(config, flag)
+        if config.packing != "none" and count != 1:
+            remedy = "give a longer --model_max_length, or --gradient_accumulation_steps"
+            raise ValueError(f"--packing {config.packing} fills one sequence, not the {count} of --{flag}; {remedy}")
 
 
 def _check_precision(config: TrainConfig) -> None:

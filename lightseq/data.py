@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -36,6 +37,7 @@ class Example:
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
+    boundaries: tuple[int, ...] | None = None  # of packed documents: where each begins, and the end
 
 
 class Examples(Protocol):
@@ -56,6 +58,21 @@ def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
     targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
     shifted[: len(targets)] = targets
     return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
+
+
+def window_counts(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Of documents of these sizes. n tokens have n - 1 targets: a last window of one token alone would have none."""
+    return np.maximum(0, -(-(sizes - 1) // length))
+
+
+def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Tokens of every window of every document."""
+    windows = window_counts(sizes, length)
+    found = np.full(int(windows.sum()), length, dtype=np.int64)
+    some = windows > 0
+    last = sizes[some] - (windows[some] - 1) * length
+    found[np.cumsum(windows[some]) - 1] = np.minimum(last, length)
+    return found
 
 
 def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
@@ -80,6 +97,10 @@ class WindowExamples:
     def __len__(self) -> int:
         return int(self.first_window[-1])
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return window_sizes(np.diff(self.source.offsets), self.length)
+
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -95,8 +116,7 @@ def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
     source = open_token_directory(path)
     check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{path / META}: the corpus")
     sizes = np.diff(source.offsets)
-    # n tokens have n - 1 targets: a last window of one token alone would have none
-    windows = np.maximum(0, -(-(sizes - 1) // length))
+    windows = window_counts(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
     if not windows.any():
@@ -248,6 +268,14 @@ class Batch:
     input_ids: torch.Tensor  # [batch_size, length] int64
     labels: torch.Tensor  # [batch_size, length] int64
     valid_tokens: int
+    boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+
+    @property
+    def squares(self) -> int:
+        """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
+        if self.boundaries is None:
+            return self.input_ids.shape[0] * self.input_ids.shape[1] ** 2
+        return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
@@ -273,6 +301,7 @@ class BatchStream:
     epochs: float | None = None  # None: endless, the trainer counts steps
     seed: int = 0
     shuffle: bool = True
+    packed: bool = False  # examples hold several documents; then batch_size is 1
 
     @property
     def sequences_per_step(self) -> int:
@@ -304,8 +333,11 @@ class BatchStream:
         first = ((step * self.accumulation + accumulation_index) * self.data_ranks + data_rank) * self.batch_size
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
+        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding
         for row in range(self.batch_size):
             if (example := self.example(first + row)) is not None:
                 input_ids[row, : len(example.input_ids)] = example.input_ids
                 labels[row, : len(example.labels)] = example.labels
-        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORE_INDEX).sum()))
+                boundaries = example.boundaries
+        valid = int((labels != IGNORE_INDEX).sum())
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), valid, boundaries)

@@ -42,7 +42,7 @@ class Run:
 
     def run(self) -> None:
         if self._program.staged:
-            key = (id(self._program), *(where(self._operands[item]) for item, _ in self._program.staged))
+            key = tuple((where(into), where(self._operands[item])) for item, into in self._program.staged)
             self._launches.copy(key, self._staging)
         for step in self._program.steps:
             finish = self._exchange(step)

@@ -46,17 +46,27 @@ def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
     return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
 
 
-def model_flops(config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0) -> int:
+def model_flops(
+    config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float = 1.0
+) -> int:
     """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
 
-    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. Documents packed into one sequence
-    need less attention than this counts.
+    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. `attention_share` is what documents
+    packed into a sequence need of its attention: the squares of their lengths.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
-    return sequences * (linears * length + 3 * attention_forward_flops(config, length))
+    attention = round(attention_share * 3 * attention_forward_flops(config, length))
+    return sequences * (linears * length + attention)
 
 
-def recompute_flops(config: PreTrainedConfig, length: int, sequences: int, remat: str, grouped: bool = False) -> int:
+def recompute_flops(
+    config: PreTrainedConfig,
+    length: int,
+    sequences: int,
+    remat: str,
+    grouped: bool = False,
+    attention_share: float = 1.0,
+) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
@@ -70,7 +80,7 @@ def recompute_flops(config: PreTrainedConfig, length: int, sequences: int, remat
     if grouped:
         repeated += found.layer_linears
         attention += attention_forward_flops(config, length)
-    return sequences * (2 * repeated * length + attention)
+    return sequences * (2 * repeated * length + round(attention_share * attention))
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:

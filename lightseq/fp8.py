@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,7 +14,7 @@ MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
 # Fused, a recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns so small a difference into a
 # step of its grid, recomputed queries and keys no longer fit the log-sum-exp that was kept, and gradients explode
 # (https://github.com/pytorch/pytorch/issues/150859).
-FP8_COMPILE_OPTIONS = {"emulate_precision_casts": True}
+FP8_COMPILE_OPTIONS: Final[dict[str, Any]] = {"emulate_precision_casts": True}
 
 
 def check_fp8(recipe: str | None, emulate: bool, model: PreTrainedConfig, device: torch.device) -> None:

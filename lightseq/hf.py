@@ -5,7 +5,7 @@ batch = hf.shard_batch(context, input_ids, labels)
 loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
-from lightseq.attention import SequenceContext, attention, make_context, release
+from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
 from lightseq.data import IGNORE_INDEX
+from lightseq.documents import check_boundaries, restarting_positions
 from lightseq.kernels import KernelSpec
 from lightseq.layout import shard
 from lightseq.schedule_cost import AttentionShape
@@ -41,12 +42,14 @@ def enable(
     deterministic: bool = False,
     gpus_per_host: int | None = None,
     elide: bool = False,
+    packed: bool = False,
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
     `schedule="auto"` is chosen for, and the longest where layers have a sliding window; `gpus_per_host` how many
-    neighbouring ranks share a host (default: all). Raises ValueError for what attention cannot honour: dropout, windows
+    neighbouring ranks share a host (default: all); `packed` whether most sequences hold several documents, which any
+    schedule keeps apart and not all balance. Raises ValueError for what attention cannot honour: dropout, windows
     shorter than `length`, an architecture without the attention interface; the patched model refuses masks, inputs
     without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model again
     replaces its context.
@@ -67,6 +70,7 @@ def enable(
         ulysses_size,
         gpus_per_host=gpus_per_host,
         elide=elide,
+        packed=packed,
     )
     padded, window = context.layout.padded_length(length), sliding_window(config)
     if window is not None and padded > window:
@@ -82,30 +86,83 @@ def enable(
 
 
 def shard_batch(
-    context: SequenceContext, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
-) -> dict[str, Tensor]:
+    context: SequenceContext,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
+) -> dict[str, Any]:
     """This rank's part of a whole batch (batch, length): what the patched model takes, as keyword arguments.
 
     Labels come as Hugging Face has them, aligned with the ids; they are shifted here, on the whole sequence. Every rank
     of the group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
-    parallelism or accumulation, replace it by the sum over all. Tokens that a mask leaves out are no targets. Raises
-    ValueError for a mask other than right padding.
+    parallelism or accumulation, replace it by the sum over all. Tokens that a mask leaves out are no targets.
+
+    A batch of one may hold several documents, side by side: `cu_seqlens` says where each begins, and the end of the
+    last, or `position_ids` restart at each. None attends to another, nor has a target in it. Raises ValueError for a
+    mask other than right padding, and for positions that are neither those of one document nor of several.
     """
-    layout, rank = context.layout, context.rank
     check_right_padding(attention_mask)
     length = input_ids.shape[1]
-    batch = {
-        "input_ids": shard(input_ids, layout, rank),
-        "position_ids": local_positions(context, length, input_ids.device).expand(len(input_ids), -1),
-    }
+    boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if labels is not None:
         if attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        local = shard(shifted, layout, rank, fill=IGNORE_INDEX)
-        valid = (shifted != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if boundaries is not None:
+            labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
+            labels[:, boundaries[-1] :] = IGNORE_INDEX
+    batch: dict[str, Any]
+    if boundaries is None:
+        layout, rank = context.layout, context.rank
+        positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
+        batch = {"input_ids": shard(input_ids, layout, rank), "position_ids": positions}
+        local = shard(labels, layout, rank, fill=IGNORE_INDEX) if labels is not None else None
+    else:
+        documents = pack(context, boundaries, length)
+        positions = packed_positions(context, documents).to(input_ids.device)
+        batch = {"input_ids": documents.shard(input_ids, context.rank), "position_ids": positions}
+        batch["documents"] = documents
+        local = documents.shard(labels, context.rank, fill=IGNORE_INDEX) if labels is not None else None
+    if labels is not None:
+        valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
+
+
+def find_boundaries(
+    input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
+) -> tuple[int, ...] | None:
+    """Where the documents of a batch of one begin, and where the last ends; None for one document a sequence."""
+    batch, length = input_ids.shape
+    if cu_seqlens is None:
+        if position_ids is None or bool((position_ids == torch.arange(length).to(position_ids)).all()):
+            return None
+        cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
+    if batch != 1:
+        raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
+    try:
+        found = check_boundaries([int(x) for x in cu_seqlens], length)
+        fit = position_ids is None or _restarts(position_ids, found)
+    except ValueError:
+        if position_ids is None:
+            raise
+        fit = False
+    if not fit:
+        raise ValueError("position_ids neither rise by one nor restart at 0 where a document begins; leave them out")
+    return found
+
+
+def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
+    got = position_ids.reshape(-1)[: boundaries[-1]].cpu()
+    return torch.equal(got, torch.from_numpy(restarting_positions(boundaries)).to(got.dtype))
+
+
+def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
+    """Positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
+    every = torch.from_numpy(restarting_positions(documents.padded_boundaries))
+    return documents.shard(every.unsqueeze(0), context.rank)
 
 
 def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
@@ -149,7 +206,8 @@ def _attention_function(
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
     if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
-        raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; leave it out")
+        remedy = "pass cu_seqlens to shard_batch" if unknown[0] == "cu_seq_lens_q" else "leave it out"
+        raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
     context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
     if not isinstance(context, SequenceContext):
@@ -157,7 +215,7 @@ def _attention_function(
     if window is not None and q.shape[1] * context.layout.world > window:
         length = q.shape[1] * context.layout.world
         raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    return attention(q, k, v, context, scaling)[0], None
+    return attention(q, k, v, context, scaling, others.get("documents"))[0], None
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
@@ -175,6 +233,7 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
         module.sequence_context = context  # type: ignore[assignment]
     for module in guarded:
         module.checked_shapes = set()  # type: ignore[assignment]
+        module.length_dependent_rope = bool(ropes)  # type: ignore[assignment]
         if not installed:
             module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     for rope in ropes:
@@ -195,13 +254,22 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
         raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
-    positions = kwargs.get("position_ids")
+    positions, documents = kwargs.get("position_ids"), kwargs.get("documents")
+    if documents is not None and model.length_dependent_rope:
+        raise ValueError("the model's RoPE scales with the length of a sequence, and packed documents differ in theirs")
     if positions is None:
+        if documents is not None:
+            raise ValueError("position_ids are missing: they restart with every document; use shard_batch")
         if context.layout.world > 1:
             raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
-    elif positions.is_cpu or tuple(positions.shape) not in checked:  # looking at a GPU costs a synchronisation
-        _check_positions(context, positions)
-        checked.add(tuple(positions.shape))
+        return
+    shape = (documents is None, *positions.shape)
+    if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
+        if documents is None:
+            _check_positions(context, positions)
+        elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+            raise ValueError(f"position_ids are not those of the documents on rank {context.rank}; use shard_batch")
+        checked.add(shape)
 
 
 def _check_positions(context: SequenceContext, positions: Tensor) -> None:
@@ -214,7 +282,8 @@ def _check_positions(context: SequenceContext, positions: Tensor) -> None:
     padded = torch.minimum(want, torch.tensor(max(last, int(want.min()))))
     if not bool(((got == want) | (got == padded)).all()):
         raise ValueError(
-            f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch"
+            f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
+            "cu_seqlens where they restart"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["contiguous", "zigzag", "striped"]
+Kind = Literal["contiguous", "zigzag", "striped", "balanced"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -18,7 +18,8 @@ class Layout:
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
-    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431).
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` names the rank of every
+    chunk, as many for each, which packed documents need: their work depends on where they begin.
 
     Where heads too are split, `ulysses` neighbouring ranks take one place in that order together, and each of its
     chunks is cut once more, into one piece for each of them.
@@ -28,6 +29,7 @@ class Layout:
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
+    homes: tuple[int, ...] = ()  # balanced: by chunk; the places, where several ranks share one
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -40,6 +42,9 @@ class Layout:
             assert self.chunks_per_rank == 2, "zigzag pairs a chunk with its mirror image"
         if self.kind == "striped":
             assert self.chunks_per_rank == 1, "striped has one chunk a rank"
+        if self.kind == "balanced":
+            held = [self.homes.count(place) for place in range(self.world // self.ulysses)]
+            assert {*held} == {self.chunks_per_rank}, f"{held} chunks a rank, not {self.chunks_per_rank} each"
 
     @property
     def chunk_count(self) -> int:
@@ -57,6 +62,8 @@ class Layout:
             return tuple(chunk * self.ulysses + piece for chunk in self.outer.chunks(place))
         if self.kind == "zigzag":
             return (rank, 2 * self.world - 1 - rank)
+        if self.kind == "balanced":
+            return tuple(chunk for chunk, home in enumerate(self.homes) if home == rank)
         return tuple(range(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank))
 
     def home(self, chunk: int) -> int:
@@ -66,6 +73,8 @@ class Layout:
             return self.outer.home(whole) * self.ulysses + piece
         if self.kind == "zigzag":
             return min(chunk, 2 * self.world - 1 - chunk)
+        if self.kind == "balanced":
+            return self.homes[chunk]
         return chunk // self.chunks_per_rank
 
     def padded_length(self, length: int) -> int:
@@ -78,19 +87,28 @@ class Layout:
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
             return self.outer.chunk_positions(whole, length).chunk(self.ulysses)[piece]
-        if self.kind == "striped":
-            return torch.arange(chunk, length, self.world)
+        first, step, count = self.progression(chunk, length)
+        return torch.arange(first, first + step * count, step)
+
+    def progression(self, chunk: int, length: int) -> tuple[int, int, int]:
+        """The global positions of one chunk's tokens, where places are not shared: the first, the step, how many."""
+        assert self.ulysses == 1, "a piece of a place's chunk has no progression of its own"
         size = length // self.chunk_count
-        return torch.arange(chunk * size, (chunk + 1) * size)
+        return (chunk, self.world, size) if self.kind == "striped" else (chunk * size, 1, size)
 
     def positions(self, rank: int, length: int) -> Tensor:
         """Global position of every local token, int64 (length / world,): ids, labels, RoPE and masks follow from it."""
         return torch.cat([self.chunk_positions(chunk, length) for chunk in self.chunks(rank)])
 
 
-def shard(x: Tensor, layout: Layout, rank: int, dim: int = 1, fill: float = 0) -> Tensor:
-    """One rank's part of a whole tensor, padded on the right with `fill` where the length does not divide."""
-    missing = layout.padded_length(x.shape[dim]) - x.shape[dim]
+def shard(
+    x: Tensor, layout: Layout, rank: int, dim: int = 1, fill: float = 0, padded_length: int | None = None
+) -> Tensor:
+    """One rank's part of a whole tensor, padded on the right with `fill` where the length does not divide, or is less.
+
+    `padded_length` divides into the layout's chunks.
+    """
+    missing = (padded_length or layout.padded_length(x.shape[dim])) - x.shape[dim]
     if missing:
         padding = [size if d != dim % x.ndim else missing for d, size in enumerate(x.shape)]
         x = torch.cat([x, x.new_full(padding, fill)], dim)

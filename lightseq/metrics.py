@@ -44,6 +44,7 @@ class StepRecord:
     host_rss_bytes: int
     offloaded_bytes: int  # what layers keep, in host memory, on the rank that has most
     comm_bytes: int  # sent by attention in a step, all ranks
+    attention_balance: float | None  # packed documents: mean rank's attention area over the fullest's, worst sequence
 
 
 class Sink(Protocol):

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from lightseq import hf
-from lightseq.attention import SequenceContext
+from lightseq.attention import Documents, SequenceContext
+from lightseq.documents import padded_length
 from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
@@ -45,6 +46,7 @@ class Techniques:
     deterministic: bool = False
     gpus_per_host: int | None = None
     stands_for: int | None = None  # the length of a longer run, whose schedule and (shrunk) tiles are taken
+    packed: bool = False  # sequences hold several documents
     rehearses: bool = False  # attention's arithmetic is left out, and of long sequences most tiles
 
 
@@ -66,12 +68,20 @@ class LossModel(nn.Module):
             _head_loss, head, first_chunk_only, chunk_tokens
         )  # the call stays: what FSDP hooks to it runs around the loss
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, read: Reading | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        documents: Documents | None = None,
+        read: Reading | None = None,
+    ) -> Tensor:
         """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted.
 
-        Evaluations read something else off the hidden states.
+        `documents` are several in one sequence. Evaluations read something else off the hidden states.
         """
-        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        several = {} if documents is None else {"documents": documents}
+        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **several)
         return self.model.lm_head(output.last_hidden_state, labels, read)
 
 
@@ -111,9 +121,12 @@ def transform(
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
         elide=techniques.rehearses,
+        packed=techniques.packed,
     )
     if techniques.fp8 is not None:
-        local_tokens = context.layout.padded_length(techniques.length) // context.layout.world
+        whole = context.layout.padded_length(techniques.length)
+        whole = padded_length(context.schedule, techniques.length) if techniques.packed else whole
+        local_tokens = whole // context.layout.world
         to_fp8(layers, techniques.fp8, techniques.fp8_emulate, local_tokens)
     shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world

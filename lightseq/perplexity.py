@@ -4,18 +4,27 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightseq.attention import Documents
 from lightseq.data import IGNORE_INDEX
 from lightseq.loss import token_losses
 
 POWERS: Final = "powers"
-Shard = tuple[Tensor, Tensor, Tensor]  # a rank's ids, global positions and labels, (batch, local sequence)
+
+
+class Shard(NamedTuple):
+    """A rank's part of a batch, as the model takes it; tensors are (batch, local sequence)."""
+
+    ids: Tensor
+    positions: Tensor  # in the whole sequence, or in a token's own document
+    labels: Tensor  # shifted
+    documents: Documents | None  # several in one sequence
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,8 @@ def measure(
     sums = torch.zeros(len(starts), dtype=torch.float64, device=device)
     counts = torch.zeros(len(starts), dtype=torch.int64, device=device)
     with evaluating(loss_model):
-        for ids, positions, labels in shards:
-            losses = loss_model(ids, positions, labels, token_losses)
+        for ids, positions, labels, documents in shards:
+            losses = loss_model(ids, positions, labels, documents, token_losses)
             places = torch.bucketize(positions.flatten(), borders, right=True) - 1
             sums.index_add_(0, places, losses.flatten().double())
             counts.index_add_(0, places, (labels != IGNORE_INDEX).flatten().long())

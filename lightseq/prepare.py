@@ -19,10 +19,12 @@ from lightseq.data import BatchStream, Examples, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.fp8 import check_fp8
+from lightseq.hf import LENGTH_DEPENDENT_ROPE
 from lightseq.kernels import KernelSpec, select
 from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
+from lightseq.packing import PackedExamples, open_packed
 
 LOCK = "lock"  # in the output directory, of the run that writes there
 
@@ -62,6 +64,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         config.gradient_accumulation_steps,
         epochs=None if config.max_steps else config.num_train_epochs,
         seed=config.seed,
+        packed=config.packing != "none",
     )
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
@@ -130,6 +133,12 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     _check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
+    rope = (model_config.rope_parameters or {}).get("rope_type")
+    if config.packing != "none" and rope in LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"--packing {config.packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with "
+            "one; give another --rope_scaling"
+        )
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config))
@@ -146,12 +155,16 @@ def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:
 
 def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
     length, words = config.model_max_length, model.config.vocab_size
-    return open_examples(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main)
+    opened = open_examples if config.packing == "none" else open_packed
+    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main)
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
     """Every example once, in order."""
-    return BatchStream(examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False)
+    packed = isinstance(examples, PackedExamples)
+    return BatchStream(
+        examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
+    )
 
 
 def fetch(model: FoundModel) -> Path | None:

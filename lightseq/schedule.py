@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from lightseq.layout import Kind, Layout
+from lightseq.segments import Segments
 
 
 class Mask(Enum):
@@ -20,11 +21,14 @@ class Mask(Enum):
 
 
 class Tile(NamedTuple):
-    """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes."""
+    """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes.
+
+    Where a sequence holds several documents, segments take the place of the mask.
+    """
 
     q: tuple[int, ...]
     kv: tuple[int, ...]
-    mask: Mask
+    mask: Mask | Segments
     heads: int = 0
 
 
@@ -67,6 +71,7 @@ class Schedule:
     head_groups: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
 
     @property
     def world(self) -> int:

@@ -62,6 +62,7 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
 
 def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
     """FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
+    assert isinstance(tile.mask, Mask), "what documents limit has an area of its own, at one length only"
     chunk = shape.length / schedule.layout.chunk_count
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
     if tile.mask is not Mask.FULL:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lightseq.layout import Layout
-from lightseq.schedule import Mask, Schedule, Step, Tile
+from lightseq.schedule import Mask, Schedule, Step
+from lightseq.segments import Segments
 
 TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongly aligned one
 
@@ -16,7 +17,10 @@ class InvalidSchedule(ValueError):
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence."""
+    """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
+
+    Over each document of it by itself, where the schedule is for several.
+    """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
         _check_moves(schedule, steps, backward, name)
@@ -69,9 +73,11 @@ def _needs_and_results(layout: Layout, step: Step, backward: bool) -> tuple[set,
 def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
     """Counts, token by token on a short sequence, how often each query meets each key."""
     layout = schedule.layout
-    length = layout.chunk_count * TOKENS_PER_CHUNK
+    boundaries = schedule.boundaries or (0, layout.chunk_count * TOKENS_PER_CHUNK)
+    length, sizes = boundaries[-1], torch.tensor(boundaries).diff()
     positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
-    want = torch.ones(length, length, dtype=torch.int32).tril()
+    document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    want = (document[:, None] == document[None, :]).int().tril()
     for heads in range(schedule.head_groups):
         met = torch.zeros(length, length, dtype=torch.int32)
         for step in steps:
@@ -79,7 +85,7 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
                 for tile in tiles:
                     if tile.heads == heads:
                         q, kv = (torch.cat([positions[c] for c in chunks]) for chunks in (tile.q, tile.kv))
-                        met[q[:, None], kv[None, :]] += _visible(tile)
+                        met[q[:, None], kv[None, :]] += _visible(tile.mask, len(q), len(kv))
         if not torch.equal(met, want):
             q, kv = (met != want).nonzero()[0].tolist()
             raise InvalidSchedule(
@@ -88,9 +94,14 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
             )
 
 
-def _visible(tile: Tile) -> Tensor:
-    """1 where a query of the tile sees a key, int32 (queries, keys)."""
-    return _visible_under(tile.mask, len(tile.q) * TOKENS_PER_CHUNK, len(tile.kv) * TOKENS_PER_CHUNK)
+def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
+    """1 where a query of a tile sees a key, int32 (queries, keys)."""
+    if isinstance(mask, Mask):
+        return _visible_under(mask, queries, keys)
+    visible = torch.zeros(queries, keys, dtype=torch.int32)
+    for q, rows, k, seen, causal in mask.table.tolist():
+        visible[q : q + rows, k : k + seen] += _visible_under(Mask.CAUSAL if causal else Mask.FULL, rows, seen)
+    return visible
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,8 @@ def _moves(steps: tuple[Step, ...]) -> list[str]:
 
 def _cell(tile: Tile) -> str:
     heads = f"h{tile.heads}:" if tile.heads else ""
-    return f"{heads}q{_span(tile.q)}·k{_span(tile.kv)} {SYMBOL[tile.mask]}"
+    mask = SYMBOL[tile.mask] if isinstance(tile.mask, Mask) else f"({len(tile.mask.table)} segments)"
+    return f"{heads}q{_span(tile.q)}·k{_span(tile.kv)} {mask}"
 
 
 def _span(chunks: tuple[int, ...]) -> str:

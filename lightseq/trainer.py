@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightseq import adapters, checkpoint, weights
+from lightseq.attention import pack
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.engine import Engine, FsdpEngine, Update
 from lightseq.family import Family
 from lightseq.flops import total_parameters
-from lightseq.hf import local_positions
+from lightseq.hf import local_positions, packed_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
 from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes, state_bytes
@@ -40,7 +41,7 @@ from lightseq.mesh import (
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
-from lightseq.perplexity import Perplexity, measure
+from lightseq.perplexity import Perplexity, Shard, measure
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
@@ -119,6 +120,7 @@ class Trainer:
             compile=config.torch_compile,
             deterministic=config.deterministic,
             gpus_per_host=world.local_size,
+            packed=config.packing != "none",
             rehearses=rehearses,
         )
         parts = (config, inputs, world, self.meshes, techniques)
@@ -317,17 +319,20 @@ class Trainer:
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
-        loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
             with self._phase(step, "forward"):
-                share = self.loss_model(*self.shard(batch)) / divisor
+                mine = self.shard(batch)
+                imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
+                share = self.loss_model(*mine) / divisor
             with self._phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
             norm, sick = self._update()
-        return StepResult(loss, norm, sick, rate, valid, data_seconds)
+        squares = sum(batch.squares for batch in batches)
+        return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -343,14 +348,20 @@ class Trainer:
     def _update(self) -> Update:
         return self.engine.update()
 
-    def shard(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's ids, positions and labels of a whole batch, on its device."""
-        layout, rank, length = self.context.layout, self.context.rank, batch.input_ids.shape[1]
-        ids = shard(batch.input_ids, layout, rank)
-        labels = shard(batch.labels, layout, rank, fill=IGNORE_INDEX)
+    def shard(self, batch: Batch) -> Shard:
+        """This rank's part of a whole batch, on its device."""
+        rank, length = self.context.rank, batch.input_ids.shape[1]
+        if batch.boundaries is not None:
+            documents = pack(self.context, batch.boundaries, length)
+            ids = documents.shard(batch.input_ids, rank)
+            labels = documents.shard(batch.labels, rank, fill=IGNORE_INDEX)
+            positions = packed_positions(self.context, documents)
+            return Shard(self._on_device(ids), self._on_device(positions), self._on_device(labels), documents)
+        ids = shard(batch.input_ids, self.context.layout, rank)
+        labels = shard(batch.labels, self.context.layout, rank, fill=IGNORE_INDEX)
         if length not in self._positions:
             self._positions[length] = local_positions(self.context, length, self.world.device)
-        return self._on_device(ids), self._positions[length].expand(len(ids), -1), self._on_device(labels)
+        return Shard(self._on_device(ids), self._positions[length].expand(len(ids), -1), self._on_device(labels), None)
 
     def _on_device(self, x: Tensor) -> Tensor:
         """A copy that the host does not wait for: from pinned memory where there is a GPU."""
@@ -361,7 +372,7 @@ class Trainer:
         stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
         assert stream is not None, "evaluation was refused without data"
 
-        def shards() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def shards() -> Iterator[Shard]:
             for step in track(range(stream.steps), "evaluating", shows_progress and self.world.is_main):
                 self._mark(None, "evaluation")
                 yield self.shard(stream.batch(step, 0, data_rank))

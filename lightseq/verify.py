@@ -102,7 +102,8 @@ def _record_path(asked: TrainConfig, world: World) -> Path | None:
 
 def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
     """The run that was asked for, cut down to one step of short sequences that changes no weight and leaves nothing."""
-    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
+    packing = asked.packing if asked.packing != "none" else None
+    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8), ("--packing", packing)):
         if value:
             raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
     made = asked.data_path == NOWHERE

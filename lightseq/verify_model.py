@@ -78,7 +78,7 @@ def _data_row(trainer: Trainer, samples: Sequence[Sample]) -> Row:
     """Every token of every sequence on one rank, at its own position, with the next token as its label."""
     config, inputs, world = trainer.config, trainer.inputs, trainer.world
     batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
-    mine = [[x.cpu() for x in trainer.shard(batch)] for batch in batches]
+    mine = [[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches]
     everyone = gathered((mine, [batch.valid_tokens for batch in batches]))
     wrong, length, size = [], config.model_max_length, inputs.sequence_size
     sequences, targets, positions_right = config.per_device_train_batch_size, [], True

@@ -25,6 +25,8 @@ class StepResult:
     sick: Tensor  # the first parameter without a finite gradient, or -1
     learning_rate: float
     valid_tokens: int  # of this rank's sequence-parallel group
+    squares: int  # of the lengths of its documents, summed
+    imbalance: float  # attention area of the fullest of its ranks over the mean; 0 where that is the schedule's own
     data_seconds: float
 
 
@@ -84,11 +86,13 @@ class Window:
         device, end = self.world.device, Moment(self.world.device)
         loss = torch.stack([result.loss for result in self.results]).sum()
         valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
+        squares = sum(result.squares for result in self.results) if speaks_for_group else 0
         data_seconds = sum(result.data_seconds for result in self.results)
         sent = self.transport.bytes_sent - self._bytes_before
         offloaded = self.offload.memory.allocated_bytes if self.offload else 0
-        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded]
-        reduced = reduce_over_ranks([loss, valid, sent], worst, device)
+        imbalance = max(result.imbalance for result in self.results)
+        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded, imbalance]
+        reduced = reduce_over_ranks([loss, valid, squares, sent], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
         numbers = torch.cat(
@@ -126,13 +130,15 @@ class Closed:
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, sent, data_seconds, allocated, reserved, rss, offloaded, norm, skipped, _ = self.numbers.tolist()
+        loss, valid, squares, sent, *rest = self.numbers.tolist()
+        data_seconds, allocated, reserved, rss, offloaded, imbalance, norm, skipped, _ = rest
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses)
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
-        flops = model_flops(work.model, work.length, work.sequences, work.adapters)
-        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped)
+        share = squares / self.steps / (work.sequences * work.length**2)
+        flops = model_flops(work.model, work.length, work.sequences, work.adapters, share)
+        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped, share)
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
@@ -156,4 +162,5 @@ class Closed:
             host_rss_bytes=int(rss),
             offloaded_bytes=int(offloaded),
             comm_bytes=round(sent / self.steps),
+            attention_balance=1 / imbalance if imbalance else None,
         )

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from lightseq.config import CHOICES, NOT_YET, TrainConfig, help_text, parse, warmup_steps
+from lightseq.config import CHOICES, TrainConfig, help_text, parse, warmup_steps
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -32,9 +32,8 @@ def test_the_command_line_of_the_original_experiments_parses() -> None:
 
 
 def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
-    closed = {"packing"}
     shown = [line.split()[0].removeprefix("--") for line in help_text(PROGRAM).splitlines() if line.startswith("  --")]
-    assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)} - closed)
+    assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)})
 
 
 def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
@@ -190,21 +189,10 @@ def test_a_wrong_command_line_is_refused_in_one_line_that_says_what_to_do(words:
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in CHOICES if flag not in {row[0] for row in NOT_YET if not row[1]}])
+@pytest.mark.parametrize("flag", CHOICES)
 def test_an_unknown_choice_is_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=f"--{flag} 'nonsense' is unknown; choose from "):
         given(f"--{flag} nonsense")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--packing best_fit",),
-    ],
-)
-def test_what_is_not_available_yet_says_so(words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{words} is not available yet: .+; leave it out$"):
-        given(words)
 
 
 @pytest.mark.parametrize("flag", ["model_name_or_path", "data_path", "output_dir"])

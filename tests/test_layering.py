@@ -15,7 +15,9 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 # A module imports from its own layer or a lower one. Modules of a sub-package (lightseq/kernels/...) take its layer.
 LAYERS = {
     "lightseq.layout": 0,
+    "lightseq.segments": 0,
     "lightseq.schedule": 0,
+    "lightseq.documents": 0,
     "lightseq.placement": 0,
     "lightseq.schedule_cost": 0,
     "lightseq.schedule_load": 0,
@@ -41,6 +43,7 @@ LAYERS = {
     "lightseq.hf": 3,
     "lightseq.weights": 3,
     "lightseq.data": 3,
+    "lightseq.packing": 3,
     "lightseq.tokens": 3,
     "lightseq.loss": 3,
     "lightseq.flops": 3,

@@ -21,7 +21,7 @@ from worlds import GPU_WORLDS, spawn
 import llama2
 import llama3
 from lightseq import mlp, offload, weights
-from lightseq.config import NOT_YET, TrainConfig
+from lightseq.config import TrainConfig
 from lightseq.data import permutation
 from lightseq.family import preset_config
 from lightseq.mesh import World
@@ -162,8 +162,7 @@ def _run(tmp_path: Path, world: int, cases: list[Case], steps: int, device_type:
 def _fitting(model: str, ranks: int) -> list[str]:
     """The schedules that can run a model on that many ranks of a sequence."""
     config = preset_config(FAMILIES[model], model)
-    closed = {value for flag, values, _ in NOT_YET for value in values if flag == "schedule"}
-    return [s for s in fitting(ranks, config.num_attention_heads, config.num_key_value_heads) if s not in closed]
+    return fitting(ranks, config.num_attention_heads, config.num_key_value_heads)
 
 
 def _everything(world: int) -> list[Case]:

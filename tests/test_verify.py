@@ -122,9 +122,9 @@ def _drop_move_unproven(rank: int) -> Iterator[None]:
 def _shift_labels(rank: int) -> Any:
     right = trainer.Trainer.shard
 
-    def wrong(self: trainer.Trainer, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ids, positions, labels = right(self, batch)
-        return ids, positions, labels.roll(-1, 1)  # once more, inside the shard
+    def wrong(self: trainer.Trainer, batch: Any) -> Any:
+        mine = right(self, batch)
+        return mine._replace(labels=mine.labels.roll(-1, 1))  # once more, inside the shard
 
     return mock.patch.object(trainer.Trainer, "shard", wrong)
 

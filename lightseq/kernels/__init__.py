@@ -1,8 +1,9 @@
 """Attention kernels behind one interface: they compute a tile and know nothing of ranks."""
 
-from lightseq.kernels.base import Kernel, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels.base import Kernel, KernelSpec
 from lightseq.kernels.launches import Launches, where
 from lightseq.kernels.merge import merge, merge_into
+from lightseq.kernels.segments import VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.select import KERNELS, Selection, select
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "KernelSpec",
     "Launches",
     "Selection",
+    "VarlenKernel",
     "backward_tile",
     "forward_tile",
     "merge",

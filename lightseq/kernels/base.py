@@ -57,7 +57,7 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
-def forward_tile(
+def forward_dense(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one tile under any mask. Rows that see no key have out 0 and lse -inf.
@@ -79,11 +79,11 @@ def forward_tile(
     return merged.to(q.dtype), lse
 
 
-def backward_tile(
+def backward_dense(
     kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float,
     into: GradientRoom = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of one tile under any mask, from the global out and lse. `into` as in `forward_tile`."""
+    """(dq, dk, dv) of one tile under any mask, from the global out and lse. `into` as in `forward_dense`."""
     if mask is Mask.FULL:
         return kernel.backward(dout, q, k, v, out, lse, False, scale, into)
     if mask is Mask.STRICT:

@@ -8,12 +8,13 @@ import importlib
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightseq.kernels.base import GradientRoom, KernelSpec
+from lightseq.kernels.segments import Lengths
 from lightseq.kernels.torch_native import half_on_cuda
 
 
@@ -68,6 +69,26 @@ class FlashAttention2(_FlashAttention):
         dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, window_size_left=-1,
+            window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_varlen_forward(
+            q, k, v, *lengths, 0.0, scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out, lse
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
+        scale: float, into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _room(into, (q, k, v))
+        self._load()._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, window_size_left=-1,
             window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
@@ -127,6 +148,25 @@ class FlashAttention4(_FlashAttention):
         )  # fmt: skip
         return dq, dk, dv
 
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._load()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
+        )
+        return out, lse
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
+        scale: float, into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _room(into, (q, k, v))
+        self._load()._flash_attn_bwd(
+            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
+            deterministic=self.deterministic, **_named(lengths),
+        )  # fmt: skip
+        return dq, dk, dv
+
 
 def _room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """Memory for the gradients: what was given, else new."""
@@ -134,3 +174,10 @@ def _room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Ten
         torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
         for given, x in zip(into, inputs, strict=True)
     ]
+
+
+def _named(lengths: Lengths) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": lengths.q, "cu_seqlens_k": lengths.k,
+        "max_seqlen_q": lengths.longest_q, "max_seqlen_k": lengths.longest_k,
+    }  # fmt: skip

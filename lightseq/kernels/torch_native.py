@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightseq.kernels.base import GradientRoom, KernelSpec
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.segments import Lengths
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -91,6 +92,22 @@ class AtenKernel:
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal,
             no_dropout, torch.empty(0, device=q.device), scale=scale,
+        )  # fmt: skip
+
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
+        scale: float, into: GradientRoom = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, no_dropout, torch.empty(0, device=q.device),
+            scale=scale,
         )  # fmt: skip
 
 

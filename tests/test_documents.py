@@ -1,0 +1,231 @@
+"""Packed documents against each document by itself: tables, balance, attention in float64 under every schedule."""
+
+import random
+from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from schedules import fitting
+from torch import Tensor
+from worlds import spawn
+
+from lightseq.attention import SequenceContext, attention, make_context, pack
+from lightseq.documents import (
+    LARGEST_IMBALANCE,
+    area_before,
+    imbalance,
+    packed_schedule,
+    padded,
+    padded_length,
+    restarting_positions,
+    share_out,
+)
+from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels.reference import ReferenceKernel
+from lightseq.layout import unshard
+from lightseq.schedule import SCHEDULES, Schedule, make_schedule
+from lightseq.schedule_cost import AttentionShape, fits
+from lightseq.schedule_proof import InvalidSchedule, validate
+from lightseq.segments import Segments
+
+HEADS, DIM = (8, 2), 8
+
+
+def _sizes(length: int, rng: random.Random) -> list[tuple[int, ...]]:
+    """Boundaries of one document, of documents of one token, of one that spans all ranks, of a padded tail."""
+    cuts = sorted(rng.sample(range(1, length), min(length - 1, 9))) if length > 1 else []
+    found = [(0, length), (0, *cuts, length)]
+    if length > 8:
+        found += [(0, 1, 2, 3, length - 2, length - 1, length), (0, 3, length - length // 3)]
+    return found
+
+
+def _schedules(world: int) -> list[Schedule]:
+    found = []
+    for name, algorithm in SCHEDULES.items():
+        for ulysses, groups in product((None, 2), (1, 2) if algorithm.has_head_groups else (1,)):
+            if ulysses == 2 and (name == "ulysses" or world % 2 or world == 2):
+                continue
+            if fits(name, world, AttentionShape(64, *HEADS, DIM)) or (name != "ulysses" and ulysses == 2):
+                found.append(make_schedule(name, world, groups, ulysses))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_documents_meet_themselves_once_and_never_another(world: int) -> None:
+    rng = random.Random(world)
+    for schedule in _schedules(world):
+        for length in (1, 17, 203):
+            for boundaries in _sizes(length, rng):
+                whole = padded(boundaries, padded_length(schedule, length))
+                validate(packed_schedule(schedule, whole))
+
+
+def test_a_lost_or_foreign_segment_is_caught() -> None:
+    schedule = packed_schedule(make_schedule("prefix", 2), (0, 30, 47, 64))
+    assert any(
+        isinstance(t.mask, Segments) and len(t.mask.table) > 1 for s in schedule.forward for r in s.tiles for t in r
+    )
+    for step, change in product(range(len(schedule.forward)), ("lost", "longer")):
+        for tiles in schedule.forward[step].tiles:
+            for tile in tiles:
+                assert isinstance(tile.mask, Segments)
+                kept = tile.mask.table.copy()
+                tile.mask.table[-1] += (0, -1, 0, -1, 0) if change == "lost" else (0, 0, -1, 1, 0)
+                with pytest.raises(InvalidSchedule):
+                    validate(schedule)
+                tile.mask.table[:] = kept
+    validate(schedule)
+
+
+def test_nothing_is_fetched_for_documents_that_lie_on_one_rank() -> None:
+    for schedule in [s for s in _schedules(4) if s.ulysses_size == 1 and s.name != "striped"]:
+        packed = packed_schedule(schedule, tuple(range(0, 1025, 64)))
+        assert not any(step.moves for step in packed.forward + packed.backward), schedule
+    alone = packed_schedule(make_schedule("ring", 4), (0, 250, 1024))
+    senders = {move.src for step in alone.forward for move in step.moves}
+    assert senders == {0, 1, 2}
+    first = {(move.src, move.dst) for step in alone.forward for move in step.moves if move.src == 0}
+    assert first == {(0, 1), (0, 2), (0, 3)}  # rank 0 holds the first six tokens of the second document
+
+
+def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
+    schedule = make_schedule("prefix", 4)
+    for seed in range(20):
+        boundaries = lognormal(1 << 17, 1 << 10, 1 << 16, seed)
+        layout = packed_schedule(schedule, boundaries).layout
+        areas = np.diff(area_before(boundaries, np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
+        assert {layout.homes.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
+        assert imbalance(areas, layout.homes) <= LARGEST_IMBALANCE, (seed, layout)
+
+
+def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:
+    """Boundaries of documents of log-normal lengths, the last cut at the end."""
+    rng = np.random.default_rng(seed)
+    sizes = np.clip(np.exp(rng.normal(np.log(8192), 1.0, 256)), least, most).astype(int)
+    edges = [0, *np.cumsum(sizes).tolist()]
+    return (*[x for x in edges if x < length], length)
+
+
+def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
+    assert imbalance(np.array([8, 7, 6, 5]), share_out(np.array([8, 7, 6, 5]), 2)) == 1.0
+    assert imbalance(np.array([1, 1, 1, 9]), share_out(np.array([1, 1, 1, 9]), 2)) == 10 / 6  # two chunks for each
+
+
+def test_areas_and_positions_are_those_of_each_document() -> None:
+    boundaries = (0, 1, 5, 12)
+    assert restarting_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
+    pairs = np.cumsum(restarting_positions(boundaries) + 1)
+    assert area_before(boundaries, np.arange(13)).tolist() == [0, *pairs.tolist()]
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[float]:
+    """Of a tile's out, dq, dk and dv against float64; the backward has the true out and lse."""
+    q, k, v, dout = (x.double() for x in tensors)
+    want, lse = forward_tile(ReferenceKernel(), q, k, v, mask, 0.2)
+    wanted = [want, *backward_tile(ReferenceKernel(), dout, q, k, v, want, lse, mask, 0.2)]
+    q, k, v, dout = tensors
+    got = [forward_tile(kernel, q, k, v, mask, 0.2)[0]]
+    got += backward_tile(kernel, dout, q, k, v, want.to(q.dtype), lse.float(), mask, 0.2)
+    return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "aten", "cudnn"])
+def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
+    spec = KernelSpec("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64)
+    kernel = KERNELS[name](spec)
+    if reason := kernel.why_not(spec):
+        pytest.skip(reason)
+    generator = torch.Generator("cuda").manual_seed(0)
+    masks = set()
+    for schedule, boundaries in product((make_schedule("prefix", 2), make_schedule("striped", 2)), (
+        (0, 1, 100, 700, 701, 2048), (0, 640, 2048), (0, 2048), tuple(range(0, 2049, 16))
+    )):  # fmt: skip
+        table = packed_schedule(schedule, boundaries)
+        rows = 2048 // table.layout.chunk_count
+        for tile in [tile for step in table.forward for tiles in step.tiles for tile in tiles]:
+            assert isinstance(tile.mask, Segments)
+            masks.add(tuple(map(tuple, tile.mask.table.tolist())))
+            sizes = [(len(tile.q) * rows, 8), *[(len(tile.kv) * rows, 2)] * 2, (len(tile.q) * rows, 8)]
+            tensors = [torch.randn((1, *x, 64), device="cuda", generator=generator).bfloat16() for x in sizes]
+            one_by_one = SimpleNamespace(
+                causal_alignment=kernel.causal_alignment, forward=kernel.forward, backward=kernel.backward
+            )
+            plain, got = (_kernel_errors(x, tensors, tile.mask) for x in (one_by_one, kernel))
+            assert all(error <= 2 * allowed for error, allowed in zip(got, plain, strict=True)), (tile, got, plain)
+            assert max(plain) < 0.01, (tile, plain)
+    assert len(masks) > 8
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _context(name: str, kernel: str, dtype: torch.dtype, **sizes: int) -> SequenceContext:
+    spec = KernelSpec("cpu", (0, 0), dtype, DIM)
+    shape = AttentionShape(1024, *HEADS, DIM)
+    return make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, name, kernel, **sizes)
+
+
+def _inputs(length: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(length)
+    shapes = [(1, length, n, DIM) for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def _each_alone(inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tensor]:
+    """out, dq, dk, dv of every document by itself, by plain attention, side by side."""
+    parts = []
+    for begin, end in pairwise(boundaries):
+        q, k, v = (x[:, begin:end].clone().requires_grad_() for x in inputs[:3])
+        k_, v_ = (x.repeat_interleave(HEADS[0] // HEADS[1], 2) for x in (k, v))
+        scores = torch.einsum("bshd,bthd->bhst", q, k_) * DIM**-0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        out = torch.einsum("bhst,bthd->bshd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_)
+        parts.append([out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3][:, begin:end])])
+    return [torch.cat(x, 1) for x in zip(*parts, strict=True)]
+
+
+def _packed(context: SequenceContext, inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tensor]:
+    """The same by all ranks together, padding cut off."""
+    documents = pack(context, boundaries, inputs[0].shape[1])
+    q, k, v, dout = (documents.shard(x, context.rank) for x in inputs)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, context, documents=documents)
+    assert lse.isfinite().all()
+    local = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    gathered = []
+    for x in local:
+        parts = [torch.empty_like(x) for _ in range(context.layout.world)]
+        dist.all_gather(parts, x.contiguous())
+        whole = unshard(parts, documents.layout, documents.padded_boundaries[-1])
+        gathered.append(whole[:, : boundaries[-1]])
+    return gathered
+
+
+def _parity(rank: int) -> None:
+    world = dist.get_world_size()
+    cases = [(length, b) for length in (1, 61, 403) for b in _sizes(length, random.Random(length))]
+    wanted = {case: _each_alone(_inputs(case[0]), case[1]) for case in cases}
+    for name in fitting(world, *HEADS):
+        variants = [("reference", {}), ("cpu", {"head_groups": 2} if SCHEDULES[name].has_head_groups else {})]
+        if name in ("prefix", "zigzag", "striped") and world == 4:
+            variants.append(("cpu", {"ulysses_size": 2}))
+        for kernel, sizes in variants:
+            context = _context(name, kernel, torch.float64, **sizes)
+            for (length, boundaries), want in wanted.items():
+                for got, x in zip(_packed(context, _inputs(length), boundaries), want, strict=True):
+                    error = (got - x).abs().max().item()
+                    assert error < 1e-12, f"{context.schedule}, {kernel}, {length}, {boundaries}: off by {error}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_packed_documents_equal_each_one_alone(world: int) -> None:
+    spawn(world, _parity)
