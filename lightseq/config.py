@@ -26,6 +26,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "transport": ("auto", "nccl", "gloo", "symmetric"),
     "fp8": ("tensorwise", "rowwise"),
     "remat": ("none", "attention", "full"),
+    "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both"),
     "packing": ("none", "best_fit"),
 }
@@ -39,11 +40,11 @@ FSDP_REFUSED: Final[Mapping[str, str]] = {
 AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank"),
+    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
 )
 POSITIVE: Final = ("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget")
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
-OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy"}
+OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class TrainConfig:
     tokenizer: str | None = None  # hub id or directory of the tokenizer, for text data (default: the model's)
     rope_theta: float | None = None  # base of the rotary frequencies (default: the model's)
     rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "linear", "factor": 4}' (default: the model's)
+    scaling_factor: int = 1  # size of the model `scaled`, as its name may say too: scaled-all-4
+    scaling_strategy: str = "all"  # what grows in it: width, heads and depth; or the layers of a model 4096 wide
     # [data]
     data_path: str = ""  # token directory, .pkl, or Parquet or JSONL with a text column (required)
     eval_data_path: str | None = None  # the same, for evaluation
@@ -98,6 +101,7 @@ class TrainConfig:
     # ranks that share a place of the sequence and split its heads (default: all for ulysses, half for usp, else
     ulysses_size: int | None = None  # one)
     kernel: str = "auto"  # what computes one tile of attention
+    fused_attention: bool | None = None  # False: plain attention, --kernel reference; True: any other kernel
     transport: str = "auto"  # how key/value blocks travel
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
@@ -129,6 +133,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for check in (_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory):
             check(self)
+        _check_scaling(self)
+        _check_fused_attention(self)
         _check_packing(self)
         _check_deepspeed(self)
         _check_lora(self)
@@ -140,6 +146,17 @@ class TrainConfig:
         if self.remat is not None:
             return self.remat
         return "none" if self.gradient_checkpointing is False else "attention"
+
+    @property
+    def model_name(self) -> str:
+        """A preset's name, a hub id or a directory. `scaled` carries what it was asked to be."""
+        name = self.model_name_or_path
+        return f"scaled-{self.scaling_strategy}-{self.scaling_factor}" if name == "scaled" else name
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel, or auto, from whichever of the two flags was given."""
+        return "reference" if self.fused_attention is False else self.kernel
 
     @property
     def fsdp_mode(self) -> str:
@@ -164,7 +181,7 @@ def warmup_steps(config: TrainConfig, total: int) -> int:
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
     """The config that the words after the program's name ask for; `ValueError` with one line if they cannot be met."""
-    values, unknown = _parser(program).parse_known_args(list(argv))
+    values, unknown = _parser(program).parse_known_args([_underscored(word) for word in argv])
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], program))
     return TrainConfig(**vars(values))
@@ -201,6 +218,12 @@ def _help_groups() -> Mapping[str, Mapping[str, str]]:
             groups[list(groups)[-1]][field[1]] = " ".join([*above, field[2]])
             above = []
     return groups
+
+
+def _underscored(word: str) -> str:
+    """--learning-rate=1 names --learning_rate."""
+    flag, *value = word.split("=", 1)
+    return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word
 
 
 class _Parser(argparse.ArgumentParser):
@@ -290,7 +313,7 @@ def _unknown_flag(word: str, program: str) -> str:
         return f"unexpected {word!r}: every value follows its flag; {program} --help lists them"
     flag = word.split("=")[0]
     known = [f"--{name}" for name in (*_defaults(), *OLDER_SPELLINGS)]
-    nearest = difflib.get_close_matches(flag.replace("-", "_").replace("__", "--", 1), known, n=1)
+    nearest = difflib.get_close_matches(flag, known, n=1)
     return f"unknown flag {flag}" + (f"; did you mean {nearest[0]}?" if nearest else f"; {program} --help lists them")
 
 
@@ -328,6 +351,19 @@ def _check_packing(config: TrainConfig) -> None:
         if config.packing != "none" and count != 1:
             remedy = "give a longer --model_max_length, or --gradient_accumulation_steps"
             raise ValueError(f"--packing {config.packing} fills one sequence, not the {count} of --{flag}; {remedy}")
+
+
+def _check_scaling(config: TrainConfig) -> None:
+    for flag in ("scaling_factor", "scaling_strategy"):
+        if getattr(config, flag) != _defaults()[flag] and config.model_name_or_path != "scaled":
+            given = f"--{flag} {getattr(config, flag)} sizes the model scaled"
+            raise ValueError(f"{given}, not {config.model_name_or_path}; give --model_name_or_path scaled")
+
+
+def _check_fused_attention(config: TrainConfig) -> None:
+    fused, kernel = config.fused_attention, config.kernel
+    if (fused is True and kernel == "reference") or (fused is False and kernel not in ("auto", "reference")):
+        raise ValueError(f"--fused_attention {fused} contradicts --kernel {kernel}; leave one of them out")
 
 
 def _check_precision(config: TrainConfig) -> None:

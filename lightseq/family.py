@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,11 @@ class Family:
     name: str
     presets: Mapping[str, Mapping[str, object]]
     aliases: Mapping[str, str]
+    grown: Callable[[str], Mapping[str, object] | None] = lambda _name: None  # presets too many to list
+
+    def preset(self, name: str) -> Mapping[str, object] | None:
+        """The architecture of that name, if the family has one."""
+        return self.presets.get(name) or self.grown(name)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Source:
 def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Source:
     """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
     name, directory = model_name_or_path, Path(model_name_or_path)
-    if name in family.presets:
+    if family.preset(name) is not None:
         if not random_init:
             remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
             raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
@@ -64,7 +69,8 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
 
 def preset_config(family: Family, preset: str) -> LlamaConfig:
     """A fresh config of a preset; changing it changes no other."""
-    arguments: dict[str, Any] = dict(family.presets[preset])
+    arguments: dict[str, Any] = dict(family.preset(preset) or {})
+    assert arguments, preset
     # transformers fills in the mapping it is given: hand it its own copy.
     return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
 

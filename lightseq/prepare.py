@@ -129,7 +129,7 @@ class FoundModel:
 def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
-    source = resolve(family, config.model_name_or_path, config.random_init)
+    source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     _check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
@@ -247,4 +247,4 @@ def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: t
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
     spec = KernelSpec(device.type, capability, dtype, heads_of(model_config).dim, config.deterministic)
-    select(config.kernel, spec)
+    select(config.kernel_name, spec)

@@ -107,7 +107,7 @@ class Trainer:
             length=config.model_max_length,
             stands_for=stands_for,
             schedule=config.schedule,
-            kernel=config.kernel,
+            kernel=config.kernel_name,
             transport=config.transport,
             ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
@@ -194,7 +194,7 @@ class Trainer:
         passed_over = self.context.transport.passed_over
         start_weights = self.inputs.resume_from or self.inputs.weights or f"random, seed {c.seed}"
         return {
-            "model": f"{c.model_name_or_path}, {total_parameters(m):,} parameters, {start_weights}",
+            "model": f"{c.model_name}, {total_parameters(m):,} parameters, {start_weights}",
             "data": f"{c.data_path}, {len(self.inputs.stream.examples):,} examples",
             "ranks": f"{self.world.size} ({self.meshes.data_ranks} data x {self.inputs.sequence_size} sequence) on "
             f"{hardware(self.world.device)['device']}",

@@ -136,7 +136,7 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
-        model = agree(world, lambda: resolve(family, config.model_name_or_path, True).config)
+        model = agree(world, lambda: resolve(family, config.model_name, True).config)
         samples = made_up(_sequences(config, world), length, model.vocab_size)
         if world.local_rank == 0:
             write_samples(Path(config.data_path), samples)

@@ -2,8 +2,8 @@
 
 from lightseq.family import Family
 
-from .presets import ALIASES, PRESETS
+from .presets import ALIASES, PRESETS, grown
 
-FAMILY = Family("llama3", PRESETS, ALIASES)
+FAMILY = Family("llama3", PRESETS, ALIASES, grown)
 
 __all__ = ["FAMILY"]

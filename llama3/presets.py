@@ -1,5 +1,6 @@
 """The published Llama 3, 3.1 and 3.2 architectures as `LlamaConfig` arguments, and the hub ids that have them."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -97,3 +98,27 @@ ALIASES: Final[Mapping[str, str]] = {
     "meta-llama/Llama-3.2-3B": "llama3.2-3b",
     "unsloth/Llama-3.2-3B": "llama3.2-3b",
 }
+
+
+def grown(name: str) -> Mapping[str, object] | None:
+    """`scaled-all-S` and `scaled-n_layers-S`: Llamas of any size S, to see which is the largest that a GPU holds.
+
+    `all` is 256·S wide, with 8·S layers and 8·S heads of 32; `n_layers` is Llama-3-8B with 32 + 8·(S - 1) layers. The
+    vocabulary is 131072, the MLP 1.3 · 8/3 times as wide as the model, in multiples of 256.
+    """
+    found = re.fullmatch(r"scaled-(all|n_layers)-([1-9]\d*)", name)
+    if found is None:
+        return None
+    scale = int(found[2])
+    if found[1] == "n_layers":
+        return {**LLAMA3, "vocab_size": 131072, "num_hidden_layers": 32 + 8 * (scale - 1)}
+    hidden = 256 * scale
+    return {
+        **LLAMA3,
+        "vocab_size": 131072,
+        "hidden_size": hidden,
+        "intermediate_size": -(-int(1.3 * int(8 * hidden / 3)) // 256) * 256,
+        "num_hidden_layers": 8 * scale,
+        "num_attention_heads": 8 * scale,
+        "num_key_value_heads": 8 * scale,
+    }

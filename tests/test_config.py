@@ -114,10 +114,25 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
     assert warmup_steps(given("--warmup_steps 7"), 100) == 7
 
 
+def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
+    hyphens = given("--learning-rate=1e-4 --set-seed 7 --evaluation-strategy no")
+    assert hyphens == given("--learning_rate 1e-4 --seed 7 --eval_strategy no")
+
+
+def test_plain_attention_is_the_reference_kernel() -> None:
+    assert given("--fused-attention False").kernel_name == "reference"
+    assert given("--fused-attention").kernel_name == given("").kernel_name == "auto"
+    assert given("--fused_attention True --kernel cudnn").kernel_name == "cudnn"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--learning-rate 1e-4", "unknown flag --learning-rate; did you mean --learning_rate?"),
+        ("--fused_attention False --kernel fa4", "--fused_attention False contradicts --kernel fa4; leave one"),
+        ("--fused_attention --kernel reference", "--fused_attention True contradicts --kernel reference; leave one"),
+        ("--scaling_factor 2", "--scaling_factor 2 sizes the model scaled, not"),
+        ("--scaling_strategy n_layers", "--scaling_strategy n_layers sizes the model scaled, not"),
+        ("--learning-rat 1e-4", "unknown flag --learning_rat; did you mean --learning_rate?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
         ("stray", "unexpected 'stray'"),

@@ -64,7 +64,9 @@ def test_step_flops_by_hand() -> None:
     assert attention_forward_flops(small_config(), 16) == 2 * 6144
     assert model_flops(small_config(), 16, 3) == 3 * (6 * 1232 * 16 + 3 * 2 * 6144)
     share = (12**2 + 4**2) / 16**2  # two documents, of 12 tokens and 4
-    assert model_flops(small_config(), 16, 3, share) == 3 * (6 * 1232 * 16 + 3 * 2 * 2 * (12**2 + 4**2) * 2 * 6)
+    assert model_flops(small_config(), 16, 3, attention_share=share) == 3 * (
+        6 * 1232 * 16 + 3 * 2 * 2 * (12**2 + 4**2) * 2 * 6
+    )
 
 
 def test_step_flops_of_llama3_8b_at_8192() -> None:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import llama2
 import llama3
 from lightseq import family
+from lightseq.config import parse
 from lightseq.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.flops import total_parameters
 
@@ -62,6 +63,35 @@ def test_a_preset_builds_a_model_of_the_published_size(preset: str) -> None:
         model = LlamaForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[preset][-1]
     assert total_parameters(config) == PUBLISHED[preset][-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters"),
+    [
+        # 256 wide: 262,144 for attention and 3 x 256 x 1024 for the MLP a layer
+        ("scaled-all-1", (256, 1024, 8, 8, 8, 32), 8 * (4 * 256**2 + 3 * 256 * 1024 + 512) + 2 * 131072 * 256 + 256),
+        (
+            "scaled-all-2",
+            (512, 1792, 16, 16, 16, 32),
+            16 * (4 * 512**2 + 3 * 512 * 1792 + 1024) + 2 * 131072 * 512 + 512,
+        ),
+        ("scaled-n_layers-24", (4096, 14336, 216, 32, 8, 128), 48_185_937_920),  # found as the largest for 94.5 GB
+    ],
+)
+def test_scaled_models_have_any_size(name: str, shape: tuple[int, ...], parameters: int) -> None:
+    config = resolve(llama3.FAMILY, name, random_init=True).config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert tuple(getattr(config, name) for name in (*names, "head_dim")) == shape
+    assert total_parameters(config) == parameters
+
+
+def test_the_flags_of_a_scaled_model_make_its_name() -> None:
+    config = parse(
+        ["--scaling-factor", "3", "--model_name_or_path", "scaled", *["--data_path", "d", "--output_dir", "o"]], ""
+    )
+    assert config.model_name == "scaled-all-3"
+    with pytest.raises(ValueError, match="scaled-all-0 is no directory, hub id or preset of llama3"):
+        resolve(llama3.FAMILY, "scaled-all-0", random_init=True)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
 def model_of(name: str) -> tuple[Family, LlamaConfig]:
     """The family whose program trains it, and the architecture. Llama 3's takes what neither of them names."""
     families = (llama2.FAMILY, llama3.FAMILY)
-    family = next((f for f in families if name in f.presets or name in f.aliases), llama3.FAMILY)
+    family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
     return family, resolve(family, name, random_init=True).config
 
 
