@@ -6,6 +6,7 @@
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
+`python3 -m analysis plots --config FILE` draws the figures that a YAML file asks of many runs.
 `python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.
 `python3 -m analysis report RESULTS_DIR` writes one HTML page of every run and benchmark below a directory.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, compare, evaluate, profile, report, step, watch
+from . import attention, cluster, compare, evaluate, plots, profile, report, step, watch
 from .figures import draw
 from .pictures import add_format
 from .runs import described, read_runs
@@ -28,6 +29,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "cluster": cluster.main,
     "compare": compare.main,
     "evaluate": evaluate.main,
+    "plots": plots.main,
     "profile": profile.main,
     "report": report.main,
     "step": step.main,
@@ -47,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
         "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
         "`python3 -m analysis compare A B` says how far two runs are apart, "
+        "`python3 -m analysis plots --config FILE` draws the figures that a YAML file asks of many runs, "
         "`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains, "
         "`python3 -m analysis report DIR` writes one HTML page of all results below a directory.",
     )

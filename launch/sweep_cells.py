@@ -16,7 +16,7 @@ DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
     "float32": (),
 }
 # How models of a family are called; `family` says it of any other.
-FAMILIES: Final[Mapping[str, str]] = {"llama3": r"llama-?3", "llama2": r"llama-?2|code-?llama"}
+FAMILIES: Final[Mapping[str, str]] = {"llama3": r"llama-?3|^scaled", "llama2": r"llama-?2|code-?llama"}
 LABELS: Final[Mapping[str, str]] = {flag: word for word, flag in SHORT.items()}
 
 

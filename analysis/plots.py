@@ -1,0 +1,261 @@
+"""Draws what a YAML file asks of the runs of an experiment: `python3 -m analysis plots --config FILE [--output DIR]`.
+
+Speed, memory, MFU, training time and loss (or any key of metrics.jsonl) over a setting or over the steps, a line or
+bars for every combination of the settings that tell runs apart. `analysis/configs/` has files for `launch/sweeps/`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMethodFormatter
+
+from .figures import GREY, STYLE, colors, dots
+from .flags import shown
+from .pictures import add_format, save
+from .plots_file import SHORT, Plot, read_plots
+from .points import shown as shown_length
+from .runs import Run, read_run
+from .summary import GIB, settled, smoothed
+
+STEP = "step"
+LOG_FROM = 8.0  # times the smallest, and an axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A key of the metrics in the unit of its axis."""
+
+    key: str
+    title: str
+    unit: str
+    scale: float = 1.0
+    from_zero: bool = True
+
+
+METRICS: Mapping[str, Metric] = {
+    "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks"),
+    "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB),
+    "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
+    "time": Metric("step_seconds", "Training time", "seconds, all steps"),
+    "loss": Metric("loss", "Training loss", "nats per token", from_zero=False),
+}
+
+HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one process", 1 / GIB)
+# Differ between any two runs and say nothing of them, or follow from the flags.
+NEVER = (
+    *("output_dir", "overwrite_output_dir", "command", "launch", "date", "total_steps", "data_ranks"),
+    *("sequence_ranks", "attention_buffer_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run in a figure: where it stands, what it came to, and the range of its steps."""
+
+    x: str
+    value: float
+    low: float
+    high: float
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="analysis plots", usage="python3 -m analysis plots --config FILE [--output DIR] [--format png|svg|both]",
+        description="Draws the figures that a YAML file asks for, from the runs below a directory.",
+    )  # fmt: skip
+    out.add_argument("--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml")
+    out.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
+    out.add_argument("--output", metavar="DIR", type=Path, help="for the pictures (default: the first of the runs)")
+    add_format(out)
+    return out
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parser().parse_args(words)
+    try:
+        file = read_plots(arguments.config)
+        directories = arguments.runs or file.runs
+        runs = found_runs(directories)
+        output = arguments.output or directories[0]
+        output.mkdir(parents=True, exist_ok=True)
+        pictures = []
+        with matplotlib.rc_context(dict(STYLE)):
+            for plot in file.plots:
+                pictures += save(figure(plot, runs), output, plot.name, arguments.format)
+    except (ValueError, OSError) as error:
+        print(f"analysis: error: {error}", file=sys.stderr)
+        return 2
+    print(*pictures, sep="\n")
+    return 0
+
+
+def found_runs(directories: Sequence[Path]) -> list[Run]:
+    """Every run below the directories; raises ValueError where there is none."""
+    paths = sorted({path.parent for directory in directories for path in directory.rglob("metrics.jsonl")})
+    runs = [read_run(path, path.name) for path in paths if (path / "metrics.jsonl").stat().st_size]
+    if not runs:
+        raise ValueError(f"no run below {', '.join(map(str, directories))}; make them, or name others with --runs")
+    return runs
+
+
+def settings(run: Run) -> Mapping[str, str]:
+    """What a run was asked for and what was chosen, as words."""
+    config = run.about.get("config")
+    known = {**(config if isinstance(config, dict) else {}), **run.about}
+    words = {key: str(value) for key, value in known.items() if isinstance(value, str | int | float) or value is None}
+    return {**words, "dtype": next((d for d in ("bf16", "fp16") if words.get(d) == "True"), "float32")}
+
+
+def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
+    """Raises ValueError where no run is left, or two are the same point."""
+    kept = [run for run in runs if all(is_one_of(settings(run).get(key), of) for key, of in plot.where.items())]
+    if not kept:
+        raise ValueError(f"figure {plot.name}: no run is left by {dict(plot.where)}; change `where`")
+    metric = METRICS.get(plot.metric, Metric(plot.metric, plot.metric, plot.metric))
+    if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
+        metric = HOST_MEMORY
+    if not any(run.knows(metric.key) for run in kept):
+        raise ValueError(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
+    groups = grouped(plot, kept)
+    out = Figure(figsize=(8, 5), layout="constrained")
+    axes = out.subplots()
+    axes.set_title(plot.title or metric.title, loc="left")
+    axes.set_ylabel(metric.unit)
+    if plot.x == STEP:
+        draw_steps(axes, groups, metric)
+    else:
+        draw_over(axes, plot, {name: [point(run, plot, metric) for run in of] for name, of in groups.items()})
+    if metric.from_zero:
+        axes.set_ylim(bottom=0)
+    if axes.get_ylim()[1] >= 1000:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if len(groups) > 1:
+        out.legend(loc="outside lower left", ncols=max(1, 90 // (8 + max(map(len, groups)))))
+    return out
+
+
+def is_one_of(value: str | None, words: Sequence[str]) -> bool:
+    """YAML has true and null where run.json gave True and None."""
+    return str(value).casefold().replace("none", "null") in [word.casefold().replace("none", "null") for word in words]
+
+
+def grouped(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by what tells them apart, in words."""
+    every = [settings(run) for run in runs]
+    series = plot.series if plot.series is not None else tuple(
+        key for key in every[0] if key not in (plot.x, *NEVER) and len({each.get(key) for each in every}) > 1
+    )  # fmt: skip
+    groups: dict[str, list[Run]] = {}
+    for run, each in zip(runs, every, strict=True):
+        name = ", ".join(f"{short(key)} {shown(each.get(key))}" for key in series) or run.label
+        groups.setdefault(name if series else "all", []).append(run)
+    if plot.x == STEP:
+        return groups
+    for name, of in groups.items():
+        places = [settings(run).get(plot.x) for run in of]
+        if twice := [place for place in places if places.count(place) > 1]:
+            raise ValueError(
+                f"figure {plot.name}: {places.count(twice[0])} runs of {name} have {plot.x} {twice[0]}; "
+                "name what tells them apart in `series`, or choose in `where`"
+            )
+    return groups
+
+
+def short(key: str) -> str:
+    return next((word for word, name in SHORT.items() if name == key), key)
+
+
+def point(run: Run, plot: Plot, metric: Metric) -> Point:
+    values = metric.scale * run.column(metric.key)
+    x = settings(run).get(plot.x, "none")
+    if plot.metric in WHOLE:
+        value = float(WHOLE[plot.metric](run, values)) if run.knows(metric.key) else np.nan
+        return Point(x, value, value, value)
+    known = settled(values)
+    if not known.size:
+        return Point(x, np.nan, np.nan, np.nan)
+    return Point(x, float(np.median(known)), float(known.min()), float(known.max()))
+
+
+# What a run comes to as a whole; of other metrics the median past the warm-up counts, and the range is drawn.
+WHOLE: Mapping[str, Callable[[Run, np.ndarray], float]] = {
+    "memory": lambda run, values: np.nanmax(values),
+    "time": lambda run, values: np.nansum(values * np.diff(run.column(STEP), prepend=0)),  # of the steps since the last
+    "loss": lambda run, values: smoothed(values)[-1],
+}
+
+
+def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:
+    axes.set_xlabel("training step")
+    left = len(groups)
+    for (name, runs), color in zip(groups.items(), colors(len(groups)), strict=True):
+        left -= 1  # earlier ones are wider, and show beneath later ones that coincide
+        look = {"color": color, "linewidth": 1.6 + min(5.0, 0.9 * left)}
+        for place, run in enumerate(runs):
+            values = metric.scale * run.column(metric.key)
+            label = name if place == 0 else None
+            axes.plot(run.column(STEP), values, marker=dots(values), markersize=4, label=label, **look)
+
+
+def draw_over(axes: Axes, plot: Plot, groups: Mapping[str, Sequence[Point]]) -> None:
+    places = sorted({point.x for points in groups.values() for point in points}, key=order)
+    axes.set_xlabel({"model_max_length": "tokens of a sequence", "world_size": "ranks"}.get(plot.x, short(plot.x)))
+    if len(places) > 1 and all(is_number(place) for place in places):
+        draw_lines(axes, places, groups)
+    else:
+        draw_bars(axes, places, groups)
+
+
+def draw_lines(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:
+    for (name, points), color in zip(groups.items(), colors(len(groups)), strict=True):
+        points = sorted(points, key=lambda p: float(p.x))
+        x, y = [float(p.x) for p in points], [p.value for p in points]
+        spread = [[p.value - p.low for p in points], [p.high - p.value for p in points]]
+        axes.errorbar(x, y, yerr=spread, color=color, marker="o", markersize=5, capsize=3, label=name)
+    numbers = [float(place) for place in places]
+    if min(numbers) > 0 and max(numbers) >= LOG_FROM * min(numbers):
+        axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(numbers))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FixedFormatter([tick(place) for place in places]))
+
+
+def draw_bars(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:
+    width = 0.8 / len(groups)
+    for i, ((name, points), color) in enumerate(zip(groups.items(), colors(len(groups)), strict=True)):
+        at = [places.index(p.x) + (i - (len(groups) - 1) / 2) * width for p in points]
+        spread = [[p.value - p.low for p in points], [p.high - p.value for p in points]]
+        ranges = spread if np.nanmax(spread) > 0 else None
+        values = [p.value for p in points]
+        bars = axes.bar(at, values, 0.92 * width, yerr=ranges, color=color, ecolor=GREY, capsize=3, label=name)
+        axes.bar_label(bars, [number(p.value) for p in points], padding=2, fontsize=9, color=GREY)
+    axes.set_xticks(range(len(places)), [shown(place) for place in places])
+    axes.grid(axis="x", visible=False)
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def tick(place: str) -> str:
+    value = float(place)
+    return shown_length(int(value)) if value.is_integer() and value >= 1024 else f"{value:g}"
+
+
+def is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def order(word: str) -> tuple[float, str]:
+    return (float(word), "") if is_number(word) else (np.inf, word)

@@ -1,0 +1,104 @@
+"""Knows what a file of plots says: which runs, and for each figure its metric, over what, and who is a line."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+KEYS: Final = ("runs", "figures")
+FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title")
+# Short words for settings, as sweeps have them.
+SHORT: Final[Mapping[str, str]] = {
+    "model": "model_name_or_path",
+    "length": "model_max_length",
+    "batch": "per_device_train_batch_size",
+    "ranks": "world_size",
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure. `series` are the settings that tell lines apart; None: all that differ, but for `x`."""
+
+    name: str
+    metric: str
+    x: str
+    series: tuple[str, ...] | None
+    where: Mapping[str, tuple[str, ...]]
+    title: str | None
+
+
+@dataclass(frozen=True)
+class PlotsFile:
+    runs: tuple[Path, ...]  # directories; every run below them counts
+    plots: tuple[Plot, ...]
+
+
+def read_plots(path: Path) -> PlotsFile:
+    """Raises ValueError, with file and key, for what cannot be read or means nothing."""
+    top = _load(path)
+    _check_keys(path, "", top, KEYS)
+    figures = top.get("figures")
+    if not isinstance(figures, dict) or not figures:
+        raise ValueError(f"{path}: figures: give `name: {{metric: …, x: …}}` lines")
+    runs = _words(path, "runs", top.get("runs"))
+    return PlotsFile(tuple(map(Path, runs)), tuple(_plot(path, str(name), spec) for name, spec in figures.items()))
+
+
+def setting(word: str) -> str:
+    """A setting by the name that run.json has for it."""
+    return SHORT.get(word, word)
+
+
+def _plot(path: Path, name: str, spec: Any) -> Plot:
+    where = f"figures.{name}"
+    if not isinstance(spec, dict):
+        raise ValueError(f"{path}: {where}: give {{metric: …, x: …}}")
+    _check_keys(path, where, spec, FIGURE_KEYS)
+    for key in ("metric", "x"):
+        if not isinstance(spec.get(key), str):
+            raise ValueError(f"{path}: {where}.{key}: {'is missing' if key not in spec else 'give one word'}")
+    only = spec.get("where", {})
+    if not isinstance(only, dict):
+        raise ValueError(f"{path}: {where}.where: give `setting: [value, …]` lines")
+    series = _words(path, f"{where}.series", spec["series"]) if "series" in spec else None
+    return Plot(
+        name=name,
+        metric=spec["metric"],
+        x=setting(spec["x"]),
+        series=None if series is None else tuple(map(setting, series)),
+        where={setting(key): _words(path, f"{where}.where.{key}", values) for key, values in only.items()},
+        title=spec.get("title"),
+    )
+
+
+def _words(path: Path, key: str, value: Any) -> tuple[str, ...]:
+    """One word or a list of them."""
+    words = value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in words) or not words:
+        raise ValueError(f"{path}: {key}: give one word or a list of words")
+    return tuple(words)
+
+
+def _check_keys(path: Path, where: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in found:
+        if key not in known:
+            place = f"{where}.{key}".lstrip(".")
+            raise ValueError(f"{path}: {place}: unknown; keys are {', '.join(known)}")
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        # Every scalar as typed: 4096 and True are compared with what run.json says, as words.
+        top = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is no text in UTF-8") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(top, dict):
+        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
+    return top

@@ -1,0 +1,108 @@
+"""Figures that a YAML file asks for: which runs are where, what is a line, and what is wrong with a file."""
+
+from pathlib import Path
+
+import pytest
+from analysis_files import about, record, write_run
+
+from analysis.__main__ import main
+from analysis.plots import METRICS, figure, found_runs, grouped, point
+from analysis.plots_file import Plot, read_plots
+
+CONFIGS = sorted((Path(__file__).parent.parent / "analysis" / "configs").glob("*.yaml"))
+LENGTHS = (4096, 8192, 65536)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Three lengths by two kernels; each run's speed is its own."""
+    for i, kernel in enumerate(("fa4", "cudnn")):
+        for length in LENGTHS:
+            speed = {"tokens_per_second": float(length * (i + 1))}
+            records = [record(step, gpu=True, **speed) for step in range(1, 13)]
+            facts = about(gpu=True, config={"model_max_length": length}, kernel=kernel)
+            write_run(tmp_path / "runs" / f"{kernel}-{length}", records, facts)
+    return tmp_path
+
+
+def plot(results: Path, spec: str) -> Plot:
+    path = results / "plots.yaml"
+    path.write_text(f"runs: {results / 'runs'}\nfigures:\n  one: {spec}\n")
+    return read_plots(path).plots[0]
+
+
+def test_a_line_for_every_combination_of_the_settings_that_differ(results: Path) -> None:
+    runs = found_runs([results / "runs"])
+    found = plot(results, "{metric: speed, x: length}")
+    groups = grouped(found, runs)
+    assert sorted(groups) == ["kernel cudnn", "kernel fa4"]
+    points = [point(run, found, METRICS["speed"]) for run in groups["kernel cudnn"]]
+    assert sorted((int(p.x), p.value, p.low, p.high) for p in points) == [
+        (n, 2.0 * n, 2.0 * n, 2.0 * n) for n in LENGTHS
+    ]
+    (axes,) = figure(found, runs).axes
+    assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["4K", "8K", "64K"]
+    assert {tuple(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata()) == 3} >= {
+        tuple(float(n) for n in LENGTHS), tuple(2.0 * n for n in LENGTHS)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [("memory", 3.0), ("mfu", 40.0), ("time", 10 + 11 * 0.5), ("grad_norm", 1.25)],  # the first step takes ten seconds
+)
+def test_each_metric_is_what_the_run_came_to(results: Path, metric: str, value: float) -> None:
+    runs = found_runs([results / "runs"])
+    found = plot(results, f"{{metric: {metric}, x: kernel, where: {{length: 8192}}}}")
+    (axes,) = figure(found, runs).axes
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]
+
+
+def test_curves_over_steps_have_a_point_a_step(results: Path) -> None:
+    found = plot(results, "{metric: loss, x: step, series: kernel, where: {length: 4096}}")
+    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    assert [len(line.get_xdata()) for line in axes.get_lines()] == [12, 12]
+
+
+def test_the_command_writes_every_figure_and_says_where(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot(results, "{metric: speed, x: length}\n  two: {metric: memory, x: kernel, where: {length: 4096}}")
+    assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results), "--format", "both"]) == 0
+    names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    assert names == ["one.png", "one.svg", "two.png", "two.svg"] and all(
+        (results / name).stat().st_size for name in names
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ("{metric: speed, x: kernel, series: seed}", "figure one: 3 runs of seed 42 have kernel"),
+        ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run is left by {'kernel': ('fa2',)}"),
+        ("{metric: sped, x: length}", "figure one: no run knows sped; choose another metric"),
+        ("{x: length}", "figures.one.metric: is missing"),
+        ("{metric: speed, x: length, serie: kernel}", "figures.one.serie: unknown; keys are metric, x, series"),
+        ("speed", "figures.one: give {metric: …, x: …}"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    results: Path, spec: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = results / "plots.yaml"
+    path.write_text(f"runs: {results / 'runs'}\nfigures:\n  one: {spec}\n")
+    assert main(["plots", "--config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_files_that_come_along_name_a_sweep_and_its_settings(path: Path) -> None:
+    from launch.sweep_cells import expand
+    from launch.sweep_file import read_sweep
+
+    file = read_plots(path)
+    sweep = read_sweep(path.parent.parent.parent / "launch" / "sweeps" / f"{path.stem}.yaml")
+    assert file.runs == (sweep.output_dir,)
+    known = {"world_size", "step"} | {key for cell in expand(sweep) for key in cell.settings}
+    for each in file.plots:
+        assert {each.x, *(each.series or ()), *each.where} <= known, each.name
