@@ -64,7 +64,7 @@ def enable(
     context = make_context(
         _process_group(group),
         device,
-        KernelSpec(device.type, capability, dtype or parameter.dtype, head_dim, deterministic),
+        KernelSpec(device.type, capability, dtype or parameter.dtype, head_dim, deterministic, packed),
         AttentionShape(length, heads, config.num_key_value_heads, head_dim),
         schedule,
         kernel,
@@ -72,7 +72,6 @@ def enable(
         ulysses_size,
         gpus_per_host=gpus_per_host,
         elide=elide,
-        packed=packed,
     )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)

@@ -231,4 +231,5 @@ def _check_kernel(config: TrainConfig, model_config: LlamaConfig, device: torch.
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
     head_dim = model_config.head_dim or model_config.hidden_size // model_config.num_attention_heads
-    select(config.kernel, KernelSpec(device.type, capability, dtype, head_dim, config.deterministic))
+    packed = config.packing != "none"
+    select(config.kernel, KernelSpec(device.type, capability, dtype, head_dim, config.deterministic, packed))

@@ -1,6 +1,7 @@
 """Packed documents against each document by itself: tables, balance, attention in float64 under every schedule."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from lightseq.documents import (
     restarting_positions,
     share_out,
 )
-from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.select import _order
 from lightseq.layout import unshard
 from lightseq.schedule import SCHEDULES, Schedule, make_schedule
 from lightseq.schedule_cost import AttentionShape, fits
@@ -91,6 +93,13 @@ def test_nothing_is_fetched_for_documents_that_lie_on_one_rank() -> None:
     assert senders == {0, 1, 2}
     first = {(move.src, move.dst) for step in alone.forward for move in step.moves if move.src == 0}
     assert first == {(0, 1), (0, 2), (0, 3)}  # rank 0 holds the first six tokens of the second document
+
+
+def test_no_key_is_fetched_twice_and_what_a_rank_waits_for_first_is_a_part() -> None:
+    for seed in range(5):
+        table = packed_schedule(make_schedule("prefix", 4), lognormal(1 << 17, 1 << 10, 1 << 16, seed))
+        fetched = [(m.item, m.chunk, m.dst) for step in table.forward for m in step.moves]
+        assert len(fetched) == len({*fetched}) and len(table.forward[0].moves) < len(fetched)
 
 
 def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
@@ -165,6 +174,15 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
     assert len(masks) > 8
 
 
+def test_kernels_that_take_documents_in_one_call_come_first() -> None:
+    spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 128, packed=True)
+    orders = [_order(spec), _order(replace(spec, capability=(8, 0)))]
+    for names in orders:
+        takes = [isinstance(KERNELS[name](spec), VarlenKernel) for name in names]
+        assert takes == sorted(takes, reverse=True) and any(takes), names
+    assert {*orders[0]} == {*_order(replace(spec, packed=False))}
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -210,12 +228,14 @@ def _packed(context: SequenceContext, inputs: list[Tensor], boundaries: tuple[in
     return gathered
 
 
-def _parity(rank: int) -> None:
+def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> None:
     world = dist.get_world_size()
-    cases = [(length, b) for length in (1, 61, 403) for b in _sizes(length, random.Random(length))]
+    cases = [(length, b) for length in lengths for b in _sizes(length, random.Random(length))]
     wanted = {case: _each_alone(_inputs(case[0]), case[1]) for case in cases}
     for name in fitting(world, *HEADS):
-        variants = [("reference", {}), ("cpu", {"head_groups": 2} if SCHEDULES[name].has_head_groups else {})]
+        variants: list[tuple[str, dict[str, int]]] = [(kernel, {}) for kernel in kernels]
+        if SCHEDULES[name].has_head_groups:
+            variants[0] = kernels[0], {"head_groups": 2}
         if name in ("prefix", "zigzag", "striped") and world == 4:
             variants.append(("cpu", {"ulysses_size": 2}))
         for kernel, sizes in variants:
@@ -226,6 +246,12 @@ def _parity(rank: int) -> None:
                     assert error < 1e-12, f"{context.schedule}, {kernel}, {length}, {boundaries}: off by {error}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_packed_documents_equal_each_one_alone(world: int) -> None:
-    spawn(world, _parity)
+    spawn(world, _parity, (150,), ("cpu",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_packed_documents_of_any_length_equal_each_one_alone_under_every_kernel(world: int) -> None:
+    spawn(world, _parity, (1, 61, 403), ("cpu", "reference"))
