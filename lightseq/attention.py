@@ -107,12 +107,13 @@ def make_context(
 
     `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
     ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. Where the spec says that sequences are packed, `auto`
-    is prefix, which shares the documents' work out. Raises ValueError for names that do not exist or cannot run here.
+    arithmetic out: memory and messages are real, results are zero. Where the spec says that sequences are packed, auto
+    is prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    schedule = "prefix" if spec.packed and schedule == "auto" else schedule
+    if spec.packed:  # a step for every tile hides what travels: heads need no turns
+        schedule, head_groups = "prefix" if schedule == "auto" else schedule, head_groups or 1
     world = dist.get_world_size(group)
     disable_multicast()
     carrier = make_transport(transport, group, device)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
-from worlds import spawn
+from worlds import GPU_WORLDS, spawn
 
 from lightseq.attention import SequenceContext, attention, make_context, pack
 from lightseq.documents import (
@@ -192,9 +192,9 @@ def _context(name: str, kernel: str, dtype: torch.dtype, **sizes: int) -> Sequen
     return make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, name, kernel, **sizes)
 
 
-def _inputs(length: int) -> list[Tensor]:
+def _inputs(length: int, dim: int = DIM) -> list[Tensor]:
     g = torch.Generator().manual_seed(length)
-    shapes = [(1, length, n, DIM) for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
+    shapes = [(1, length, n, dim) for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
     return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
@@ -204,8 +204,8 @@ def _each_alone(inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tenso
     for begin, end in pairwise(boundaries):
         q, k, v = (x[:, begin:end].clone().requires_grad_() for x in inputs[:3])
         k_, v_ = (x.repeat_interleave(HEADS[0] // HEADS[1], 2) for x in (k, v))
-        scores = torch.einsum("bshd,bthd->bhst", q, k_) * DIM**-0.5
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = torch.einsum("bshd,bthd->bhst", q, k_) * q.shape[-1] ** -0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         out = torch.einsum("bhst,bthd->bshd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_)
         parts.append([out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3][:, begin:end])])
     return [torch.cat(x, 1) for x in zip(*parts, strict=True)]
@@ -255,3 +255,32 @@ def test_packed_documents_equal_each_one_alone(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_packed_documents_of_any_length_equal_each_one_alone_under_every_kernel(world: int) -> None:
     spawn(world, _parity, (1, 61, 403), ("cpu", "reference"))
+
+
+def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
+    """Relative errors against float64 of schedules and kernels, and of plain bfloat16 attention."""
+    length, boundaries, dim, device = 2053, (0, 1, 300, 1500, 1501, 2000), 64, torch.device("cuda", rank)
+    inputs = [x.bfloat16().to(device) for x in _inputs(length, dim)]
+    want = _each_alone([x.double() for x in inputs], boundaries)
+    capability = torch.cuda.get_device_capability()
+    spec = KernelSpec("cuda", capability, torch.bfloat16, dim, packed=True)
+
+    def errors(got: list[Tensor]) -> list[float]:
+        return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True)]
+
+    found = {"plain": errors(_each_alone(inputs, boundaries))}
+    for name, kernel in product(fitting(dist.get_world_size(), *HEADS), ("fa4", "fa2", "aten", "cudnn")):
+        if KERNELS[kernel](spec).why_not(spec) is None:
+            shape = AttentionShape(1024, *HEADS, dim)
+            context = make_context(dist.group.WORLD, device, spec, shape, name, kernel, transport)
+            found[f"{name} {kernel}"] = errors(_packed(context, inputs, boundaries))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+@pytest.mark.parametrize("world", GPU_WORLDS)
+def test_packed_documents_on_gpus_match_float64(world: int, transport: str) -> None:
+    found = spawn(world, _gpu_errors, transport, device="cuda")[0]
+    plain = found.pop("plain")
+    for label, errors in found.items():
+        assert all(e <= 2 * p for e, p in zip(errors, plain, strict=True)), (label, errors, plain)
