@@ -27,6 +27,7 @@ from lightseq.documents import (
 )
 from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.segments import Lengths
 from lightseq.kernels.select import _order
 from lightseq.layout import unshard
 from lightseq.schedule import SCHEDULES, Schedule, make_schedule
@@ -172,6 +173,51 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
             assert all(error <= 2 * allowed for error, allowed in zip(got, plain, strict=True)), (tile, got, plain)
             assert max(plain) < 0.01, (tile, plain)
     assert len(masks) > 8
+
+
+class OneCall(ReferenceKernel):
+    """Takes segments in one call as flash kernels do, and writes into the memory that it is given."""
+
+    calls = 0
+
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        OneCall.calls += 1
+        parts = [
+            self.forward(q[None, rows], k[None, keys], v[None, keys], causal, scale) for rows, keys in _runs(lengths)
+        ]
+        out, lse = (torch.cat([x[i] for x in parts], i + 1)[0] for i in (0, 1))
+        return (out if into is None else into.copy_(out)), lse
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
+        scale: float, into: Any = (None, None, None),
+    ) -> Any:  # fmt: skip
+        grads = [torch.empty_like(x) if room is None else room for x, room in zip((q, k, v), into, strict=True)]
+        for rows, keys in _runs(lengths):
+            of_queries, of_keys = [x[None, rows] for x in (dout, q, out)], [x[None, keys] for x in (k, v)]
+            made = self.backward(*of_queries[:2], *of_keys, of_queries[2], lse[None, :, rows], causal, scale)
+            for grad, where, x in zip(grads, (rows, keys, keys), made, strict=True):
+                grad[where] = x[0]
+        return grads
+
+
+def _runs(lengths: Lengths) -> list[tuple[slice, slice]]:
+    assert lengths.q.dtype == lengths.k.dtype == torch.int32 and lengths.q[0] == lengths.k[0] == 0
+    assert (lengths.q.diff().max(), lengths.k.diff().max()) == (lengths.longest_q, lengths.longest_k)
+    pairs = zip(pairwise(lengths.q.tolist()), pairwise(lengths.k.tolist()), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
+
+
+def _in_one_call(rank: int) -> None:
+    KERNELS["one_call"] = lambda spec: OneCall()
+    _parity(rank, (150,), ("one_call",))
+    assert OneCall.calls > 0
+
+
+def test_kernels_that_take_all_documents_in_one_call_are_given_what_they_want() -> None:
+    spawn(2, _in_one_call)
 
 
 def test_kernels_that_take_documents_in_one_call_come_first() -> None:
