@@ -52,7 +52,7 @@ class Case:
     def spec(self) -> KernelSpec:
         on_gpu = self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if on_gpu else (0, 0)
-        return KernelSpec(self.device.type, capability, self.dtype, self.head_dim)
+        return KernelSpec(self.device.type, capability, self.dtype, self.head_dim, packed=bool(self.boundaries))
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
         """(B, S, heads, D) of q, k, v and the output's gradient."""

@@ -102,19 +102,18 @@ def make_context(
     head_groups: int | None = None,
     gpus_per_host: int | None = None,
     elide: bool = False,
-    packed: bool = False,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
     `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
     ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. `packed` says that most sequences hold several
-    documents: `auto` is then prefix, which shares their work out. Raises ValueError for names that do not exist or
-    cannot run here.
+    arithmetic out: memory and messages are real, results are zero. Where the spec says that sequences are packed, auto
+    is prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    schedule = "prefix" if packed and schedule == "auto" else schedule
+    if spec.packed:  # a step for every tile hides what travels: heads need no turns
+        schedule, head_groups = "prefix" if schedule == "auto" else schedule, head_groups or 1
     world = dist.get_world_size(group)
     disable_multicast()
     carrier = make_transport(transport, group, device)
@@ -207,16 +206,19 @@ def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
     return context.schedule if documents is None else packed_schedule(context.schedule, _without_repeats(documents))
 
 
-def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor) -> None:
+def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
     """Raises ValueError on every rank if they differ, for else some would wait for ever. Asks once a shape."""
-    shape = (*q.shape, k.shape[2])
+    shape = (*q.shape, k.shape[2], int(documents is not None))
     if shape in context.shapes or context.transport.name == "none":  # which waits for nobody
         return
-    everyone = [shape] * context.schedule.world
-    dist.all_gather_object(everyone, shape, group=context.group)
-    if len(set(everyone)) > 1:
-        found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, x in enumerate(everyone))
+    mine = (shape, None if documents is None else _without_repeats(documents))
+    everyone = [mine] * context.schedule.world
+    dist.all_gather_object(everyone, mine, group=context.group)
+    if len({theirs for theirs, _ in everyone}) > 1:
+        found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, (x, _) in enumerate(everyone))
         raise ValueError(f"the ranks pass different shapes to attention: {found}; shard one padded sequence for all")
+    if len({boundaries for _, boundaries in everyone}) > 1:
+        raise ValueError("the ranks pass different documents to attention; pack the same sequence on all of them")
     context.shapes.add(shape)
 
 
@@ -225,7 +227,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     c = _CONTEXTS[context]
-    _agree_on_shapes(c, q, k)
+    _agree_on_shapes(c, q, k, documents)
     return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
 
 

@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel, so that a row without a key need not exist
 MOST_CHUNKS = 32  # of one rank
-LEAST_CHUNK_TOKENS = 32
+LEAST_CHUNK_TOKENS = 16
 LARGEST_IMBALANCE = 1.03  # of attention area, the fullest rank's over the mean: more chunks are tried beyond it
 MOST_SWAPS = 256
 
@@ -150,7 +150,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     layout = schedule.layout
     if _is_balanced(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = prefix(layout.outer, schedule.turns)
+        tiles = one_by_one(prefix(layout.outer, schedule.turns))
     else:
         tiles = assign(schedule)
     limited = limit(tiles, layout.outer, boundaries)
@@ -162,10 +162,18 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     )  # fmt: skip
 
 
+def one_by_one(assignment: Assignment) -> Assignment:
+    """A step for every tile of a rank, so that only the first one's keys are waited for.
+
+    In the order of the sequence: what a document's tiles share stays from one to the next.
+    """
+    return [[mine[i : i + 1] for mine in row] for row in assignment for i in range(max(len(mine) for mine in row))]
+
+
 def balance(schedule: Schedule) -> float:
-    """Of a packed table: attention area of the mean rank over what the slowest of each step make together."""
-    areas = [[sum(_area(tile) for tile in tiles) for tiles in step.tiles] for step in schedule.forward]
-    return sum(map(sum, areas)) / schedule.world / sum(map(max, areas))
+    """Of a packed table: attention area of the mean rank over that of the fullest."""
+    areas = [sum(_area(tile) for step in schedule.forward for tile in step.tiles[r]) for r in range(schedule.world)]
+    return sum(areas) / schedule.world / max(areas)
 
 
 def _area(tile: Tile) -> int:

@@ -62,7 +62,7 @@ def enable(
     context = make_context(
         _process_group(group),
         device,
-        KernelSpec(device.type, capability, dtype or parameter.dtype, heads.dim, deterministic),
+        KernelSpec(device.type, capability, dtype or parameter.dtype, heads.dim, deterministic, packed),
         AttentionShape(length, heads.query, heads.key_value, heads.dim),
         schedule,
         kernel,
@@ -70,7 +70,6 @@ def enable(
         ulysses_size,
         gpus_per_host=gpus_per_host,
         elide=elide,
-        packed=packed,
     )
     padded, window = context.layout.padded_length(length), sliding_window(config)
     if window is not None and padded > window:

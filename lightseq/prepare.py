@@ -246,5 +246,5 @@ def _check_layers(config: TrainConfig, found: Architecture) -> None:
 def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
-    spec = KernelSpec(device.type, capability, dtype, heads_of(model_config).dim, config.deterministic)
-    select(config.kernel_name, spec)
+    dim, packed = heads_of(model_config).dim, config.packing != "none"
+    select(config.kernel_name, KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed))

@@ -196,6 +196,10 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--rope_scaling linear", "'linear' is not JSON"),
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),
         ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
+        (
+            "--packing best_fit --per_device_train_batch_size 2",
+            "--packing best_fit fills one sequence, not the 2 of --per_device_train_batch_size; give a longer",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line_that_says_what_to_do(words: str, line: str) -> None:

@@ -1,6 +1,7 @@
 """Packed documents against each document by itself: tables, balance, attention in float64 under every schedule."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
-from worlds import spawn
+from worlds import GPU_WORLDS, spawn
 
 from lightseq.attention import SequenceContext, attention, make_context, pack
 from lightseq.documents import (
@@ -24,8 +25,10 @@ from lightseq.documents import (
     restarting_positions,
     share_out,
 )
-from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.segments import Lengths
+from lightseq.kernels.select import _order
 from lightseq.layout import unshard
 from lightseq.schedule import SCHEDULES, Schedule, make_schedule
 from lightseq.schedule_cost import AttentionShape, fits
@@ -91,6 +94,13 @@ def test_nothing_is_fetched_for_documents_that_lie_on_one_rank() -> None:
     assert senders == {0, 1, 2}
     first = {(move.src, move.dst) for step in alone.forward for move in step.moves if move.src == 0}
     assert first == {(0, 1), (0, 2), (0, 3)}  # rank 0 holds the first six tokens of the second document
+
+
+def test_no_key_is_fetched_twice_and_what_a_rank_waits_for_first_is_a_part() -> None:
+    for seed in range(5):
+        table = packed_schedule(make_schedule("prefix", 4), lognormal(1 << 17, 1 << 10, 1 << 16, seed))
+        fetched = [(m.item, m.chunk, m.dst) for step in table.forward for m in step.moves]
+        assert len(fetched) == len({*fetched}) and len(table.forward[0].moves) < len(fetched)
 
 
 def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
@@ -165,6 +175,60 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
     assert len(masks) > 8
 
 
+class OneCall(ReferenceKernel):
+    """Takes segments in one call as flash kernels do, and writes into the memory that it is given."""
+
+    calls = 0
+
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        OneCall.calls += 1
+        parts = [
+            self.forward(q[None, rows], k[None, keys], v[None, keys], causal, scale) for rows, keys in _runs(lengths)
+        ]
+        out, lse = (torch.cat([x[i] for x in parts], i + 1)[0] for i in (0, 1))
+        return (out if into is None else into.copy_(out)), lse
+
+    def backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
+        scale: float, into: Any = (None, None, None),
+    ) -> Any:  # fmt: skip
+        grads = [torch.empty_like(x) if room is None else room for x, room in zip((q, k, v), into, strict=True)]
+        for rows, keys in _runs(lengths):
+            of_queries, of_keys = [x[None, rows] for x in (dout, q, out)], [x[None, keys] for x in (k, v)]
+            made = self.backward(*of_queries[:2], *of_keys, of_queries[2], lse[None, :, rows], causal, scale)
+            for grad, where, x in zip(grads, (rows, keys, keys), made, strict=True):
+                grad[where] = x[0]
+        return grads
+
+
+def _runs(lengths: Lengths) -> list[tuple[slice, slice]]:
+    assert lengths.q.dtype == lengths.k.dtype == torch.int32 and lengths.q[0] == lengths.k[0] == 0
+    assert (lengths.q.diff().max(), lengths.k.diff().max()) == (lengths.longest_q, lengths.longest_k)
+    pairs = zip(pairwise(lengths.q.tolist()), pairwise(lengths.k.tolist()), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
+
+
+def _in_one_call(rank: int) -> None:
+    KERNELS["one_call"] = lambda spec: OneCall()
+    _parity(rank, (150,), ("one_call",))
+    assert OneCall.calls > 0
+
+
+def test_kernels_that_take_all_documents_in_one_call_are_given_what_they_want() -> None:
+    spawn(2, _in_one_call)
+
+
+def test_kernels_that_take_documents_in_one_call_come_first() -> None:
+    spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 128, packed=True)
+    orders = [_order(spec), _order(replace(spec, capability=(8, 0)))]
+    for names in orders:
+        takes = [isinstance(KERNELS[name](spec), VarlenKernel) for name in names]
+        assert takes == sorted(takes, reverse=True) and any(takes), names
+    assert {*orders[0]} == {*_order(replace(spec, packed=False))}
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -174,9 +238,9 @@ def _context(name: str, kernel: str, dtype: torch.dtype, **sizes: int) -> Sequen
     return make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, name, kernel, **sizes)
 
 
-def _inputs(length: int) -> list[Tensor]:
+def _inputs(length: int, dim: int = DIM) -> list[Tensor]:
     g = torch.Generator().manual_seed(length)
-    shapes = [(1, length, n, DIM) for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
+    shapes = [(1, length, n, dim) for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
     return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
@@ -186,8 +250,8 @@ def _each_alone(inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tenso
     for begin, end in pairwise(boundaries):
         q, k, v = (x[:, begin:end].clone().requires_grad_() for x in inputs[:3])
         k_, v_ = (x.repeat_interleave(HEADS[0] // HEADS[1], 2) for x in (k, v))
-        scores = torch.einsum("bshd,bthd->bhst", q, k_) * DIM**-0.5
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = torch.einsum("bshd,bthd->bhst", q, k_) * q.shape[-1] ** -0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         out = torch.einsum("bhst,bthd->bshd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_)
         parts.append([out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3][:, begin:end])])
     return [torch.cat(x, 1) for x in zip(*parts, strict=True)]
@@ -210,12 +274,14 @@ def _packed(context: SequenceContext, inputs: list[Tensor], boundaries: tuple[in
     return gathered
 
 
-def _parity(rank: int) -> None:
+def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> None:
     world = dist.get_world_size()
-    cases = [(length, b) for length in (1, 61, 403) for b in _sizes(length, random.Random(length))]
+    cases = [(length, b) for length in lengths for b in _sizes(length, random.Random(length))]
     wanted = {case: _each_alone(_inputs(case[0]), case[1]) for case in cases}
     for name in fitting(world, *HEADS):
-        variants = [("reference", {}), ("cpu", {"head_groups": 2} if SCHEDULES[name].has_head_groups else {})]
+        variants: list[tuple[str, dict[str, int]]] = [(kernel, {}) for kernel in kernels]
+        if SCHEDULES[name].has_head_groups:
+            variants[0] = kernels[0], {"head_groups": 2}
         if name in ("prefix", "zigzag", "striped") and world == 4:
             variants.append(("cpu", {"ulysses_size": 2}))
         for kernel, sizes in variants:
@@ -226,6 +292,41 @@ def _parity(rank: int) -> None:
                     assert error < 1e-12, f"{context.schedule}, {kernel}, {length}, {boundaries}: off by {error}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_packed_documents_equal_each_one_alone(world: int) -> None:
-    spawn(world, _parity)
+    spawn(world, _parity, (150,), ("cpu",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_packed_documents_of_any_length_equal_each_one_alone_under_every_kernel(world: int) -> None:
+    spawn(world, _parity, (1, 61, 403), ("cpu", "reference"))
+
+
+def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
+    """Relative errors against float64 of schedules and kernels, and of plain bfloat16 attention."""
+    length, boundaries, dim, device = 2053, (0, 1, 300, 1500, 1501, 2000), 64, torch.device("cuda", rank)
+    inputs = [x.bfloat16().to(device) for x in _inputs(length, dim)]
+    want = _each_alone([x.double() for x in inputs], boundaries)
+    capability = torch.cuda.get_device_capability()
+    spec = KernelSpec("cuda", capability, torch.bfloat16, dim, packed=True)
+
+    def errors(got: list[Tensor]) -> list[float]:
+        return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True)]
+
+    found = {"plain": errors(_each_alone(inputs, boundaries))}
+    for name, kernel in product(fitting(dist.get_world_size(), *HEADS), ("fa4", "fa2", "aten", "cudnn")):
+        if KERNELS[kernel](spec).why_not(spec) is None:
+            shape = AttentionShape(1024, *HEADS, dim)
+            context = make_context(dist.group.WORLD, device, spec, shape, name, kernel, transport)
+            found[f"{name} {kernel}"] = errors(_packed(context, inputs, boundaries))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+@pytest.mark.parametrize("world", GPU_WORLDS)
+def test_packed_documents_on_gpus_match_float64(world: int, transport: str) -> None:
+    found = spawn(world, _gpu_errors, transport, device="cuda")[0]
+    plain = found.pop("plain")
+    for label, errors in found.items():
+        assert all(e <= 2 * p for e, p in zip(errors, plain, strict=True)), (label, errors, plain)

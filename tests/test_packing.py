@@ -24,6 +24,7 @@ from lightseq.packing import PackedExamples, best_fit, open_packed
 from lightseq.prepare import prepare
 from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
+from lightseq.verify import shortened
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer
@@ -190,6 +191,17 @@ def test_documents_that_cannot_be_honoured_are_refused() -> None:
     spawn(1, _refusals)
 
 
+def _different_documents(rank: int) -> None:
+    model = _model(num_hidden_layers=1)
+    context = hf.enable(model, schedule="ring")
+    batch = hf.shard_batch(context, torch.zeros(1, 16, dtype=torch.int64), cu_seqlens=[0, 4 + rank, 16])
+    _refused(lambda: model(**batch), "different documents")
+
+
+def test_different_documents_on_ranks_are_one_clear_error_on_each() -> None:
+    spawn(2, _different_documents)
+
+
 def _recompilations(rank: int) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -262,6 +274,19 @@ def _train(rank: int, folder: str, cases: list[dict[str, Any]], steps: int) -> l
         if not error < 1e-5:
             wrong.append(f"{case}: {losses} against {want}")
     return wrong
+
+
+def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> None:
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1, 2, 3]]}))
+    config = TrainConfig(
+        model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing="best_fit",
+        output_dir=f"{tmp_path}/run", rope_scaling={"rope_type": "dynamic", "factor": 2.0},
+    )  # fmt: skip
+    world = World(0, 1, 0, 1, CPU)
+    with pytest.raises(ValueError, match="documents of many lengths into a sequence, and RoPE dynamic scales with one"):
+        prepare(config, llama3.FAMILY, world)
+    with pytest.raises(ValueError, match="--packing best_fit is not what verify compares with a plain model"):
+        shortened(config, tmp_path, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -22,6 +22,7 @@ class KernelSpec:
     dtype: torch.dtype
     head_dim: int
     deterministic: bool = False
+    packed: bool = False  # most tiles hold several documents
 
 
 GradientRoom = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, dk, dv

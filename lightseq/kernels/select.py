@@ -53,6 +53,9 @@ def select(name: str, spec: KernelSpec) -> Selection:
 def _order(spec: KernelSpec) -> tuple[str, ...]:
     if spec.device_type == "cpu":
         return ("cpu", "reference")
+    if spec.packed:  # first those that take documents in one call: the others pay for every document, and every length
+        later = ("fa3", "cudnn", "reference")
+        return ("fa4", "fa2", "aten", *later) if spec.capability >= (9, 0) else ("fa2", "aten", *later[1:])
     if spec.capability >= (9, 0):
         return ("fa4", "fa3", "cudnn", "fa2", "aten", "reference")
     return ("fa2", "cudnn", "aten", "reference")
