@@ -44,7 +44,7 @@ FSDP_REFUSED: Final[Mapping[str, str]] = {
 AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank"),
+    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "max_train_samples"),
 )
 POSITIVE: Final = ("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget")
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
@@ -62,9 +62,13 @@ class TrainConfig:
     rope_theta: float | None = None  # base of the rotary frequencies (default: the model's)
     rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "linear", "factor": 4}' (default: the model's)
     # [data]
-    data_path: str = ""  # token directory, .pkl, or Parquet or JSONL with a text column (required)
+    # token directory, .pkl, rows in .jsonl, .json or .parquet files or a folder of them, a data set that save_to_disk
+    data_path: str = ""  # wrote, or hf:NAME or hf:NAME:SPLIT of the hub (required)
     eval_data_path: str | None = None  # the same, for evaluation
     model_max_length: int = 2048  # tokens of a sequence, all ranks together
+    text_column: str = "text"  # of rows; else messages, or prompt and completion, are trained on their answers alone
+    max_train_samples: int | None = None  # rows that are read, from the first on (default: all)
+    data_cache: str = "~/.cache/lightseq/tokens"  # where the tokens of rows are kept
     packing: str = "none"  # how documents share a sequence
     lazy_preprocess: bool = False  # tokenise text on access instead of beforehand; tokens need no preparation
     # [training]
