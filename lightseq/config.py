@@ -60,7 +60,7 @@ class TrainConfig:
     random_init: bool = False  # take the architecture only and draw fresh weights
     tokenizer: str | None = None  # hub id or directory of the tokenizer, for text data (default: the model's)
     rope_theta: float | None = None  # base of the rotary frequencies (default: the model's)
-    rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "linear", "factor": 4}' (default: the model's)
+    rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "yarn", "factor": 8}' (default: the model's)
     # [data]
     # token directory, .pkl, rows in .jsonl, .json or .parquet files or a folder of them, a data set that save_to_disk
     data_path: str = ""  # wrote, or hf:NAME or hf:NAME:SPLIT of the hub (required)

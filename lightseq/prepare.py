@@ -135,7 +135,7 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name_or_path, config.random_init)
-    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     _check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
