@@ -66,7 +66,7 @@ check: $(READY)
 	@echo "check: format"; $(RUN) -m ruff format --check .
 	@echo "check: lint"; $(RUN) -m ruff check .
 	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks launch
-	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* .ci/run
+	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* examples/chess/*.sh .ci/run
 
 clean:
 	rm -rf $(OUTPUT) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

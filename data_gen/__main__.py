@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data_gen.output import up_to, with_bar, write
+from data_gen.output import up_to, write
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
+from lightseq.corpus import with_bar
 from lightseq.tokens import first_line, load_tokenizer
 
 TEXT_HELP = """\

@@ -6,18 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from lightseq.tokens import IntArray, plural, write_token_directory, written_whole
-
-
-def with_bar(documents: Iterable[IntArray], total: int | None = None) -> Iterator[IntArray]:
-    """Counts documents on a terminal's stderr, and shows nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield from progress.track(documents, total=total)
 
 
 def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:

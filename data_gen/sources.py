@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightseq.tokens import TEXT_SUFFIXES, first_line, iterate_texts, plural
+from lightseq.rows import HUB_PREFIX
+from lightseq.rows import texts_of as texts_of_rows
+from lightseq.tokens import first_line, plural
 
-HUB_PREFIX = "hf:"
+TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -81,7 +83,7 @@ def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[str]:
         if path.suffix not in TEXT_SUFFIXES:
             yield path.read_bytes().decode("utf-8")
             return
-        for text in iterate_texts(path, column):
+        for text in texts_of_rows(path, column):
             yield text
             rows += 1
     except UnicodeDecodeError:

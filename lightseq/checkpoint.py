@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lightseq.optimization import set_rate
 
-STATE, FACTS, LOSS = "state", "trainer_state.json", "eval_loss"
+STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 
 
 def save(

@@ -41,6 +41,7 @@ AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
+    "max_train_samples",
 )
 POSITIVE: Final = ("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget")
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
@@ -56,13 +57,17 @@ class TrainConfig:
     random_init: bool = False  # take the architecture only and draw fresh weights
     tokenizer: str | None = None  # hub id or directory of the tokenizer, for text data (default: the model's)
     rope_theta: float | None = None  # base of the rotary frequencies (default: the model's)
-    rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "linear", "factor": 4}' (default: the model's)
+    rope_scaling: dict[str, Any] | None = None  # JSON, as '{"rope_type": "yarn", "factor": 8}' (default: the model's)
     scaling_factor: int = 1  # size of the model `scaled`, as its name may say too: scaled-all-4
     scaling_strategy: str = "all"  # what grows in it: width, heads and depth; or the layers of a model 4096 wide
     # [data]
-    data_path: str = ""  # token directory, .pkl, or Parquet or JSONL with a text column (required)
+    # token directory, .pkl, rows in .jsonl, .json or .parquet files or a folder of them, a data set that save_to_disk
+    data_path: str = ""  # wrote, or hf:NAME or hf:NAME:SPLIT of the hub (required)
     eval_data_path: str | None = None  # the same, for evaluation
     model_max_length: int = 2048  # tokens of a sequence, all ranks together
+    text_column: str = "text"  # of rows; else messages, or prompt and completion, are trained on their answers alone
+    max_train_samples: int | None = None  # rows that are read, from the first on (default: all)
+    data_cache: str = "~/.cache/lightseq/tokens"  # where the tokens of rows are kept
     # best_fit: documents share a sequence without attending to each other, longer ones are cut into pieces that lose
     packing: str = "none"  # no target; none: one example a sequence
     lazy_preprocess: bool = False  # tokenise text on access instead of beforehand; tokens need no preparation

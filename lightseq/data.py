@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightseq.pickles import read_pickle
+from lightseq.rows import HUB_PREFIX, ROW_SUFFIXES, holds_rows
 from lightseq.tokens import (
     META,
-    TEXT_SUFFIXES,
     IntArray,
+    Reading,
     TokenDirectory,
     Tokenizer,
-    iterate_texts,
     load_tokenizer,
     open_token_directory,
     plural,
-    read_pickle,
 )
 
 IGNORE_INDEX = -100
@@ -109,7 +109,20 @@ class WindowExamples:
         start = (index - int(self.first_window[document])) * self.length
         with_border_target = ids[start : start + self.length + 1]
         check_ids(with_border_target, self.vocab_size, f"{self.source.path} document {document}")
-        return window(ids, ids, start, self.length)
+        targets = self.source.targets_of(document)
+        labels = ids if targets is None else np.where(targets, ids.astype(np.int64), IGNORE_INDEX)
+        return window(ids, labels, start, self.length)
+
+
+def windows_without_target(source: TokenDirectory, windows: NDArray[np.int64], length: int) -> int:
+    """How many windows teach nothing: an answer is elsewhere in their document."""
+    if source.targets is None:
+        return 0
+    found = 0
+    for document in range(len(windows)):
+        targets = np.asarray(source.targets_of(document))[1:]
+        found += sum(not targets[k * length : (k + 1) * length].any() for k in range(int(windows[document])))
+    return found
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
@@ -119,6 +132,8 @@ def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
     windows = window_counts(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
+    if barren := windows_without_target(source, windows, length):
+        notes = (*notes, f"{path}: {plural(barren, 'window')} of {int(windows.sum()):,} without a target")
     if not windows.any():
         raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
     first_window = np.concatenate([np.zeros(1, np.int64), np.cumsum(windows)])
@@ -144,20 +159,29 @@ class SequenceExamples:
 def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> SequenceExamples:
     """Leaves out what has no target, and counts that and what the length cuts off."""
     kept: list[Aligned] = []
-    short = cut_sequence_count = cut_token_count = 0
+    short = targetless = cut_sequence_count = cut_token_count = 0
     for ids, labels in pairs:
         if len(ids) < 2:
             short += 1
+            continue
+        if labels is not ids and not bool((labels[1 : length + 1] != IGNORE_INDEX).any()):
+            targetless += 1
             continue
         cut_sequence_count += len(ids) > length
         cut_token_count += max(0, len(ids) - length)
         kept_ids = ids[: length + 1].astype(np.int32)  # a copy: a view would keep the tokens that are cut
         kept.append((kept_ids, kept_ids if labels is ids else labels[: length + 1].astype(np.int32)))
+    if not kept and targetless:
+        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
     if not kept:
         raise ValueError(f"{path} has no sequence of at least two tokens, so nothing to predict")
     notes = []
     if short:
         notes.append(f"{path}: {plural(short, 'sequence')} of fewer than two tokens left out")
+    if targetless:
+        notes.append(
+            f"{path}: {plural(targetless, 'sequence')} without a target in the first {length:,} tokens left out"
+        )
     if cut_sequence_count:
         cut = f"{plural(cut_sequence_count, 'sequence')} of {len(kept):,} cut at {length:,} tokens"
         notes.append(f"{path}: {cut}, {plural(cut_token_count, 'token')} dropped")
@@ -172,50 +196,6 @@ def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
             yield ids, labels
 
     return cut_sequences(path, checked(), length)
-
-
-@dataclass(frozen=True)
-class TextExamples:
-    """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
-
-    path: Path
-    texts: Sequence[str]
-    tokenizer: Tokenizer
-    length: int
-    vocab_size: int
-    notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Example:
-        ids = self.tokenizer.encode(self.texts[index])
-        check_ids(ids, self.vocab_size, f"{self.path} text {index}")
-        return window(ids, ids, 0, self.length)
-
-
-def open_texts(
-    path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, lazy: bool, progress: bool
-) -> TextExamples | SequenceExamples:
-    rows = list(iterate_texts(path))
-    texts = [text for text in rows if text]
-    if not texts:
-        raise ValueError(f"{path} holds no text")
-    left_out = (f"{path}: {plural(len(rows) - len(texts), 'empty text')} left out",) if len(rows) > len(texts) else ()
-    if lazy:
-        cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False counts what is cut"
-        examples = TextExamples(path, texts, tokenizer, length, vocab_size, (*left_out, cut))
-        examples[0]  # a tokenizer too large for the model shows here, not hours later
-        return examples
-
-    def tokenised() -> Iterator[Aligned]:
-        for index, text in enumerate(track(texts, f"tokenising {path.name}", progress)):
-            ids = tokenizer.encode(text)
-            check_ids(ids, vocab_size, f"{path} text {index}")
-            yield ids, ids
-
-    sequences = cut_sequences(path, tokenised(), length)
-    return SequenceExamples(sequences.sequences, length, left_out + sequences.notes)
 
 
 def track(items: Sequence[T], description: str, progress: bool) -> Iterable[T]:
@@ -234,9 +214,26 @@ def open_examples(
     tokenizer: str | Tokenizer | None = None,
     lazy: bool = True,
     progress: bool = True,
+    reading: Reading | None = None,
 ) -> Examples:
-    """Opens a token directory, a .pkl, or text; whatever is wrong with it is one line of ValueError, here and now."""
+    """Opens a token directory, a .pkl, or rows; whatever is wrong with it is one line of ValueError, here and now."""
     assert length > 0, length
+    reading = reading or Reading()
+    if holds_rows(path):
+        if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
+            raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+        if tokenizer is None:
+            raise ValueError(
+                f"{path} is text and there is no tokenizer; give --tokenizer a directory, a hub id, or byte"
+            )
+        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        if lazy and Path(path).is_file():
+            from lightseq.lazy_texts import open_lazily  # which builds on this module, as the next does
+
+            return open_lazily(Path(path), length, vocab_size, loaded, reading.text_column)
+        from lightseq.corpus import open_rows
+
+        return open_rows(path, length, vocab_size, loaded, reading, progress)
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
@@ -244,15 +241,10 @@ def open_examples(
         return open_windows(path, length, vocab_size)
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size)
-    if path.suffix not in TEXT_SUFFIXES:
-        kinds = ", ".join(TEXT_SUFFIXES)
-        raise ValueError(
-            f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
-        )
-    if tokenizer is None:
-        raise ValueError(f"{path} is text and there is no tokenizer; give --tokenizer a directory, a hub id, or byte")
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    return open_texts(path, length, vocab_size, loaded, lazy, progress)
+    kinds = ", ".join(ROW_SUFFIXES)
+    raise ValueError(
+        f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
+    )
 
 
 def require_target(examples: Examples, path: str | Path) -> None:
@@ -287,10 +279,11 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """An endless line of examples, epoch after epoch; a batch is a place in that line, so resuming needs no state.
+    """An endless line of examples, epoch after epoch; a batch is a place in that line: all that resuming needs.
 
-    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them.
-    Bounded by epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them. A run
+    that resumes after `first_step` steps with another number of sequences a step goes on from `first_place`. Bounded by
+    epochs, places past the end are empty: the last step drops nothing and has all its ranks.
     """
 
     examples: Examples
@@ -302,6 +295,8 @@ class BatchStream:
     seed: int = 0
     shuffle: bool = True
     packed: bool = False  # examples hold several documents; then batch_size is 1
+    first_step: int = 0
+    first_place: int = 0
 
     @property
     def sequences_per_step(self) -> int:
@@ -316,10 +311,40 @@ class BatchStream:
     def steps(self) -> int:
         """Optimizer steps that read every epoch to its end."""
         assert self.end is not None, "an endless stream has no number of steps"
-        return -(-self.end // self.sequences_per_step)
+        return self.first_step - (self.first_place - self.end) // self.sequences_per_step
+
+    def state(self, step: int) -> dict[str, int]:
+        """What a checkpoint keeps: how far the line was read, and what decides its order."""
+        return {
+            "places": self.places_after(step),
+            "examples": len(self.examples),
+            "seed": self.seed,
+            "length": self.length,
+        }
+
+    def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
+        """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
+        now = self.state(step)
+        if other := [key for key in ("examples", "seed", "length") if state[key] != now[key]]:
+            was = f"{other[0]} {state[other[0]]:,}, not {now[other[0]]:,}"
+            raise ValueError(
+                f"--resume_from_checkpoint was trained on data of {was}; resume with the data, --seed and "
+                "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
+            )
+        stream = replace(self, first_step=step, first_place=state["places"])
+        if state["places"] == now["places"]:
+            return stream, ()
+        goes_on = (
+            f"{self.sequences_per_step} sequences a step from example {state['places']:,} on, none skipped or repeated"
+        )
+        return stream, (f"resumed with another number of sequences a step: {goes_on}",)
+
+    def places_after(self, steps: int) -> int:
+        """Examples read in so many steps of the run, those before it was resumed among them."""
+        return self.first_place + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:
-        places = steps * self.sequences_per_step
+        places = self.places_after(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
     def example(self, place: int) -> Example | None:
@@ -330,7 +355,8 @@ class BatchStream:
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
-        first = ((step * self.accumulation + accumulation_index) * self.data_ranks + data_rank) * self.batch_size
+        row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
+        first = self.places_after(step) + row_of_step
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
         boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding

@@ -11,10 +11,12 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
-from lightseq.architecture import examine
+from lightseq.architecture import examine, heads_of
 from lightseq.tokens import first_line
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
+FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
 HUB_SECONDS: Final = 10.0  # that the hub may take to answer
 
 
@@ -93,25 +95,32 @@ def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 def apply_rope(
-    config: PreTrainedConfig, rope_theta: float | None = None, rope_scaling: Mapping[str, Any] | None = None
+    config: PreTrainedConfig,
+    rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    length: int = 0,
 ) -> PreTrainedConfig:
     """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
 
-    Scaling starts from the context that the model has without its own. llama3 and yarn keep that length beside the
-    one that they reach, which becomes the config's; linear and dynamic are scaled from the config's.
+    Scaling starts from the context that the model has without its own. llama3, yarn and longrope keep that length
+    beside the one that they reach, which becomes the config's; the others are scaled from the config's. A larger base
+    has no length of its own: it is given for the one that is trained on, which becomes the config's where it is longer.
     """
     current = dict(getattr(config, "rope_parameters", None) or {})
     published = config.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled
-    rope = current if rope_scaling is None else _scaled_rope(current, rope_scaling, unscaled)
+    frequencies = int(heads_of(config).dim * current.get("partial_rotary_factor", 1.0)) // 2
+    rope = current if rope_scaling is None else _scaled_rope(current, rope_scaling, unscaled, frequencies)
     if rope_theta is not None:
         if rope_scaling is not None and rope_scaling.get("rope_theta", rope_theta) != rope_theta:
             raise ValueError(
                 f"--rope_theta {rope_theta} and rope_theta in --rope_scaling {rope_scaling} differ; give one"
             )
+        if rope_scaling is None and rope_theta > current["rope_theta"]:
+            context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
-    if rope_scaling is not None and rope["rope_type"] in ("llama3", "yarn"):
+    if rope_scaling is not None and rope["rope_type"] in REACHING:
         reached = int(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
@@ -126,7 +135,7 @@ def apply_rope(
 def context_warning(config: PreTrainedConfig, length: int) -> str | None:
     """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
-    factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
+    factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
     covered = int(config.max_position_embeddings * factor)
     if length <= covered:
         return None
@@ -136,16 +145,30 @@ def context_warning(config: PreTrainedConfig, length: int) -> str | None:
     )
 
 
-def _scaled_rope(current: Mapping[str, Any], scaling: Mapping[str, Any], unscaled: int) -> dict[str, Any]:
-    rope = {"rope_theta": current["rope_theta"], **scaling}
+def _check_factors(scaling: Mapping[str, Any], frequencies: int) -> None:
+    for key in FACTORS:
+        given = scaling.get(key)
+        numbers = isinstance(given, list) and all(isinstance(x, int | float) for x in given)
+        if not numbers or len(given) != frequencies:  # type: ignore[arg-type]
+            found = f"{len(given)} numbers" if isinstance(given, list) and numbers else f"{given!r:.40}"
+            raise ValueError(f"--rope_scaling: {key} of longrope is {found}; give a list of {frequencies} numbers")
+
+
+def _scaled_rope(
+    current: Mapping[str, Any], scaling: Mapping[str, Any], unscaled: int, frequencies: int
+) -> dict[str, Any]:
+    kept = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
+    rope = {**kept, **scaling}
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type")  # `type` is the older spelling
     _check_rope_type(rope, f"--rope_scaling {dict(scaling)}")
-    for key in sorted(scaling.keys() - {"rope_type", "type"}):
+    if rope["rope_type"] == "longrope":
+        _check_factors(scaling, frequencies)
+    for key in sorted(scaling.keys() - {"rope_type", "type", *FACTORS}):
         if not isinstance(scaling[key], int | float):
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if rope["rope_type"] in REACHING:
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 

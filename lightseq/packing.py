@@ -23,7 +23,7 @@ from lightseq.data import (
     window_counts,
     window_sizes,
 )
-from lightseq.tokens import Tokenizer, plural
+from lightseq.tokens import Reading, Tokenizer, plural
 
 WHOLE = 1 << 62  # a length that cuts nothing
 
@@ -124,10 +124,11 @@ def open_packed(
     tokenizer: str | Tokenizer | None = None,
     lazy: bool = False,
     progress: bool = True,
+    reading: Reading | None = None,
 ) -> PackedExamples:
     """Opens what `open_examples` opens. Raises ValueError where lengths are not known beforehand."""
-    directory = Path(path).is_dir()
-    opened = open_examples(path, length if directory else WHOLE, vocab_size, tokenizer, lazy, progress)
+    first_cut = WHOLE if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
+    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, reading)
     windows: Windows
     if isinstance(opened, SequenceExamples):
         windows = SequenceWindows(opened.sequences, length, opened.notes)

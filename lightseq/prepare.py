@@ -25,6 +25,7 @@ from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
+from lightseq.tokens import Reading
 
 LOCK = "lock"  # in the output directory, of the run that writes there
 
@@ -66,6 +67,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         seed=config.seed,
         packed=config.packing != "none",
     )
+    stream, resumed = _resumed(stream, resume_from)
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
         eval_examples = find_examples(config.eval_data_path, model, config, world)
@@ -88,9 +90,15 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         world.rank // model.sequence_size,
         resume_from,
         deepspeed,
-        notes + model.warnings,
+        notes + resumed + model.warnings,
         model.lora,
     )
+
+
+def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
+    """The stream from where a checkpoint left it; those of before this was kept count steps alone."""
+    facts = checkpoint.read_facts(resume_from) if resume_from is not None else {}
+    return stream.resumed(facts["step"], facts[checkpoint.DATA]) if checkpoint.DATA in facts else (stream, ())
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
@@ -130,7 +138,7 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name, config.random_init)
-    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     _check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
     rope = (model_config.rope_parameters or {}).get("rope_type")
@@ -156,7 +164,9 @@ def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:
 def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
     length, words = config.model_max_length, model.config.vocab_size
     opened = open_examples if config.packing == "none" else open_packed
-    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main)
+    limit = config.max_train_samples if path == config.data_path else None
+    reading = Reading(config.text_column, limit, Path(config.data_cache).expanduser())
+    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, reading)
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:

@@ -1,20 +1,21 @@
-"""What a corpus is on disk: a token directory, a pickle or a text file, and the tokenizers between them.
+"""What a corpus is on disk, a token directory, and the tokenizers that make one of text.
 
 A token directory:
 tokens.bin     every token, little-endian uint16 or uint32
 documents.bin  int64: where each document starts, and the end of the last
+targets.bin    uint8, perhaps: 1 for a token that is a target, 0 for one that is only read; without it all are
 meta.json      dtype, counts, vocabulary, tokenizer, source, seed, what was skipped
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,14 +25,31 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
-TOKENS, DOCUMENTS, META = "tokens.bin", "documents.bin", "meta.json"
+TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET: np.dtype[Any] = np.dtype("<i8")
-TEXT_SUFFIXES = (".jsonl", ".parquet")
+FLAG: np.dtype[Any] = np.dtype("u1")
+
+Turns = list[dict[str, Any]]
+Part = tuple[str, bool]  # of a text, and whether it is a target
+Targets = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read that are not tokens yet."""
+
+    text_column: str = "text"
+    limit: int | None = None  # rows; None: all
+    cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
 
 
 class Tokenizer(Protocol):
-    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`."""
+    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`.
+
+    `encode_parts` makes ids of texts in parts, and says which of them are targets. A chat template writes turns as
+    text, with what asks for an answer at the end or without.
+    """
 
     @property
     def name(self) -> str: ...
@@ -43,11 +61,24 @@ class Tokenizer(Protocol):
     def begin(self) -> tuple[int, ...]: ...
 
     @property
+    def end(self) -> tuple[int, ...]: ...
+
+    @property
+    def chat_template(self) -> Callable[[Turns, bool], str] | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
     def special_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> IntArray: ...
 
     def encode_part(self, text: str) -> IntArray: ...
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -60,6 +91,12 @@ class ByteTokenizer:
     vocab_size: int = 257
     end_of_document: int = 256
     begin: tuple[int, ...] = ()
+    chat_template: Callable[[Turns, bool], str] | None = None
+    fingerprint: str = "byte"
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return (self.end_of_document,)
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -70,6 +107,12 @@ class ByteTokenizer:
 
     def encode_part(self, text: str) -> IntArray:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
+        return [self.encode(text) if whole else self.encode_part(text) for text in texts]
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
+        return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -89,22 +132,72 @@ class PretrainedTokenizer:
         return (first,) if first is not None and self.backend("a")["input_ids"][:1] == [first] else ()
 
     @property
+    def end(self) -> tuple[int, ...]:
+        return (self.backend.eos_token_id,) if self.backend.eos_token_id is not None else ()
+
+    @property
+    def chat_template(self) -> Callable[[Turns, bool], str] | None:
+        return self._render if getattr(self.backend, "chat_template", None) else None
+
+    def _render(self, turns: Turns, asks: bool) -> str:
+        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that decides what a text becomes, whatever the tokenizer's name."""
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
+        made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
+        return hashlib.sha256(repr(made).encode()).hexdigest()
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         return tuple(self.backend.all_special_ids)
 
     def encode_part(self, text: str) -> IntArray:
-        ids = self.backend(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=np.int64)
+        return self.encode_batch([text], whole=False)[0]
 
     def encode(self, text: str) -> IntArray:
-        ids = self.backend(text, verbose=False)["input_ids"]
-        end = self.backend.eos_token_id
-        if end is not None and (not ids or ids[-1] != end):
-            ids = [*ids, end]
-        return np.asarray(ids, dtype=np.int64)
+        return self.encode_batch([text], whole=True)[0]
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
+        """Whole documents, or parts of one; a fast tokenizer takes all cores for them."""
+        if not texts:
+            return []
+        found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
+        closed = [ids if not whole or tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in found]
+        return [np.asarray(ids, dtype=np.int64) for ids in closed]
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
+        """As if in one piece, as readers of a prompt get it; an id that reaches into a target is one."""
+        if not texts:
+            return []
+        if not self.backend.is_fast:
+            return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+        whole = ["".join(text for text, _ in parts) for parts in texts]
+        found = self.backend(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            (np.asarray(ids, dtype=np.int64), _reaching(np.asarray(spans).reshape(-1, 2), parts))
+            for ids, spans, parts in zip(found["input_ids"], found["offset_mapping"], texts, strict=True)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def _joined(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, Targets]:
+    ids = np.concatenate([ids for ids, _ in pieces])
+    return ids, np.concatenate([np.full(len(ids), target) for ids, target in pieces])
+
+
+def _reaching(spans: NDArray[np.integer[Any]], parts: tuple[Part, ...]) -> Targets:
+    """Which of the ids, by their characters, reach into a part that is a target."""
+    found, end = np.zeros(len(spans), dtype=np.bool_), 0
+    for text, target in parts:
+        start, end = end, end + len(text)
+        if target:
+            found |= (spans[:, 1] > start) & (spans[:, 0] < end)
+    return found
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -130,111 +223,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def iterate_texts(path: Path, column: str = "text") -> Iterator[str]:
-    """The texts of a JSONL or Parquet file in order; a null counts as an empty text."""
-    assert path.suffix in TEXT_SUFFIXES, path
-    return _iterate_jsonl(path, column) if path.suffix == ".jsonl" else _iterate_parquet(path, column)
-
-
-def _iterate_jsonl(path: Path, column: str) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number} is not JSON: {first_line(error)}") from error
-            if not isinstance(row, dict) or column not in row:
-                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(f"{path} line {number} has no column {column!r}; it has: {found}")
-            if not isinstance(row[column], str | None):
-                raise ValueError(f"{path} line {number}: {column!r} is {row[column]!r:.40}, not text")
-            yield row[column] or ""
-
-
-def _iterate_parquet(path: Path, column: str) -> Iterator[str]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ValueError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
-    try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if column not in schema.names:
-                raise ValueError(f"it has no column {column!r}; it has: {', '.join(schema.names)}")
-            if not (
-                pa.types.is_string(schema.field(column).type) or pa.types.is_large_string(schema.field(column).type)
-            ):
-                raise ValueError(f"its column {column!r} is {schema.field(column).type}, not text")
-            for rows in file.iter_batches(batch_size=1024, columns=[column]):
-                yield from (text or "" for text in rows.column(0).to_pylist())
-    except (ValueError, OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Builds plain containers and numbers only: with no name looked up there is nothing a pickle could call.
-
-    Code it cannot run, but a hostile file can still ask for more memory than there is.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(
-            f"it asks to build {module}.{name}, and only plain lists, dicts and numbers are read"
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it asks for an object outside the file, and only plain lists and dicts are read")
-
-
-def load_plain_pickle(path: Path) -> Any:
-    malformed = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
-    try:
-        with path.open("rb") as file:
-            return PlainUnpickler(file).load()
-    except (*malformed, ImportError, OverflowError, MemoryError, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
-        ) from error
-
-
-def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
-    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers."""
-    content = load_plain_pickle(path)
-    if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
-        raise ValueError(f"{path} is not a dict whose 'input_ids' is a list of lists of token ids; write it so")
-    sequences, all_labels = content["input_ids"], content.get("labels")
-    if all_labels is not None and (not isinstance(all_labels, list | tuple) or len(all_labels) != len(sequences)):
-        raise ValueError(f"{path}: 'labels' is not a list with one entry for each of {len(sequences)} input_ids")
-    for index, sequence in enumerate(sequences):
-        ids = _integers(sequence, f"{path} sequence {index}")
-        labels = ids if all_labels is None else _integers(all_labels[index], f"{path} labels {index}")
-        if len(labels) != len(ids):
-            raise ValueError(f"{path} sequence {index}: {len(ids)} input_ids but {len(labels)} labels; align them")
-        yield ids, labels
-
-
-def _integers(numbers: Any, where: str) -> IntArray:
-    try:
-        array = np.asarray(numbers) if isinstance(numbers, list | tuple) else None
-    except (ValueError, OverflowError):
-        array = None
-    if array is not None and array.shape == (0,):
-        return np.zeros(0, np.int64)
-    if array is None or array.ndim != 1 or array.dtype.kind != "i":
-        raise ValueError(f"{where} is not a list of integers; write it as one")
-    return array
-
-
 @contextmanager
 def written_whole(path: Path, force: bool) -> Iterator[Path]:
     """Gives a temporary sibling to write, a file or a directory; it takes the name `path` when all went well."""
     path = path.resolve()
     if path.exists() and not force:
         raise ValueError(f"{path} exists; give another path, or --force to replace it")
-    if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - {TOKENS, DOCUMENTS, META}):
+    if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - {TOKENS, DOCUMENTS, TARGETS, META}):
         raise ValueError(
             f"{path} holds {min(strangers)}, so it is no token directory and is not replaced; move it away"
         )
@@ -257,30 +252,39 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
 
 def write_token_directory(
     path: Path,
-    documents: Iterable[IntArray],
+    documents: Iterable[IntArray | tuple[IntArray, NDArray[np.bool_] | None]],
     vocab_size: int,
     about: Callable[[], Mapping[str, object]],
     force: bool = False,
+    with_targets: bool = False,
 ) -> dict[str, Any]:
-    """Streams documents to disk; `about` adds to the meta data after the last one, when counts are known."""
+    """Streams documents to disk; `about` adds to the meta data after the last one, when counts are known.
+
+    A document may bring along which of its tokens are targets.
+    """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     count = tokens = 0
     max_token_id = -1
-    with written_whole(path, force) as partial:
+    with written_whole(path, force) as partial, ExitStack() as files:
         partial.mkdir()
-        with (partial / TOKENS).open("wb") as token_file, (partial / DOCUMENTS).open("wb") as document_file:
-            document_file.write(np.int64(0).astype(OFFSET).tobytes())
-            for ids in documents:
-                if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-                    raise ValueError(f"document {count}: {_extent(ids)}, not ids of a vocabulary of {vocab_size}")
-                token_file.write(ids.astype(DTYPES[dtype]).tobytes())
-                count, tokens, max_token_id = count + 1, tokens + ids.size, max(max_token_id, int(ids.max()))
-                document_file.write(np.int64(tokens).astype(OFFSET).tobytes())
+        token_file, document_file = (files.enter_context((partial / name).open("wb")) for name in (TOKENS, DOCUMENTS))
+        target_file = files.enter_context((partial / TARGETS).open("wb")) if with_targets else None
+        document_file.write(np.int64(0).astype(OFFSET).tobytes())
+        for document in documents:
+            ids, targets = document if isinstance(document, tuple) else (document, None)
+            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+                raise ValueError(f"document {count}: {_extent(ids)}, not ids of a vocabulary of {vocab_size}")
+            token_file.write(ids.astype(DTYPES[dtype]).tobytes())
+            if target_file is not None:
+                target_file.write((np.ones(len(ids), FLAG) if targets is None else targets.astype(FLAG)).tobytes())
+            count, tokens, max_token_id = count + 1, tokens + ids.size, max(max_token_id, int(ids.max()))
+            document_file.write(np.int64(tokens).astype(OFFSET).tobytes())
         if count == 0:
             raise ValueError(f"no document to write to {path}; the sources hold no text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
-        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, **about()}
+        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **about()}
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        files.close()
     return meta
 
 
@@ -296,9 +300,14 @@ class TokenDirectory:
     tokens: IntArray
     offsets: NDArray[np.int64]
     meta: Mapping[str, Any]
+    targets: IntArray | None = None
 
     def document(self, index: int) -> IntArray:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def targets_of(self, index: int) -> IntArray | None:
+        """For every token of a document, whether it is a target; None: all are."""
+        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
 
 def open_token_directory(path: Path) -> TokenDirectory:
@@ -310,7 +319,8 @@ def open_token_directory(path: Path) -> TokenDirectory:
         raise ValueError(
             f"{path / DOCUMENTS} is corrupt: its borders do not rise from 0 to {meta['tokens']}; make it again"
         )
-    return TokenDirectory(path, tokens, offsets, meta)
+    targets = _map_numbers(path / TARGETS, FLAG, meta["tokens"]) if meta.get("targets") else None
+    return TokenDirectory(path, tokens, offsets, meta, targets)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

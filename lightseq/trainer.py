@@ -393,6 +393,8 @@ class Trainer:
             self.losses.append(record.loss)
             self._log(asdict(record))
             self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
+            if not record.valid_tokens and self.world.is_main:
+                self.terminal.note(f"step {record.step}: no valid target in the batch; nothing was learnt")
             too_high_a_scale = self.config.fp16 and self._skipped < MOST_SKIPPED  # of the loss, halved each time
             if sick is not None and not too_high_a_scale:
                 names = [name for name, p in self.model.named_parameters() if p.requires_grad]
@@ -424,6 +426,7 @@ class Trainer:
 
     def _save(self, step: int, eval_loss: float | None) -> Path:
         facts = {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
+        facts[checkpoint.DATA] = self.inputs.stream.state(step)
 
         def write_model(directory: Path) -> None:
             if self.inputs.lora is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightseq.data import IGNORE_INDEX, BatchStream, open_examples
-from lightseq.tokens import ByteTokenizer, load_tokenizer, open_token_directory, write_token_directory
+from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, open_token_directory, write_token_directory
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:
@@ -130,7 +130,8 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "token id -5" in refusal(negative, 4, 99)
     assert "labels 0 holds the token id 99" in refusal(labels, 4, 99)
     assert "text 0 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte")
-    assert "text 0 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", lazy=False)
+    cached = {"lazy": False, "reading": Reading(cache=tmp_path / "cache")}
+    assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 
 def test_a_token_directory_whose_meta_lies_about_its_ids_is_caught_at_the_example(tmp_path: Path) -> None:
@@ -244,18 +245,22 @@ def test_byte_tokens_go_there_and_back() -> None:
 
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_text_is_tokenised_into_one_example_a_row(tmp_path: Path, lazy: bool, kind: str) -> None:
+def test_a_text_is_cut_on_access_or_split_into_windows_beforehand(tmp_path: Path, lazy: bool, kind: str) -> None:
     path = tmp_path / f"text.{kind}"
     if kind == "parquet":
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         pq.write_table(pa.table({"text": ["abcd", None, "", "e"]}), path)
     else:
         jsonl_file(path, "abcd", None, "", "e")
-    examples = open_examples(path, 3, 300, tokenizer="byte", lazy=lazy)
-    assert len(examples) == 2 and "2 empty texts left out" in examples.notes[0]
+    examples = open_examples(path, 3, 300, "byte", lazy, reading=Reading(cache=tmp_path / "cache"))
     assert as_lists(examples, 0) == (list(b"abc"), list(b"bcd"))
-    assert as_lists(examples, 1) == ([ord("e"), 256], [256, IGNORE_INDEX])
-    assert ("1 sequence of 2 cut at 3 tokens, 2 tokens dropped" in examples.notes[-1]) is not lazy
+    assert as_lists(examples, len(examples) - 1) == ([ord("e"), 256], [256, IGNORE_INDEX])
+    notes = "\n".join(examples.notes)
+    if lazy:
+        assert len(examples) == 2 and "2 empty texts left out" in notes
+    else:
+        assert as_lists(examples, 1) == ([ord("d"), 256], [256, IGNORE_INDEX])
+        assert "left out: 2 empty (" in notes and "1 row of more than 3 tokens split into windows" in notes
 
 
 def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
@@ -275,7 +280,7 @@ def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and then nothing")
     assert str(path) in refusal(path, 4, 300, tokenizer="byte")
     pq.write_table(pa.table({"text": [1], "body": ["a"]}), path)
-    assert "int64" in refusal(path, 4, 300, tokenizer="byte")
+    assert "row 0: 'text' is 1, not text" in refusal(path, 4, 300, tokenizer="byte")
 
 
 def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:
@@ -368,3 +373,46 @@ def test_another_split_of_the_same_step_reads_the_same_sequences(tmp_path: Path)
     wide = stream(tmp_path, batch_size=1, data_ranks=4, seed=3)
     narrow = stream(tmp_path, batch_size=2, accumulation=2, seed=3)
     assert firsts(wide, range(5)) == firsts(narrow, range(5))
+
+
+def ids_of(stream: BatchStream, steps: range) -> list[int]:
+    """The first token of every sequence of some steps, in the order of the line."""
+    found = []
+    for step in steps:
+        for a in range(stream.accumulation):
+            for d in range(stream.data_ranks):
+                found += stream.batch(step, a, d).input_ids[:, 0].tolist()
+    return found
+
+
+def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path) -> None:
+    examples = open_examples(token_directory(tmp_path / "t", *([i, i] for i in range(1, 41))), 2, 1000)
+    before = BatchStream(examples, 2, 1, data_ranks=3, accumulation=2, epochs=1)
+    line = ids_of(before, range(before.steps))
+    for data_ranks, accumulation, batch_size in ((3, 2, 1), (1, 3, 2), (1, 6, 1), (4, 1, 2), (1, 1, 1)):
+        after = BatchStream(examples, 2, batch_size, data_ranks, accumulation, epochs=1)
+        resumed, notes = after.resumed(4, before.state(4))
+        rest = ids_of(resumed, range(4, resumed.steps))
+        assert ids_of(before, range(4)) + [i for i in rest if i] == [i for i in line if i] and sorted(line)[-40:] == [
+            *range(1, 41)
+        ]
+        assert len(notes) == (after.sequences_per_step != 6)
+        assert resumed.epochs_after(resumed.steps) == 1 and resumed.state(resumed.steps)["places"] >= 40
+    again, _ = resumed.resumed(10, resumed.state(10))  # of one that was resumed before
+    assert ids_of(again, range(10, 12)) == ids_of(resumed, range(10, 12))
+
+
+def test_a_run_resumed_with_other_data_is_refused(tmp_path: Path) -> None:
+    examples = open_examples(token_directory(tmp_path / "t", [1, 2], [3, 4]), 2, 1000)
+    stream = BatchStream(examples, 2, 1)
+    for change, line in (({"examples": 3}, "examples 3, not 2"), ({"seed": 7}, "seed 7, not 0")):
+        with pytest.raises(ValueError, match=line):
+            stream.resumed(1, stream.state(1) | change)
+
+
+def test_a_sequence_without_a_target_is_left_out_and_counted(tmp_path: Path) -> None:
+    content = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[-100, -100, -100], [-100, -100, 6]]}
+    path = pickle_file(tmp_path / "p.pkl", content)
+    examples = open_examples(path, 3, 10)
+    assert len(examples) == 1 and "1 sequence without a target in the first 3 tokens left out" in examples.notes[0]
+    assert "every label is -100" in refusal(path, 1, 10)

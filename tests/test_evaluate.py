@@ -27,7 +27,7 @@ from lightseq.evaluation_tasks import haystack
 from lightseq.mesh import World
 from lightseq.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.perplexity import bin_starts, perplexity
-from lightseq.tokens import ByteTokenizer, load_tokenizer, write_token_directory
+from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -110,7 +110,8 @@ NEEDLE = {  # name, model, flags
     "babbled": ("model", "--score greedy --schedule prefix --per_device_eval_batch_size 2"),
     "bytes": (
         "bytes",
-        "--score likelihood --choices 4 --tokenizer byte --data_path {root}/text.jsonl --per_device_eval_batch_size 8",
+        "--score likelihood --choices 4 --tokenizer byte --data_path {root}/text.jsonl --data_cache {root}/cache "
+        "--per_device_eval_batch_size 8",
     ),
     "spelt": ("bytes", "--score greedy --tokenizer byte --per_device_eval_batch_size 9"),
     "groups-needle": ("model", "--score likelihood --choices 4 --sequence_parallel_size 2"),
@@ -232,7 +233,11 @@ def search_of(root: Path, name: str, choices: int) -> Search:
         return make_search(IdNeedles(VOCABULARY), None, TRIALS, choices, 5, lengths, VOCABULARY)
     hay = None
     if "data_path" in NEEDLE[name][1]:
-        hay = haystack(open_examples(root / "text.jsonl", max(lengths), 257, "byte"), 4 * max(lengths), (256,))
+        hay = haystack(
+            open_examples(root / "text.jsonl", max(lengths), 257, "byte", False, reading=Reading(cache=root / "cache")),
+            4 * max(lengths),
+            (256,),
+        )
     return make_search(TextNeedles(ByteTokenizer()), hay, TRIALS, choices, 5, lengths, 257)
 
 

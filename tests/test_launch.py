@@ -3,6 +3,7 @@ and that every script of the repository parses."""
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
-SCRIPTS = (ROOT / "launch" / "local.sh", *JOBS, ROOT / ".ci" / "run")
+SCRIPTS = (ROOT / "launch" / "local.sh", ROOT / "launch" / "extend.sh", *JOBS, ROOT / ".ci" / "run")
 FLAGS = ("--model_name_or_path", "tiny-llama3", "--fsdp", "full_shard auto_wrap", "--note", "a 'quoted' $HOME *")
 
 
@@ -96,3 +97,70 @@ def test_scripts_are_clean_under_shellcheck() -> None:
     shared = ROOT / "launch" / "slurm" / "job.sh"
     done = subprocess.run([shellcheck, *map(str, SCRIPTS), str(shared)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+# ---- stages of a longer context --------------------------------------------------------------------------------------
+
+
+def stage_flags(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
+    assert done.returncode == 0, done.stderr
+    found = []
+    for line in done.stdout.splitlines():
+        words = shlex.split(line)
+        assert words[:2] == [str(ROOT / "launch" / "local.sh"), "llama3"] and words[-1] == "--bf16"
+        found.append({words[i]: words[i + 1] for i in range(2, len(words) - 1, 2)})
+    return found
+
+
+def test_stages_grow_from_each_others_weights(tmp_path: Path) -> None:
+    given = {"MODEL": "m", "DATA": "d", "OUTPUT": str(tmp_path), "DRY_RUN": "1", "DATA_512K": "long"}
+    first, second, third = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given))
+    assert [s["--model_max_length"] for s in (first, second, third)] == ["32768", "131072", "524288"]
+    assert [s["--data_path"] for s in (first, second, third)] == ["d", "d", "long"]
+    assert (first["--model_name_or_path"], second["--model_name_or_path"]) == ("m", f"{tmp_path}/32K/checkpoint-1000")
+    assert json.loads(third["--rope_scaling"]) == {"rope_type": "yarn", "factor": 64}
+
+
+def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
+    for done in ("8K/checkpoint-5", "64K/checkpoint-1"):
+        (tmp_path / done).mkdir(parents=True)
+        (tmp_path / done / "trainer_state.json").write_text("{}")
+    given = {
+        "MODEL": "m",
+        "DATA": "d",
+        "OUTPUT": str(tmp_path),
+        "DRY_RUN": "1",
+        "STAGES": "8K:5 64K:2",
+        "ROPE": "theta",
+    }
+    (stage,) = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given))
+    assert stage["--model_name_or_path"] == f"{tmp_path}/8K/checkpoint-5"
+    assert stage["--resume_from_checkpoint"] == "True" and stage["--rope_theta"] == "4000000"
+    for change, line in (({"STAGES": "8K"}, "'8K' is no stage"), ({"ROPE": "pi"}, "ROPE 'pi' is none of")):
+        refused = run("extend.sh", cwd=tmp_path, **given | change)
+        assert refused.returncode == 2 and line in refused.stderr
+
+
+@pytest.mark.slow
+def test_stages_run_and_their_scaling_is_in_the_model_that_is_saved(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from data_gen.__main__ import main as data_gen
+    from lightseq.family import preset_config
+    from llama3 import FAMILY
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(preset_config(FAMILY, "tiny-llama3")).save_pretrained(tmp_path / "model")
+    assert data_gen(f"synthetic --kind copy --documents 4 --length 128 --output {tmp_path}/data".split()) == 0
+    given = {"MODEL": f"{tmp_path}/model", "DATA": f"{tmp_path}/data", "OUTPUT": f"{tmp_path}/out", "CONTEXT": "1024"}
+    given |= {"STAGES": "32:1 2K:1 4K:1", "NPROC": "1", "PYTHON": sys.executable, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "extend.sh")],
+        env={"PATH": os.environ["PATH"], **given}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "is beyond the" not in done.stdout + done.stderr
+    last = AutoConfig.from_pretrained(tmp_path / "out" / "4K" / "checkpoint-1")
+    assert last.rope_parameters["factor"] == 4 and last.rope_parameters["original_max_position_embeddings"] == 1024
+    assert last.max_position_embeddings == 4096

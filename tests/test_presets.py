@@ -222,6 +222,8 @@ def test_scaling_replaces_the_models_own_and_keeps_its_theta() -> None:
         ("llama3-8b", {"rope_type": "linear", "factor": 4.0}, 32768),
         ("llama3-8b", {"rope_type": "dynamic", "factor": 4.0}, 32768),
         ("llama3-8b", {"rope_type": "yarn", "factor": 4.0}, 32768),
+        ("llama3-8b", {"rope_type": "longrope", "factor": 4, "short_factor": [1] * 64, "long_factor": [4] * 64}, 32768),
+        ("llama3-8b", {"rope_type": "proportional", "factor": 4}, 32768),
         ("llama3.1-8b", {"rope_type": "yarn", "factor": 32.0}, 262144),
         ("llama3-8b", {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4}, 32768),
         ("llama3.1-8b", {"rope_type": "default"}, 8192),
@@ -236,7 +238,21 @@ def test_a_length_beyond_what_scaling_covers_warns(preset: str, scaling: dict | 
     assert warning is not None and f"{covered + 1} is beyond the {covered} positions" in warning
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3"])
+def test_a_larger_base_is_given_for_the_length_that_is_trained_on() -> None:
+    config = apply_rope(config_of("llama3-8b"), rope_theta=8e6, length=65536)
+    assert config.max_position_embeddings == 65536 and context_warning(config, 65536) is None
+    assert apply_rope(config_of("llama3-8b"), rope_theta=8e6, length=64).max_position_embeddings == 8192
+    assert apply_rope(config_of("llama3-8b"), rope_theta=1e4, length=65536).max_position_embeddings == 8192
+
+
+def test_stages_of_scaling_start_from_the_context_that_the_model_had() -> None:
+    once = apply_rope(config_of("llama3-8b"), rope_scaling={"rope_type": "yarn", "factor": 4})
+    twice = apply_rope(once, rope_scaling={"rope_type": "yarn", "factor": 16})
+    assert twice.rope_parameters["original_max_position_embeddings"] == 8192
+    assert (once.max_position_embeddings, twice.max_position_embeddings) == (32768, 131072)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"])
 def test_a_scaled_config_builds_a_model_and_its_frequencies_change(rope_type: str) -> None:
     config = config_of("tiny-llama3")
     scaling: dict[str, Any] = (
@@ -244,6 +260,8 @@ def test_a_scaled_config_builds_a_model_and_its_frequencies_change(rope_type: st
     )
     if rope_type == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope_type == "longrope":
+        scaling |= {"short_factor": [2.0] * 16, "long_factor": [16.0] * 16}
     frequencies = [
         LlamaForCausalLM(each).model.rotary_emb.inv_freq for each in (config, apply_rope(config, rope_scaling=scaling))
     ]
@@ -261,6 +279,12 @@ def test_a_scaled_config_builds_a_model_and_its_frequencies_change(rope_type: st
         (None, {"rope_type": "linear", "factor": "4"}, "factor is '4'; give a number"),
         (None, {"rope_type": "default", "rope_theta": "5e5"}, "rope_theta is '5e5'; give a number"),
         (None, {"rope_type": "llama3", "factor": 4.0}, "low_freq_factor"),
+        (None, {"rope_type": "longrope", "factor": 4}, "short_factor of longrope is None; give a list of 64 numbers"),
+        (
+            None,
+            {"rope_type": "longrope", "factor": 4, "short_factor": [1] * 64, "long_factor": [1]},
+            "long_factor of longrope is 1 numbers",
+        ),
         (1e6, {"rope_type": "default", "rope_theta": 5e5}, "differ; give one"),
     ],
 )

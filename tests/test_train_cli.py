@@ -24,8 +24,8 @@ from lightseq import trainer, weights
 from lightseq.checkpoint import read_facts
 from lightseq.mesh import World
 from lightseq.metrics import read_records
+from lightseq.pickles import read_pickle
 from lightseq.prepare import lock
-from lightseq.tokens import read_pickle
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64

@@ -1,0 +1,102 @@
+"""Fine-tunes CodeLlama-7B on chess games, on one GPU or many.
+
+python3 -m torch.distributed.run --nproc_per_node=4 examples/chess/finetune.py --output_dir outputs/chess \\
+    --model_name_or_path models/CodeLlama-7b-hf --data_path lichess.pgn --gradient_checkpointing
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import games
+import torch
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
+
+from lightseq import trainer
+from lightseq.__main__ import BOTH
+
+GIVEN = ("--sequence_parallel_size", "--tokenizer", "--bf16", "--fp16", "--model_max_length")
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog="All other flags are those of training: python3 -m lightseq train --help",
+    )  # fmt: skip
+    out.add_argument("--model_name_or_path", default="codellama/CodeLlama-7b-hf", help="(default: %(default)s)")
+    out.add_argument("--data_path", type=Path, help=".pgn, moves, or rows with a text (default: games made up)")
+    out.add_argument("--games", type=int, default=1000, help="how many to make up (default: %(default)s)")
+    out.add_argument("--output_dir", type=Path, required=True)
+    out.add_argument("--batch_size_per_device", type=int, default=1, help="games of a forward pass (default: 1)")
+    out.add_argument(
+        "--gradient_accumulation_steps", type=int, default=8,
+        help="forward passes of a step on one GPU; several GPUs share them (default: %(default)s)",
+    )  # fmt: skip
+    out.add_argument("--gradient_checkpointing", action="store_true", help="keep attention, recompute the rest")
+    out.add_argument("--no_fsdp", action="store_true", help="a copy of the model on every GPU (DDP)")
+    return out
+
+
+def passes(asked: int, data_ranks: int) -> tuple[int, str | None]:
+    """Forward passes of a step on each of the ranks that share them: never 0, and what there is to say."""
+    if asked < 1:
+        raise ValueError(f"--gradient_accumulation_steps {asked}: give at least 1")
+    each = -(-asked // data_ranks)
+    if each * data_ranks == asked:
+        return each, None
+    shared = f"--gradient_accumulation_steps {asked} does not divide by {data_ranks} ranks"
+    return (
+        each,
+        f"{shared}; raised to {each} on each, so that a step takes {each * data_ranks} passes instead of {asked}",
+    )
+
+
+def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world: int) -> tuple[list[str], str | None]:
+    """The command line of lightseq, and what there is to say."""
+    given = {flag: flag in more or any(word.startswith(f"{flag}=") for word in more) for flag in GIVEN}
+    sequence = int(more[list(more).index(GIVEN[0]) + 1]) if GIVEN[0] in more else 1
+    each, note = passes(arguments.gradient_accumulation_steps, max(1, world // sequence))
+    found = ["--model_name_or_path", arguments.model_name_or_path, "--data_path", str(data)]
+    found += ["--output_dir", str(arguments.output_dir), "--gradient_accumulation_steps", str(each)]
+    found += ["--per_device_train_batch_size", str(arguments.batch_size_per_device)]
+    found += ["--gradient_checkpointing", str(arguments.gradient_checkpointing)]
+    found += ["--fsdp", ""] if arguments.no_fsdp else []
+    found += [] if given["--sequence_parallel_size"] else ["--sequence_parallel_size", "1"]
+    found += [] if given["--model_max_length"] else ["--model_max_length", "1024"]
+    found += ["--bf16"] if torch.cuda.is_available() and not (given["--bf16"] or given["--fp16"]) else []
+    return [*found, *more], note
+
+
+def rows(arguments: argparse.Namespace) -> Path:
+    """The games as rows; a file of games is made rows once, beside the run."""
+    source = arguments.data_path
+    if source is not None and source.suffix not in (".pgn", *games.MOVES_SUFFIXES):
+        return source
+    output = Path(arguments.output_dir) / "data" / f"{source.stem if source else 'made-up'}.jsonl"
+    found = games.read(source) if source else games.made_up(arguments.games, seed=0)
+    said = games.write(found, output)
+    if not said.endswith("already"):
+        print(said, flush=True)
+    return output
+
+
+def main() -> int:
+    arguments, more = parser().parse_known_args()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        asked, note = words(arguments, more, rows(arguments), world)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if note and rank == 0:
+        print(f"note: {note}", flush=True)
+    trainer.main(BOTH, asked, "examples/chess/finetune.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Lengthens a model's context in stages, each from the weights of the one before, with rotary positions scaled to its length:
+#   MODEL=meta-llama/Llama-3.2-1B DATA=data/books OUTPUT=outputs/extended launch/extend.sh --bf16 --learning_rate 2e-5
+# STAGES="LENGTH:STEPS ..." (default: 32K, 128K, 512K); CONTEXT the length the model was made for, before any scaling (8192);
+# ROPE=yarn, linear, dynamic, or theta (the base grows with the length; THETA is the one to begin with, 500000). DATA_512K=DIR
+# in the place of DATA for one stage. DRY_RUN=1 prints the commands. NPROC and PYTHON as for launch/local.sh, flags go to every
+# stage. Run again, it goes on where it stopped.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+refuse() {
+    echo "launch/extend.sh: error: $1" >&2
+    exit 2
+}
+
+: "${MODEL:?a hub id or directory with weights}" "${DATA:?what --data_path takes}" "${OUTPUT:?a directory}"
+stages=${STAGES:-32K:1000 128K:500 512K:200}
+context=${CONTEXT:-8192}
+rope=${ROPE:-yarn}
+theta=${THETA:-500000}
+case $rope in
+yarn | linear | dynamic | theta) ;;
+*) refuse "ROPE '$rope' is none of yarn, linear, dynamic, theta" ;;
+esac
+
+# 128K -> 131072
+tokens() {
+    [[ $1 =~ ^([1-9][0-9]*)([KM]?)$ ]] || refuse "'$1' is no length; give 32768, 32K or 1M"
+    case ${BASH_REMATCH[2]} in
+    K) echo $((BASH_REMATCH[1] * 1024)) ;;
+    M) echo $((BASH_REMATCH[1] * 1024 * 1024)) ;;
+    *) echo "${BASH_REMATCH[1]}" ;;
+    esac
+}
+
+# The flags that make positions up to a length known; none where they are already.
+rope_flags() {
+    (($1 <= context)) && return
+    local factor
+    factor=$(awk -v length_="$1" -v context="$context" 'BEGIN { printf "%.6g", length_ / context }')
+    if [[ $rope == theta ]]; then
+        printf '%s\n' --rope_theta "$(awk -v theta="$theta" -v factor="$factor" 'BEGIN { printf "%.0f", theta * factor }')"
+    else
+        printf '%s\n' --rope_scaling "{\"rope_type\": \"$rope\", \"factor\": $factor}"
+    fi
+}
+
+model=$MODEL
+for stage in $stages; do
+    [[ $stage == *:* && ${stage#*:} =~ ^[1-9][0-9]*$ ]] || refuse "'$stage' is no stage; give LENGTH:STEPS, as 32K:1000"
+    name=${stage%%:*} steps=${stage#*:}
+    length=$(tokens "$name")
+    output=$OUTPUT/$name
+    if [[ -f $output/checkpoint-$steps/trainer_state.json ]]; then
+        echo "stage $name: done, $output/checkpoint-$steps" >&2
+        model=$output/checkpoint-$steps
+        continue
+    fi
+    data_of_stage=DATA_$name
+    mapfile -t more < <(rope_flags "$length")
+    compgen -G "$output/checkpoint-*/trainer_state.json" >/dev/null && more+=(--resume_from_checkpoint True)
+    command=("$root/launch/local.sh" llama3 --model_name_or_path "$model" --data_path "${!data_of_stage:-$DATA}"
+        --model_max_length "$length" --max_steps "$steps" --output_dir "$output" "${more[@]}" "$@")
+    echo "stage $name: $length tokens, $steps steps, from $model" >&2
+    if [[ -n ${DRY_RUN:-} ]]; then
+        printf '%q ' "${command[@]}" && echo
+    else
+        "${command[@]}"
+    fi
+    model=$output/checkpoint-$steps
+done

@@ -1,0 +1,164 @@
+"""Rows made tokens once and kept: a token directory in a cache, named by all that decides what is in it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from lightseq.data import WindowExamples, check_ids, open_windows
+from lightseq.rows import Named, identity, rows_of
+from lightseq.samples import Kind, encode, kind_of
+from lightseq.tokens import IntArray, Reading, Targets, Tokenizer, open_token_directory, plural, write_token_directory
+
+T = TypeVar("T")
+BATCH: Final = 256  # rows that a tokenizer gets at once
+STORIES: Final = 5  # rows left out that are named
+VERSION: Final = 1  # of what these modules make of a row
+
+
+@dataclass
+class Skipped:
+    """Rows that were left out: counted by reason, the first few by name."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, where: str) -> None:
+        self.counts[reason] += 1
+        if len(self.rows) < STORIES:
+            self.rows.append(f"{where}: {reason}")
+
+
+def open_rows(
+    source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool
+) -> WindowExamples:
+    """Windows of the rows' tokens, from the cache where they are. Raises ValueError naming the row that is wrong."""
+    directory = tokenised(source, vocab_size, tokenizer, reading, progress)
+    examples = open_windows(directory, length, vocab_size)
+    meta, sizes = examples.source.meta, examples.source.offsets[1:] - examples.source.offsets[:-1]
+    notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
+    notes += left_out(str(source), meta)
+    if long := int((sizes > length + 1).sum()):
+        split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
+        notes.append(f"{source}: {split}; no target is lost at a border")
+    return WindowExamples(examples.source, length, vocab_size, examples.first_window, (*notes, *examples.notes))
+
+
+def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
+    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > STORIES else ''})"
+    return [f"{source}: left out: {counts}{shown}"] if counts else []
+
+
+def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
+    """The token directory of a source; of several processes that want the same one, one writes and the others wait."""
+    about: dict[str, Any] = {
+        "rows": identity(source),
+        "tokenizer": tokenizer.fingerprint,
+        "column": reading.text_column,
+    }
+    about |= {"limit": reading.limit, "version": VERSION}
+    fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    directory = reading.cache / fingerprint
+    if not directory.exists():
+        with _locked(reading.cache, fingerprint):
+            if not directory.exists():
+                _write(
+                    directory, source, vocab_size, tokenizer, reading, {**about, "fingerprint": fingerprint}, progress
+                )
+    open_token_directory(directory)
+    return directory
+
+
+@contextmanager
+def _locked(cache: Path, fingerprint: str) -> Iterator[None]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        held = (cache / f"{fingerprint}.lock").open("w")
+    except OSError as error:
+        raise ValueError(
+            f"--data_cache {cache} cannot be written ({error.strerror}); name another directory"
+        ) from error
+    with held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _write(
+    directory: Path,
+    source: str | Path,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    made: Mapping[str, Any],
+    progress: bool,
+) -> None:
+    rows = rows_of(source, reading.limit)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{source} holds no row, so nothing to predict")
+    kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
+
+    def about() -> dict[str, object]:
+        counts = {"skipped": dict(skipped.counts), "skipped_rows": skipped.rows}
+        return {
+            "tokenizer": tokenizer.name,
+            "source": str(source),
+            "seed": None,
+            "kind": kind.name,
+            **counts,
+            "made": made,
+        }
+
+    documents = _documents(itertools.chain([first], rows), kind, vocab_size, tokenizer, skipped)
+    shown = with_bar(documents, progress=progress)
+    try:
+        write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
+    except ValueError as error:
+        if skipped.counts and "no document to write" in str(error):
+            meta = {"skipped": skipped.counts, "skipped_rows": skipped.rows}
+            raise ValueError(f"{source} has nothing to learn from; {left_out(str(source), meta)[0]}") from error
+        raise
+
+
+def _documents(
+    rows: Iterable[Named], kind: Kind, vocab_size: int, tokenizer: Tokenizer, skipped: Skipped
+) -> Iterator[tuple[IntArray, Targets | None]]:
+    for batch in _batches(rows):
+        read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
+        for where, sample in read:
+            if sample.skipped is not None:
+                skipped.add(sample.skipped, where)
+        kept = [(where, sample) for where, sample in read if sample.skipped is None]
+        encoded = encode([sample for _, sample in kept], kind, tokenizer)
+        for (where, _), (ids, targets) in zip(kept, encoded, strict=True):
+            check_ids(ids, vocab_size, where)
+            if len(ids) < 2:
+                skipped.add("of one token", where)
+            else:
+                yield ids, targets
+
+
+def _batches(items: Iterable[T]) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, BATCH)):
+        yield batch
+
+
+def with_bar(items: Iterable[T], total: int | None = None, progress: bool = True) -> Iterator[T]:
+    """Counts documents on a terminal's stderr, and shows nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:
+        yield from bar.track(items, total=total)

@@ -1,0 +1,66 @@
+"""Sequences out of a pickle that runs no code: plain lists and numbers, and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightseq.tokens import IntArray, first_line
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Builds plain containers and numbers only: with no name looked up there is nothing a pickle could call.
+
+    Code it cannot run, but a hostile file can still ask for more memory than there is.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(
+            f"it asks to build {module}.{name}, and only plain lists, dicts and numbers are read"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it asks for an object outside the file, and only plain lists and dicts are read")
+
+
+def load_plain_pickle(path: Path) -> Any:
+    malformed = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
+    try:
+        with path.open("rb") as file:
+            return PlainUnpickler(file).load()
+    except (*malformed, ImportError, OverflowError, MemoryError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
+        ) from error
+
+
+def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
+    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers."""
+    content = load_plain_pickle(path)
+    if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
+        raise ValueError(f"{path} is not a dict whose 'input_ids' is a list of lists of token ids; write it so")
+    sequences, all_labels = content["input_ids"], content.get("labels")
+    if all_labels is not None and (not isinstance(all_labels, list | tuple) or len(all_labels) != len(sequences)):
+        raise ValueError(f"{path}: 'labels' is not a list with one entry for each of {len(sequences)} input_ids")
+    for index, sequence in enumerate(sequences):
+        ids = _integers(sequence, f"{path} sequence {index}")
+        labels = ids if all_labels is None else _integers(all_labels[index], f"{path} labels {index}")
+        if len(labels) != len(ids):
+            raise ValueError(f"{path} sequence {index}: {len(ids)} input_ids but {len(labels)} labels; align them")
+        yield ids, labels
+
+
+def _integers(numbers: Any, where: str) -> IntArray:
+    try:
+        array = np.asarray(numbers) if isinstance(numbers, list | tuple) else None
+    except (ValueError, OverflowError):
+        array = None
+    if array is not None and array.shape == (0,):
+        return np.zeros(0, np.int64)
+    if array is None or array.ndim != 1 or array.dtype.kind != "i":
+        raise ValueError(f"{where} is not a list of integers; write it as one")
+    return array

@@ -1,0 +1,283 @@
+"""Rows made tokens: chats and answers, real tokenizers, the cache, every source, and what is said of bad data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightseq import corpus
+from lightseq.data import IGNORE_INDEX, WindowExamples, open_examples
+from lightseq.tokens import ByteTokenizer, Reading, Tokenizer, load_tokenizer
+
+# As Mistral's and Llama 3's models have them.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
+    "m['content'] + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "Best move?"},
+    {"role": "assistant", "content": "Nf3, surely."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Castle."},
+]
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    package, folder = pytest.importorskip("mistral_common"), tmp_path_factory.mktemp("mistral")
+    pytest.importorskip("sentencepiece")
+    found = Path(package.__path__[0]) / "data" / "mistral_instruct_tokenizer_240323.model.v3"
+    shutil.copy(found, folder / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": MISTRAL}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    package, folder = pytest.importorskip("llama_models"), tmp_path_factory.mktemp("llama3")
+    pytest.importorskip("tiktoken")
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|r0|>", "<|r1|>", "<|r2|>", "<|r3|>", "<|start_header_id|>"]
+    special += ["<|end_header_id|>", "<|r4|>", "<|eot_id|>"]
+    file = str(Path(package.__path__[0]) / "llama3" / "tokenizer.model")
+    made = TikTokenConverter(vocab_file=file, pattern=words, extra_special_tokens=special).converted()
+    ends = {"bos_token": special[0], "eos_token": special[1], "chat_template": LLAMA3}
+    PreTrainedTokenizerFast(tokenizer_object=made, **ends).save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def opened(
+    source: str | Path, tokenizer: Tokenizer | None = None, length: int = 1000, vocab_size: int = 200_000, **how: Any
+) -> WindowExamples:
+    how.setdefault("cache", Path(source).parent / "cache")
+    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, False, Reading(**how))
+    assert isinstance(found, WindowExamples)
+    return found
+
+
+def learnt(examples: WindowExamples, tokenizer: Tokenizer, index: int = 0) -> list[str]:
+    """The runs of targets of an example, as text, special tokens included."""
+    runs, last = list[list[int]](), False
+    for label in examples[index].labels.tolist():
+        if label != IGNORE_INDEX:
+            runs = [*runs, [label]] if not last else [*runs[:-1], [*runs[-1], label]]
+        last = label != IGNORE_INDEX
+    backend = getattr(tokenizer, "backend", None)
+    return [tokenizer.decode(run) if backend is None else backend.decode(run) for run in runs]
+
+
+def refusal(source: str | Path, tokenizer: Tokenizer | None = None, **how: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        opened(source, tokenizer, **how)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what is learnt -------------------------------------------------------------------------------------------------
+
+
+def test_of_a_chat_the_answers_alone_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+    sharegpt = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
+    for name, row in (("a", {"messages": CHAT}), ("b", {"conversations": sharegpt})):
+        examples = opened(lines(tmp_path / f"{name}.jsonl", row), mistral)
+        assert [run.strip() for run in learnt(examples, mistral)] == ["Nf3, surely.</s>", "Castle.</s>"]
+        assert mistral.backend.decode(examples[0].input_ids).count("[INST]") == 2
+        whole = mistral.backend.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+        assert examples[0].input_ids.tolist() == whole and whole.count(1) == 1, "with one beginning"
+
+
+@pytest.mark.slow
+def test_llama3s_own_tokenizer_reads_a_chat_as_its_template_writes_it(tmp_path: Path, llama3: Tokenizer) -> None:
+    examples = opened(lines(tmp_path / "a.jsonl", {"messages": CHAT}), llama3)
+    assert learnt(examples, llama3) == ["Nf3, surely.<|eot_id|>", "Castle.<|eot_id|>"]
+    whole = llama3.backend.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+    assert examples[0].input_ids.tolist() == whole, "in parts as in one piece"
+    assert llama3.vocab_size > 128_000 and examples[0].input_ids[0] == 128_000
+
+
+def test_of_a_prompt_the_answer_alone_is_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+    for number, row in enumerate(({"prompt": "2+2=", "completion": "4"}, {"instruction": "2+2=", "output": "4"})):
+        path = lines(tmp_path / f"{number}.jsonl", row)
+        assert learnt(opened(path), ByteTokenizer()) == ["4"]
+        assert opened(path)[0].labels[-2:].tolist() == [256, IGNORE_INDEX], "the end is learnt too"
+        assert [run.strip() for run in learnt(opened(path, mistral), mistral)] == ["4</s>"]
+    turns = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    assert len(learnt(opened(lines(tmp_path / "c.jsonl", turns), mistral), mistral)) == 2
+
+
+def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]})
+    assert opened(path)[0].labels.tolist() == [IGNORE_INDEX, 7, 8, IGNORE_INDEX]
+    assert "'labels' are not the input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
+
+
+def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * n, "completion": "a" * m} for n, m in ((3, 10), (30, 1), (1, 1))]
+    path = lines(tmp_path / "a.jsonl", *rows)
+    for length in (1, 2, 7, 8, 100):
+        examples = opened(path, length=length)
+        targets = sum(int((examples[i].labels != IGNORE_INDEX).sum()) for i in range(len(examples)))
+        assert targets == sum(m + 1 for _, m in ((3, 10), (30, 1), (1, 1))), length
+        barren = sum(not (examples[i].labels != IGNORE_INDEX).any() for i in range(len(examples)))
+        assert any(f"{barren} window" in note and "without a target" in note for note in examples.notes) is (barren > 0)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_tokenised_once_and_again_when_anything_changes(
+    tmp_path: Path, mistral: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "one", "body": "1"}, {"text": "two", "body": "22"})
+    written: list[Path] = []
+    write = corpus._write
+    monkeypatch.setattr(corpus, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest)))
+    first = opened(path)
+    assert opened(path, length=2).source.path == first.source.path and len(written) == 1
+    opened(path, mistral)
+    opened(path, text_column="body")
+    assert len(opened(path, limit=1)) == 1 and len(set(written)) == len(written) == 4
+    lines(path, {"text": "three"})
+    assert opened(path).source.meta["documents"] == 1 and len(written) == 5
+    meta = json.loads((first.source.path / "meta.json").read_text())
+    assert meta["source"] == str(path) and meta["kind"] == "text" and meta["skipped"] == {}
+
+
+def test_of_those_who_want_the_same_tokens_one_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"text": f"text {i}"} for i in range(600)))
+    written: list[Path] = []
+    write = corpus._write
+    monkeypatch.setattr(corpus, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: opened(path)[599].input_ids.tolist(), range(4)))
+    assert len(written) == 1 and found == [[*b"text 599", 256]] * 4
+
+
+def test_what_failed_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(300)), {"body": "x"})
+    assert "line 301 has no column 'text'; it has: body" in refusal(path)
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "rows"
+    (folder / "more").mkdir(parents=True)
+    lines(folder / "a.jsonl", {"text": "a"})
+    pq.write_table(pa.table({"text": ["b"]}), folder / "b.parquet")
+    lines(folder / "more" / "c.jsonl", {"text": "c"})
+    (folder / "config.json").write_text("{}")
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([{"text": "d"}, {"text": "e"}]))
+    for source, texts in ((folder, b"abc"), (array, b"de"), (lines(tmp_path / "lines.json", {"text": "f"}), b"f")):
+        examples = opened(source)
+        assert bytes(int(examples[i].input_ids[0]) for i in range(len(examples))) == texts
+
+
+def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"messages": CHAT, "prompt": "x"}, {"messages": CHAT[:2], "prompt": "y"}])
+    rows.select_columns(["prompt"]).rename_column("prompt", "text").save_to_disk(str(tmp_path / "saved"))
+    assert bytes(int(opened(tmp_path / "saved")[i].input_ids[0]) for i in range(2)) == b"xy"
+    datasets.DatasetDict({"dev": rows}).save_to_disk(str(tmp_path / "several"))
+    assert "no split train; name one of its splits: dev" in refusal(tmp_path / "several")
+    asked: list[Any] = []
+
+    def load(name: str, split: str, streaming: bool) -> Any:
+        asked.append((name, split, streaming))
+        return iter([{"text": "from afar"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: type("Builder", (), {"hash": "7"}))
+    examples = opened("hf:ada/games:test", cache=tmp_path / "cache")
+    assert asked == [("ada/games", "test", True)] and bytes(examples[0].input_ids[:-1].astype(np.uint8)) == b"from afar"
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: (_ for _ in ()).throw(OSError("no such set")))
+    assert refusal("hf:ada/none", cache=tmp_path / "cache").startswith("hf:ada/none: no such set")
+
+
+# ---- bad data -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_counted_named_and_kept(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": ""}, {"prompt": "", "completion": None}]
+    path = lines(tmp_path / "a.jsonl", *rows, *rows)
+    examples = opened(path)
+    note = next(note for note in examples.notes if "left out" in note)
+    assert "2 empty, 2 without an answer" in note and f"{path} line 2: without an answer; {path} line 3: empty" in note
+    meta = json.loads((examples.source.path / "meta.json").read_text())
+    assert meta["skipped"] == {"without an answer": 2, "empty": 2} and meta["skipped_rows"][0].startswith(str(path))
+    assert [note for note in opened(path).notes if "left out" in note] == [note], "the cache says it again"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"text": "a"}\n{oops\n', "line 2 is not JSON"),
+        ('{"body": 1}', "line 1 has no column 'text', messages, or prompt and completion; it has: body"),
+        ('{"text": "a"}\n{"body": "b"}', "line 2 has no column 'text'; it has: body"),
+        ('{"text": 3}', "line 1: 'text' is 3, not text"),
+        ("[1]", "is a list, not an object"),
+        ("", "holds no row"),
+        ('{"text": ""}\n{"text": null}', "nothing to learn from"),
+        ('{"text": "naïve"}\n', "line 1 holds the token id 256, outside the model's vocabulary of 256"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, and tokenizer byte has no chat template"),
+        ('{"input_ids": [1, "2"]}', "not a list of integers"),
+    ],
+)
+def test_bad_rows_are_one_line_with_file_and_row(tmp_path: Path, content: str, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    said = refusal(path, vocab_size=256)
+    assert said.startswith(str(path)) and line in said
+
+
+def test_a_corrupt_shard_is_named(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), folder / "a.parquet")
+    (folder / "b.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
+    assert f"{folder}/b.parquet cannot be read as Parquet past row 0" in refusal(folder)
+
+
+def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
+    forgets = dict(MISTRAL=MISTRAL.replace("'[INST] '", "'[INST] ' + (messages|length|string)"))["MISTRAL"]
+    cases = [
+        ({"messages": "hello"}, "'messages' is 'hello', not a list of turns"),
+        ({"messages": [{"role": "user"}]}, "has no role or content"),
+    ]
+    for number, (row, line) in enumerate(cases):
+        assert line in refusal(lines(tmp_path / f"{number}.jsonl", row), mistral)
+    template = mistral.backend.chat_template
+    try:
+        mistral.backend.chat_template = forgets
+        path = lines(tmp_path / "forgets.jsonl", {"messages": CHAT})
+        assert "line 1: the chat template" in (said := refusal(path, mistral)) and "writes earlier turns anew" in said
+    finally:
+        mistral.backend.chat_template = template
