@@ -1,0 +1,145 @@
+"""What chips can do by their makers' word, and what training was measured to make of it: the constants of a plan.
+
+Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/experiments.md); other chips are taken to reach the same
+shares of their own peaks, which is an assumption.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lightseq.flops import peak_flops_per_second
+from lightseq.schedule_time import RATES, Rates
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU. Bytes a second are the maker's: of its memory, to the host one way, to GPUs of its host one way."""
+
+    device: str  # as torch names it
+    memory_bytes: int  # as nvidia-smi shows it
+    memory_rate: float
+    host_rate: float
+    peer_rate: float
+
+    @property
+    def peak_flops(self) -> float:
+        found = peak_flops_per_second(self.device)
+        assert found is not None, self.device
+        return found
+
+
+# Datasheets of NVIDIA for H200, H100, A100 and L40S: HBM bandwidth; PCIe x16, Gen5 64 GB/s and Gen4 32 GB/s one way;
+# NVLink one way (half of what is advertised), PCIe where there is none.
+CHIPS: Mapping[str, Chip] = {
+    "h200": Chip("NVIDIA H200", 143_771 * MIB, 4.8e12, 64e9, 450e9),
+    "h100-80gb": Chip("NVIDIA H100 80GB HBM3", 81_559 * MIB, 3.35e12, 64e9, 450e9),
+    "h100-pcie": Chip("NVIDIA H100 PCIe", 81_559 * MIB, 2.0e12, 64e9, 64e9),
+    "h100-nvl": Chip("NVIDIA H100 NVL", 95_830 * MIB, 3.9e12, 64e9, 300e9),
+    "a100-80gb": Chip("NVIDIA A100-SXM4-80GB", 81_920 * MIB, 2.039e12, 32e9, 300e9),
+    "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 40_960 * MIB, 1.555e12, 32e9, 300e9),
+    "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9),
+}
+MEASURED_ON = CHIPS["h200"]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes for a token: so many elements for every hidden unit, attention unit (heads x head dim) and so on."""
+
+    hidden: float = 0.0
+    attention: float = 0.0
+    key_value: float = 0.0
+    intermediate: float = 0.0
+
+    def elements(self, hidden: int, attention: int, key_value: int, intermediate: int) -> float:
+        mine = (self.hidden, self.attention, self.key_value, self.intermediate)
+        return sum(a * b for a, b in zip(mine, (hidden, attention, key_value, intermediate), strict=True))
+
+
+@dataclass(frozen=True)
+class LayerMoment:
+    """A time in a layer's backward pass. `widths` are beyond what was kept, the weights and the operators' own."""
+
+    widths: Widths
+    in_mlp: bool = False  # what an MLP over tiles takes, too
+    in_attention: bool = False  # what distributed attention takes, too
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+# By whether layers are compiled. Counted on CPU with torch's memory profiler, model sizes varied one by one.
+LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
+    False: {
+        "norms": LayerMoment(Widths(hidden=17, attention=1, key_value=2)),
+        "MLP": LayerMoment(Widths(hidden=10, attention=1, key_value=2), in_mlp=True),
+        "attention": LayerMoment(Widths(hidden=8, attention=2, key_value=2), in_attention=True),
+    },
+    True: {
+        "MLP": LayerMoment(Widths(hidden=5, attention=1, key_value=2), in_mlp=True),
+        "attention": LayerMoment(Widths(hidden=4, attention=2, key_value=4), in_attention=True),
+    },
+}
+AFTER_LAYERS: Mapping[bool, Widths] = {
+    False: Widths(hidden=4),
+    True: Widths(hidden=2),
+}  # what the last norm keeps, made
+UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 6.0}  # as wide as the MLP, where it is not tiled
+KEPT_WITHOUT_REMAT: Mapping[bool, Widths] = {
+    False: Widths(hidden=12, attention=3, key_value=4, intermediate=4),
+    True: Widths(hidden=4, attention=2, key_value=2, intermediate=2),
+}
+OUTSIDE_BYTES = 2.0 * GIB  # of a GPU, beside torch's allocator: CUDA's context, NCCL
+SLACK = 0.03  # of the rest, lost to gaps between tensors
+PROCESS_BYTES = 2.5 * GIB  # of a host, by every rank: Python, torch, CUDA
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+MATRIX_SHARE = 0.72  # of the peak, in products of layers and of the loss
+MEMORY_SHARE = 0.75
+PEER_SHARE = 0.43  # of a collective, of the peer rate, while kernels run
+NETWORK_RATE = 45e9  # bytes a second to other hosts: 400 Gb/s a GPU, nine tenths of it used (assumed)
+HOST_LINK_SHARE = 0.8
+GLUE: Mapping[bool, tuple[Widths, Widths]] = {  # read and written for a token: once, and by what remat repeats
+    False: (
+        Widths(hidden=90, attention=20, key_value=20, intermediate=12),
+        Widths(hidden=30, attention=8, key_value=8),
+    ),
+    True: (
+        Widths(hidden=20, attention=6, key_value=6, intermediate=9),
+        Widths(hidden=6, attention=3, key_value=3, intermediate=3),
+    ),
+}
+LOGIT_PASSES = 3.0  # over the logits, by the loss's own kernel
+WEIGHT_COPIES = 28.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward
+ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 60, "adamw_8bit": 18, "adamw_torch_8bit": 18, "sgd": 12}
+CLIP_BYTES = 12.0  # a parameter: the norm reads its gradient, clipping reads and writes it
+HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one thread a rank
+HOST_SECONDS: Mapping[bool, float] = {False: 12e-3, True: 5e-3}  # to launch a layer, forward and backward
+HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}  # of the kernel's rate at heads of 128
+KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}  # of fa4's rate
+
+
+def chip_named(name: str) -> Chip:
+    """Raises ValueError for a name that no row has."""
+    if name not in CHIPS:
+        raise ValueError(f"--chip {name!r} is unknown; choose from {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
+def chip_of_device(device: str) -> Chip | None:
+    """The row of the GPU that torch calls so."""
+    exact = [chip for chip in CHIPS.values() if chip.device == device]
+    alike = [chip for chip in CHIPS.values() if re.split(r"[ -]", chip.device)[1] == re.split(r"[ -]", device)[1:2]]
+    return next(iter(exact + alike), None)
+
+
+def attention_rates(chip: Chip, transport: str) -> Rates:
+    """H200's, its kernel and its links scaled by what the makers say of them."""
+    base = RATES[transport]
+    return replace(
+        base,
+        flops_per_second=base.flops_per_second * chip.peak_flops / MEASURED_ON.peak_flops,
+        host_bytes_per_second=base.host_bytes_per_second * chip.peer_rate / MEASURED_ON.peer_rate,
+        memory_bytes_per_second=base.memory_bytes_per_second * chip.memory_rate / MEASURED_ON.memory_rate,
+    )
