@@ -75,11 +75,12 @@ class Offload:
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module]) -> None:
-        """The forward of every layer but the last, with which the backward pass begins, hands over what it saves.
+        """The forward of each of these layers, in the model's order, hands over what it saves.
 
-        Parameters, and tensors among the arguments after the first, serve several layers and stay.
+        The model's last layer should not be among them: the backward pass begins with it. Parameters, and tensors
+        among the arguments after the first, serve several layers and stay.
         """
-        for index, layer in enumerate(layers[:-1]):
+        for index, layer in enumerate(layers):
             layer.forward = partial(self._forward, index, layer, layer.forward)  # type: ignore[method-assign]
 
     def keep(self, tensor: Tensor) -> Kept | Tensor:

@@ -95,6 +95,11 @@ def usable(hardware: Hardware) -> float:
     return (hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
 
 
+def gpu_memory(bytes_of_tensors: float) -> float:
+    """That a GPU needs for tensors to have so many bytes of it."""
+    return bytes_of_tensors / (1 - SLACK) + OUTSIDE_BYTES
+
+
 def placement_of(run: PlannedRun) -> Placement:
     """What the flags ask for, or with `--offload auto` the fastest that fits (or, where nothing does, nearly)."""
     here, away = (RECOMPUTE, RECOMPUTE_OFFLOAD) if run.config.remat_policy == "full" else (KEEP, OFFLOAD)

@@ -3,10 +3,12 @@
 Pure data in and out: bytes and seconds of one layer in each state, two budgets, and how many layers there are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
+AWAY, AGAIN = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
 STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # in the order of layers: what is needed last leaves first
 
 
@@ -50,9 +52,8 @@ def place(
     `device_bytes` is for what is kept alone. Layers on their way to the host, `in_flight` of them, still take it.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
-    for counts in _splits(layers, states):
-        chosen = dict(zip(STATES, counts, strict=True))
-        found = _cost(chosen, states, in_flight)
+    for counts in _splits(layers, states, device_bytes, in_flight):
+        found = _cost(dict(zip(STATES, counts, strict=True)), states, in_flight)
         if found.device_bytes > device_bytes or found.host_bytes > host_bytes:
             continue
         key = (found.seconds, found.host_bytes, found.device_bytes, counts)
@@ -79,14 +80,13 @@ def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int
     return State(sums[0] + sum(states[name].host_bytes for name in leaving), sums[1], sums[2])
 
 
-def _splits(layers: int, states: Mapping[str, State]) -> Sequence[tuple[int, ...]]:
-    """How many layers are in each state, every way; the last layer is on the device."""
-    found: list[tuple[int, ...]] = []
-    for away in range(layers if OFFLOAD in states else 1):
-        for half_away in range(layers - away if RECOMPUTE_OFFLOAD in states else 1):
-            for again in range(layers - away - half_away + 1 if RECOMPUTE in states else 1):
-                kept = layers - away - half_away - again
-                if kept and KEEP not in states:
-                    continue
-                found.append((away, half_away, again, kept))
-    return found
+def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:
+    """How many layers are in each state. The last one is on the device; no more compute again than have to."""
+    saved = states[KEEP].device_bytes - states[RECOMPUTE].device_bytes
+    for away in range(layers):
+        for half_away in range(layers - away):
+            here = layers - away - half_away
+            counts = {OFFLOAD: away, RECOMPUTE_OFFLOAD: half_away, KEEP: here}
+            over = _cost(counts, states, in_flight).device_bytes - device_bytes
+            again = 0 if over <= 0 else min(here, ceil(over / saved)) if saved > 0 else here
+            yield away, half_away, again, here - again

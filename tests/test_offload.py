@@ -51,7 +51,7 @@ def make(
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
-    host.wrap(list(wrapped.layers))
+    host.wrap(list(wrapped.layers[:-1]))
     return plain, wrapped, host
 
 
@@ -169,7 +169,7 @@ def _kept_by_llama(rank: int) -> None:
         apply_remat(layers, "attention", compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
-        host.wrap(layers)
+        host.wrap(layers[:-1])
         loss = wrapped(**batch).loss
         size, lse = 24 * 32 * 4, 24 * 4 * 4
         own = {(kept.host.nbytes) for layer in host._layers for kept in layer.kept.values()}
