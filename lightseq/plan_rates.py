@@ -130,8 +130,13 @@ def chip_named(name: str) -> Chip:
 def chip_of_device(device: str) -> Chip | None:
     """The row of the GPU that torch calls so."""
     exact = [chip for chip in CHIPS.values() if chip.device == device]
-    alike = [chip for chip in CHIPS.values() if re.split(r"[ -]", chip.device)[1] == re.split(r"[ -]", device)[1:2]]
+    alike = [chip for chip in CHIPS.values() if _model(chip.device) == _model(device)]
     return next(iter(exact + alike), None)
+
+
+def _model(device: str) -> str:
+    """`A100` of `NVIDIA A100-SXM4-80GB`."""
+    return re.split(r"[ -]", f"{device} ")[1]
 
 
 def attention_rates(chip: Chip, transport: str) -> Rates:
