@@ -100,7 +100,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             if on_gpu:
                 torch.cuda.synchronize()
     offload = trainer.engine.offload
-    parts = trainer.memory_parts(taken.bytes)
+    parts = trainer.memory_parts(taken.bytes if on_gpu else None)
     host = offload.memory.allocated_bytes if offload else 0
     worst = torch.tensor([parts.total, host], dtype=torch.float64, device=trainer.world.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
