@@ -1,6 +1,6 @@
 """Predicts a rank's memory: what a step holds at each of the moments at which it may hold most."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
@@ -17,8 +17,10 @@ from lightseq.plan_rates import (
     AFTER_LAYERS,
     KEPT_WITHOUT_REMAT,
     LAYER_MOMENTS,
+    MOMENTS_WITHOUT_REMAT,
     PROCESS_BYTES,
     UNTILED_BUFFERS,
+    LayerMoment,
     Widths,
 )
 from lightseq.plan_run import PlannedRun
@@ -45,17 +47,22 @@ def moments(run: PlannedRun, placement: Placement) -> Iterator[Moment]:
     last = run.groups - 1
     # Between the first and the last layer's backward everything is on a line between what it is at these two.
     for group in {0, 1, last // 2, last - 1, last} & set(range(run.groups)):
-        for name in LAYER_MOMENTS[run.config.torch_compile]:
+        for name in layer_moments(run):
             yield _backward(run, placement, group, name)
     yield _end_of_backward(run)
 
 
 def at_backward_begin(run: PlannedRun) -> float:
     """The most that is taken beside what layers keep, while all of them still do."""
-    names, last = LAYER_MOMENTS[run.config.torch_compile], run.groups - 1
+    names, last = layer_moments(run), run.groups - 1
     nothing = Placement((RECOMPUTE,) * run.layers)
     found = [_loss(run, nothing), *(_backward(run, nothing, last, name) for name in names)]
     return max(moment.parts.total - moment.parts.kept_activations for moment in found)
+
+
+def layer_moments(run: PlannedRun) -> Mapping[str, LayerMoment]:
+    table = MOMENTS_WITHOUT_REMAT if run.config.remat_policy == "none" else LAYER_MOMENTS
+    return table[run.config.torch_compile]
 
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
@@ -109,13 +116,14 @@ def _states(run: PlannedRun) -> tuple[float, float, float]:
 def _loss(run: PlannedRun, placement: Placement) -> Moment:
     """The chunks of the loss: all layers keep what they keep, and the head is gathered."""
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-    working = run.head_parameters * run.element + run.tokens * (_bytes(run, AFTER_LAYERS[run.config.torch_compile]))
+    gathered = (run.head_parameters + run.group * run.layer_parameters) * run.element  # the last layer's buffer is kept
+    working = gathered + run.tokens * _bytes(run, AFTER_LAYERS[run.config.torch_compile])
     return _moment(run, "loss", _kept_here(run, placement, run.groups - 1), logits + gradients, working, 0.0)
 
 
 def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Moment:
     """A layer's backward pass: what it computes with, its weights, the next one's, its gradients on their way."""
-    moment = LAYER_MOMENTS[run.config.torch_compile][name]
+    moment = layer_moments(run)[name]
     unit = run.group * run.layer_parameters
     last = group == run.groups - 1
     leaving = run.head_parameters if last and not run.tied else 0 if last else unit
@@ -126,8 +134,9 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         working += _tiles(run)
     if moment.in_attention:
         working += attention_of(run).backward * run.tokens
-    if run.group > 1:
-        working += (run.group - 1) * kept_by_layer(run, KEEP) * (placement.count(OFFLOAD) == 0)
+    if run.group > 1:  # its layers run forward again, and keep what each of them keeps
+        kept_again = run.group if placement.count(OFFLOAD) == 0 else min(run.group, 1 + IN_FLIGHT)
+        working += kept_again * kept_by_layer(run, KEEP)
     done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
     kept = _kept_here(run, placement, group)
     when = f"backward of layer {group * run.group}, {name}"
@@ -136,7 +145,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
 
 def _end_of_backward(run: PlannedRun) -> Moment:
     """The embeddings' gradient, whole, on its way to its shards."""
-    copies = (2 if run.tied else 1) * run.element + FLOAT32 + (run.element if run.tied else 0)
+    copies = run.element + FLOAT32
     working = run.head_parameters * copies + run.tokens * run.model.hidden_size * run.element
     return _moment(run, "backward of the embeddings", 0.0, 0.0, working, FLOAT32 * run.local_parameters)
 
@@ -158,7 +167,7 @@ def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float
 def _tiles(run: PlannedRun) -> float:
     """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32."""
     hidden, _, _, intermediate = run.widths
-    if run.tokens <= TILE_TOKENS or run.config.remat_policy == "none":
+    if run.tokens <= TILE_TOKENS:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
     return 3 * TILE_TOKENS * intermediate * run.element + 3 * hidden * intermediate * FLOAT32
 

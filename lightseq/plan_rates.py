@@ -81,21 +81,30 @@ LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
         "attention": LayerMoment(Widths(hidden=4, attention=2, key_value=4), in_attention=True),
     },
 }
-AFTER_LAYERS: Mapping[bool, Widths] = {
-    False: Widths(hidden=4),
-    True: Widths(hidden=2),
-}  # what the last norm keeps, made
-UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 6.0}  # as wide as the MLP, where it is not tiled
+UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # as wide as the MLP, where it is not tiled
+# With --remat none the backward pass frees as it goes: at attention, what the MLP kept is gone.
 KEPT_WITHOUT_REMAT: Mapping[bool, Widths] = {
-    False: Widths(hidden=12, attention=3, key_value=4, intermediate=4),
-    True: Widths(hidden=4, attention=2, key_value=2, intermediate=2),
+    False: Widths(hidden=8, attention=2, key_value=2, intermediate=4),
+    True: Widths(hidden=4, attention=2, key_value=2, intermediate=3),
 }
+MOMENTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, LayerMoment]] = {
+    False: {
+        "norms": LayerMoment(Widths(hidden=4)),
+        "attention": LayerMoment(Widths(hidden=1, intermediate=-4), in_attention=True),
+    },
+    True: {
+        "MLP": LayerMoment(Widths(hidden=1, intermediate=1)),
+        "attention": LayerMoment(Widths(hidden=1, intermediate=-3), in_attention=True),
+    },
+}
+AFTER_LAYERS: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden=2)}  # the last norm's, at the loss
 OUTSIDE_BYTES = 2.0 * GIB  # of a GPU, beside torch's allocator: CUDA's context, NCCL
 SLACK = 0.03  # of the rest, lost to gaps between tensors
 PROCESS_BYTES = 2.5 * GIB  # of a host, by every rank: Python, torch, CUDA
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-MATRIX_SHARE = 0.72  # of the peak, in products of layers and of the loss
+MATRIX_SHARE = 0.70  # of the peak, in products of layers and of the loss
+ATTENTION_SHARE = 0.97  # of what the attention layer reaches alone (schedule_time.py), amid a step
 MEMORY_SHARE = 0.75
 PEER_SHARE = 0.43  # of a collective, of the peer rate, while kernels run
 NETWORK_RATE = 45e9  # bytes a second to other hosts: 400 Gb/s a GPU, nine tenths of it used (assumed)
