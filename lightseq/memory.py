@@ -98,12 +98,12 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     options: list[tuple[int, str]] = []
     if config.remat_policy == "none":
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
-    elif config.offload not in ("activations", "both"):
+    elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"
         options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
-    elif config.layers_per_checkpoint == 1 and not config.deepspeed:
+    elif config.layers_per_checkpoint == 1 and not config.deepspeed and config.offload != "auto":
         options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
-    if not config.deepspeed and config.offload not in ("optimizer", "both"):
+    if not config.deepspeed and config.offload not in ("optimizer", "both", "auto"):
         words = "both" if config.offload == "activations" else "optimizer"
         options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))
     elsewhere = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""

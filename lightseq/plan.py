@@ -20,7 +20,7 @@ from lightseq.plan_layers import (
     State,
     place,
 )
-from lightseq.plan_memory import at_backward_begin, host_bytes, kept_by_layer, peak
+from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, peak
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_time import attention_seconds, copy_seconds, step_seconds
@@ -51,7 +51,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         run = self.run
-        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step)
+        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step, run.adapters)
         share = mfu(flops, self.step_seconds, run.hardware.gpus, run.hardware.chip.peak_flops)
         assert share is not None
         return share
@@ -107,8 +107,8 @@ def placement_of(run: PlannedRun) -> Placement:
         return _fastest(run)
     if run.config.offload not in ("activations", "both"):
         return Placement((here,) * run.layers)
-    size = kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
-    inside = (run.group - 1) * kept_by_layer(run, away) if run.group > 1 else 0.0
+    size = host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
+    inside = (run.group - 1) * host_by_layer(run, away) if run.group > 1 else 0.0
     leave = min(run.groups - 1, max(0, int((host_budget(run) - inside) // size)))
     return Placement(tuple(away if i // run.group < leave else here for i in range(run.layers)))
 
@@ -127,9 +127,11 @@ def states_of(run: PlannedRun) -> dict[str, State]:
     kept, layer_input = kept_by_layer(run, KEEP), kept_by_layer(run, RECOMPUTE)
     return {
         KEEP: State(kept, 0.0, 0.0),
-        OFFLOAD: State(0.0, kept, copy_seconds(run, OFFLOAD, busy)),
+        OFFLOAD: State(0.0, host_by_layer(run, OFFLOAD), copy_seconds(run, OFFLOAD, busy)),
         RECOMPUTE: State(layer_input, 0.0, forward),
-        RECOMPUTE_OFFLOAD: State(0.0, layer_input, forward + copy_seconds(run, RECOMPUTE_OFFLOAD, busy)),
+        RECOMPUTE_OFFLOAD: State(
+            0.0, host_by_layer(run, RECOMPUTE_OFFLOAD), forward + copy_seconds(run, RECOMPUTE_OFFLOAD, busy)
+        ),
     }
 
 

@@ -26,6 +26,7 @@ from lightseq.planner import tokens
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 UNKNOWN = {
     "fp8": "--fp8 is taken to be as fast as bfloat16: its speed was not measured",
+    "lora_rank": "the memory of adapters was not measured",
     "deterministic": "--deterministic is taken to cost nothing",
 }
 
@@ -100,6 +101,8 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
 
 def notes(run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+    if run.config.packing != "none":
+        found.append("packed documents need less attention than a sequence of one, which is what is counted")
     if run.hardware.chip is not CHIPS["h200"]:
         found.append(
             f"rates were measured on H200; {run.hardware.chip.device} is taken to reach the same shares of its peaks"

@@ -9,6 +9,7 @@ from math import ceil
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 AWAY, AGAIN = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
+AS_IF = {OFFLOAD: KEEP, RECOMPUTE_OFFLOAD: RECOMPUTE}  # what a layer on its way still takes on the device
 STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # in the order of layers: what is needed last leaves first
 
 
@@ -76,8 +77,8 @@ def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int
         if number:
             for i, value in enumerate(vars(states[name]).values()):
                 sums[i] += number * value
-    leaving = [name for name in (OFFLOAD, RECOMPUTE_OFFLOAD) for _ in range(counts.get(name, 0))][:in_flight]
-    return State(sums[0] + sum(states[name].host_bytes for name in leaving), sums[1], sums[2])
+    leaving = [here for away, here in AS_IF.items() for _ in range(counts.get(away, 0))][:in_flight]
+    return State(sums[0] + sum(states[here].device_bytes for here in leaving), sums[1], sums[2])
 
 
 def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:

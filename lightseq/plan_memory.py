@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
+from lightseq.offload import taken_bytes
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
     KEEP,
@@ -79,11 +80,22 @@ def kept_by_layer(run: PlannedRun, state: str) -> float:
     return checkpoint_bytes(run.model, policy, run.element) * run.tokens
 
 
+def host_by_layer(run: PlannedRun, state: str) -> float:
+    """Of pinned slabs, what one layer that hands over what it keeps takes."""
+    hidden, attention, _, _ = run.widths
+    sizes = [hidden * run.element]
+    if run.config.remat_policy == "none":
+        sizes = [int(kept_by_layer(run, state) / run.tokens)]
+    elif state == OFFLOAD and run.config.remat_policy == "attention":
+        sizes += [attention * run.element, FLOAT32 * run.heads]
+    return sum(taken_bytes(run.tokens * size) for size in sizes)
+
+
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Of one rank: its process, what layers hand over, weights with their gradients and optimizer state."""
     away = sum(_waits(run, placement, group) for group in range(run.groups))
     if run.group > 1 and placement.count(OFFLOAD):
-        away += (run.group - 1) * kept_by_layer(run, OFFLOAD)
+        away += (run.group - 1) * host_by_layer(run, OFFLOAD)
     states = sum(_states(run)) if run.state_on_host else 0.0
     return PROCESS_BYTES + away + states
 
@@ -93,7 +105,7 @@ def _waits(run: PlannedRun, placement: Placement, group: int) -> float:
     state = placement.layers[group * run.group]
     if state not in (OFFLOAD, RECOMPUTE_OFFLOAD):
         return 0.0
-    return kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state)
+    return host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state)
 
 
 def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
@@ -109,8 +121,8 @@ def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
 
 def _states(run: PlannedRun) -> tuple[float, float, float]:
     """Parameters, gradients, optimizer state, wherever they are."""
-    weights = float(FLOAT32 * run.local_parameters)
-    return weights, weights, moments_of(run.config) * weights
+    gradients = float(FLOAT32 * run.local_trained)
+    return run.weight_bytes, gradients, moments_of(run.config) * gradients
 
 
 def _loss(run: PlannedRun, placement: Placement) -> Moment:
@@ -126,10 +138,12 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
     moment = layer_moments(run)[name]
     unit = run.group * run.layer_parameters
     last = group == run.groups - 1
+    trains = run.adapters == 0  # gradients of adapters alone are not worth counting
     leaving = run.head_parameters if last and not run.tied else 0 if last else unit
-    working = run.tokens * _bytes(run, moment.widths) + 3 * unit * run.element + leaving * FLOAT32
+    working = run.tokens * _bytes(run, moment.widths) + 2 * unit * run.element
+    working += trains * (unit * run.element + leaving * FLOAT32)
     if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
-        working += 2 * run.head_parameters * run.element
+        working += (1 + trains) * run.head_parameters * run.element
     if moment.in_mlp:
         working += _tiles(run)
     if moment.in_attention:
@@ -140,14 +154,14 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
     done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
     kept = _kept_here(run, placement, group)
     when = f"backward of layer {group * run.group}, {name}"
-    return _moment(run, when, kept, 0.0, working, FLOAT32 * min(done / run.shards, run.local_parameters))
+    return _moment(run, when, kept, 0.0, working, FLOAT32 * trains * min(done / run.shards, run.local_trained))
 
 
 def _end_of_backward(run: PlannedRun) -> Moment:
     """The embeddings' gradient, whole, on its way to its shards."""
     copies = run.element + FLOAT32
-    working = run.head_parameters * copies + run.tokens * run.model.hidden_size * run.element
-    return _moment(run, "backward of the embeddings", 0.0, 0.0, working, FLOAT32 * run.local_parameters)
+    working = (run.adapters == 0) * run.head_parameters * copies + run.tokens * run.model.hidden_size * run.element
+    return _moment(run, "backward of the embeddings", 0.0, 0.0, working, FLOAT32 * run.local_trained)
 
 
 def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float, gradients: float) -> Moment:

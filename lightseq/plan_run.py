@@ -1,14 +1,14 @@
 """A training run as its plan sees it: model, flags, GPUs and hosts, and the sizes that follow from them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
+from lightseq.adapters import adapter_parameters, lora_of
+from lightseq.architecture import Architecture, examine
 from lightseq.config import TrainConfig
-from lightseq.flops import layer_linear_parameters, total_parameters
 from lightseq.plan_rates import Chip
 from lightseq.schedule import outline
 from lightseq.schedule_choice import Choice, cheapest
@@ -39,7 +39,7 @@ class Hardware:
 class PlannedRun:
     """One rank's sizes are those of the rank that has most."""
 
-    model: LlamaConfig
+    model: PreTrainedConfig
     config: TrainConfig
     hardware: Hardware
 
@@ -106,44 +106,67 @@ class PlannedRun:
     def element(self) -> int:
         return 4 if self.config.compute_dtype == "float32" else 2
 
+    @cached_property
+    def made_of(self) -> Architecture:
+        return examine(self.model)
+
     @property
     def layers(self) -> int:
-        return self.model.num_hidden_layers
+        return self.made_of.layers
 
     @property
     def heads(self) -> int:
-        return self.model.num_attention_heads
+        return self.made_of.heads.query
 
     @property
     def kv_heads(self) -> int:
-        return self.model.num_key_value_heads or self.heads
+        return self.made_of.heads.key_value
 
     @property
     def head_dim(self) -> int:
-        return self.model.head_dim or self.model.hidden_size // self.heads
+        return self.made_of.heads.dim
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Hidden, attention (heads x head dim), key/value, intermediate."""
-        dim = self.head_dim
-        return self.model.hidden_size, self.heads * dim, self.kv_heads * dim, self.model.intermediate_size
+        hidden, dim = self.model.hidden_size, self.head_dim
+        return hidden, self.heads * dim, self.kv_heads * dim, getattr(self.model, "intermediate_size", 4 * hidden)
+
+    @property
+    def layer_linears(self) -> int:
+        return self.made_of.layer_linears // self.layers
 
     @property
     def layer_parameters(self) -> int:
-        return layer_linear_parameters(self.model) + 2 * self.model.hidden_size
+        return self.layer_linears + 2 * self.model.hidden_size
 
     @property
     def head_parameters(self) -> int:
-        return self.model.vocab_size * self.model.hidden_size
+        return self.made_of.head
 
     @property
     def tied(self) -> bool:
-        return bool(self.model.tie_word_embeddings)
+        return bool(getattr(self.model, "tie_word_embeddings", False))
 
     @cached_property
+    def adapters(self) -> int:
+        """Weights that train beside frozen ones; 0: all train."""
+        return adapter_parameters(lora_of(self.config, self.model), self.model)
+
+    @property
     def local_parameters(self) -> int:
-        """Of one rank; matrices are cut by rows, and the rank that has most counts."""
-        return ceil(total_parameters(self.model) / self.shards)
+        return ceil(self.made_of.total / self.shards)
+
+    @property
+    def local_trained(self) -> int:
+        """Of one rank, those that get a gradient."""
+        return ceil((self.adapters or self.made_of.total) / self.shards)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one rank: float32 masters; what is frozen is in the dtype that computes."""
+        frozen = self.element * self.local_parameters if self.adapters else 0
+        return frozen + 4.0 * self.local_trained
 
     @property
     def group(self) -> int:
@@ -160,7 +183,3 @@ class PlannedRun:
     @property
     def accumulates(self) -> bool:
         return self.config.gradient_accumulation_steps > 1
-
-
-def total(parts: Mapping[str, float]) -> float:
-    return sum(parts.values())

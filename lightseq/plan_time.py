@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from lightseq.flops import layer_linear_parameters, total_parameters
 from lightseq.mlp import TILE_TOKENS
 from lightseq.plan_layers import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.plan_memory import kept_by_layer
@@ -73,15 +72,16 @@ def _estimate(choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, s
 
 def matrix_seconds(run: PlannedRun) -> float:
     """Of a forward and a backward pass: what remat repeats, and the head's three products, included."""
-    linear, (hidden, _, _, intermediate) = layer_linear_parameters(run.model), run.widths
-    products = 3.0 * linear  # by the input, and backward by the gradient, for input and weight
+    linear, (hidden, _, _, intermediate) = run.layer_linears, run.widths
+    passes = 2.0 if run.adapters else 3.0  # by the input, and backward by the gradient, for input and weight
+    products = passes * linear
     if run.config.remat_policy != "none":
-        products += linear - hidden * intermediate  # what the down projection gives is never needed again
+        products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
             products += 3 * hidden * intermediate
     if run.group > 1:
         products += linear
-    flops = 2 * run.tokens * (run.layers * products + 3 * run.head_parameters)
+    flops = 2 * run.tokens * (run.layers * products + passes * run.head_parameters)
     return flops / (run.hardware.chip.peak_flops * MATRIX_SHARE * _precision(run))
 
 
@@ -122,7 +122,7 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
 
 
 def update_seconds(run: PlannedRun) -> float:
-    moved = run.local_parameters * (ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"]) + CLIP_BYTES)
+    moved = run.local_trained * (ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"]) + CLIP_BYTES)
     if run.state_on_host:
         return moved / HOST_UPDATE_RATE
     return moved / memory_rate(run)
@@ -153,7 +153,7 @@ def _glue_bytes(run: PlannedRun) -> float:
 
 def _weight_copies(run: PlannedRun) -> float:
     """Bytes that FSDP reads and writes beside its collectives."""
-    return WEIGHT_COPIES * total_parameters(run.model)
+    return WEIGHT_COPIES * run.made_of.total
 
 
 def _precision(run: PlannedRun) -> float:

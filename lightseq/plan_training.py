@@ -6,7 +6,7 @@ import math
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB, Breakdown, advice
@@ -17,7 +17,7 @@ from lightseq.plan_rates import CHIPS, chip_of_device
 from lightseq.plan_run import Hardware, PlannedRun
 
 
-def planned(config: TrainConfig, model: LlamaConfig, world: World) -> PlannedRun:
+def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
     """Without a GPU, or with one whose rates are not known, times are those of an H200."""
     chip, memory = CHIPS["h200"], math.inf
     if world.device.type == "cuda":
@@ -29,7 +29,7 @@ def planned(config: TrainConfig, model: LlamaConfig, world: World) -> PlannedRun
     return PlannedRun(model, config, Hardware(chip, world.size, world.local_size, memory, host))
 
 
-def placement_for(config: TrainConfig, model: LlamaConfig, world: World) -> Placement | None:
+def placement_for(config: TrainConfig, model: PreTrainedConfig, world: World) -> Placement | None:
     """With `--offload auto` the state of every layer: rank 0's choice, for the least memory that any rank has."""
     if config.offload != "auto":
         return None
@@ -45,7 +45,7 @@ def placement_for(config: TrainConfig, model: LlamaConfig, world: World) -> Plac
     return found[0]
 
 
-def out_of_memory(config: TrainConfig, model: LlamaConfig, world: World, measured: Breakdown | None) -> list[str]:
+def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:
     """What the memory was for by the plan, and what would make the run fit.
 
     Where the plan does not know the engine, or sees room enough, what was measured so far decides.

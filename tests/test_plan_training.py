@@ -16,7 +16,7 @@ from lightseq.memory import GIB
 from lightseq.mesh import World
 from lightseq.plan import gpu_memory
 from lightseq.plan_layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.plan_memory import at_backward_begin, kept_by_layer
+from lightseq.plan_memory import at_backward_begin, host_by_layer, kept_by_layer
 from lightseq.plan_rates import CHIPS
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_training import out_of_memory
@@ -50,7 +50,7 @@ def _tight(model: LlamaConfig) -> str:
     """Budgets that hold what two layers keep less than all of it, and on the host what three layers keep."""
     run = planned_run(model, f"--model_max_length {LENGTH}", 2)
     size = kept_by_layer(run, KEEP)
-    device, host = (at_backward_begin(run) + (LAYERS - 1.9) * size) / GIB, 3.05 * size / GIB
+    device, host = (at_backward_begin(run) + (LAYERS - 1.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 
