@@ -98,35 +98,36 @@ MOMENTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, LayerMoment]] = {
     },
 }
 AFTER_LAYERS: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden=2)}  # the last norm's, at the loss
-OUTSIDE_BYTES = 2.0 * GIB  # of a GPU, beside torch's allocator: CUDA's context, NCCL
-SLACK = 0.03  # of the rest, lost to gaps between tensors
-PROCESS_BYTES = 2.5 * GIB  # of a host, by every rank: Python, torch, CUDA
+PROCESS_BYTES = 2.5 * GIB  # of a host, by every rank: Python, torch, CUDA (host_rss_bytes of the points)
+OUTSIDE_BYTES = 2.0 * GIB  # of a GPU, beside torch's allocator: CUDA's context, NCCL (assumed)
+SLACK = 0.05  # of the rest, lost to gaps between tensors where memory is nearly full (assumed)
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-MATRIX_SHARE = 0.70  # of the peak, in products of layers and of the loss
-ATTENTION_SHARE = 0.97  # of what the attention layer reaches alone (schedule_time.py), amid a step
-MEMORY_SHARE = 0.75
-PEER_SHARE = 0.43  # of a collective, of the peer rate, while kernels run
+# Shares of the makers' peaks. `points`: benchmarks/results/plan-2xh200.jsonl; `traces`: 1B at 32K and 8 layers of 8B at
+# 128K on two H200, read with `python3 -m analysis profile` (docs/experiments.md has the first).
+MATRIX_SHARE = 0.70  # products of layers and of the loss (points; traces: 0.68 and 0.73)
+ATTENTION_SHARE = 0.97  # of what the layer reaches alone, by schedule_time.py, amid a step (points)
+MEMORY_SHARE = 0.75  # bytes of memory (traces: compiled layers' glue 0.80, AdamW 0.71)
+PEER_SHARE = 0.43  # a collective between GPUs, while kernels run (traces)
 NETWORK_RATE = 45e9  # bytes a second to other hosts: 400 Gb/s a GPU, nine tenths of it used (assumed)
-HOST_LINK_SHARE = 0.8
-GLUE: Mapping[bool, tuple[Widths, Widths]] = {  # read and written for a token: once, and by what remat repeats
-    False: (
-        Widths(hidden=90, attention=20, key_value=20, intermediate=12),
-        Widths(hidden=30, attention=8, key_value=8),
-    ),
-    True: (
-        Widths(hidden=20, attention=6, key_value=6, intermediate=9),
-        Widths(hidden=6, attention=3, key_value=3, intermediate=3),
-    ),
+HOST_LINK_SHARE = 0.8  # copies to pinned memory and back (assumed)
+# Read and written for a token, elements for every unit of width: once, and by what remat repeats. Eager layers': from
+# the 15% between eager and compiled ones, 1B at 32K, and 8B at 32K, on four GPUs.
+GLUE: Mapping[bool, tuple[Widths, Widths]] = {
+    False: (Widths(200, 45, 45, 30), Widths(70, 20, 20, 8)),
+    True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
-LOGIT_PASSES = 3.0  # over the logits, by the loss's own kernel
-WEIGHT_COPIES = 28.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward
-ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 60, "adamw_8bit": 18, "adamw_torch_8bit": 18, "sgd": 12}
-CLIP_BYTES = 12.0  # a parameter: the norm reads its gradient, clipping reads and writes it
-HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one thread a rank
-HOST_SECONDS: Mapping[bool, float] = {False: 12e-3, True: 5e-3}  # to launch a layer, forward and backward
-HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}  # of the kernel's rate at heads of 128
-KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}  # of fa4's rate
+LOGIT_PASSES = 3.3  # over the logits, by the loss's own kernel (traces)
+WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward (traces)
+# Bytes read and written for a parameter: counted; adamw_torch by its 11.9 ms beside the fused one's 5.1.
+ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
+CLIP_BYTES = 12.0  # the norm reads a gradient, clipping reads and writes it
+HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one thread a rank (points)
+# To launch a layer, forward and backward. Eager: 2,048 tokens on four GPUs, docs/experiments.md; compiled: assumed.
+HOST_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
+# Of the attention kernel's rate, fa4 on heads of 128: benchmarks/results/attention-*.jsonl, from 64K on (fa2: as aten).
+HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
+KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
 
 
 def chip_named(name: str) -> Chip:
