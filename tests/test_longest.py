@@ -76,8 +76,8 @@ def test_only_a_lack_of_memory_counts_as_too_long(
 @pytest.mark.slow
 def test_rehearsals_count_what_a_given_memory_holds(tmp_path: Path) -> None:
     file = tmp_path / "longest.jsonl"
-    limits = "--gpu_memory 0.1 --first 8K --step 8K --resolution 0.5 --nproc_per_node 1"
+    limits = "--gpu_memory 0.16 --first 8K --step 8K --resolution 0.5 --nproc_per_node 1"
     assert main(f"--models tiny-llama3 {limits} --output {file}".split()) == 0
     *probes, found = read_records(file)
     assert {probe["fits"] for probe in probes} == {True, False}
-    assert found["peak_bytes"] <= 0.1 * 2**30 and "more than 0.1 GiB" in found["reason"]
+    assert found["peak_bytes"] <= 0.16 * 2**30 and "more than 0.16 GiB" in found["reason"]
