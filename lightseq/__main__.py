@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import evaluate, planner, rehearsal, trainer, verify
+from lightseq import evaluate, plan_cli, planner, rehearsal, trainer, verify
 from lightseq.family import Family
 from lightseq.merge import add_flags as add_merge
 from lightseq.merge import merge
@@ -30,8 +30,8 @@ BOTH = Family(
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in ACROSS_RANKS:
-        return ACROSS_RANKS[words[0]](BOTH, words[1:])
+    if words and words[0] in FLAGS_OF_TRAINING and "--attention" not in words:
+        return FLAGS_OF_TRAINING[words[0]](BOTH, words[1:])
     arguments = parser().parse_args(words)
     try:
         COMMANDS[arguments.command](arguments, words)
@@ -52,7 +52,12 @@ def parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     add_merge(commands.add_parser("merge", help="add a trained adapter (--lora_rank) to the weights of its model"))
-    add_plan(commands.add_parser("plan", help="predict the time of attention over clusters of many sizes"))
+    add_plan(
+        commands.add_parser(
+            "plan",
+            help="predict memory and time of a training run; with --attention: of a layer over clusters of many sizes",
+        )
+    )
     commands.add_parser("train", help="train a causal language model of transformers across ranks")
     commands.add_parser("rehearse", help="run a step without attention's arithmetic, to see whether a length fits")
     commands.add_parser("verify", help="compare distributed loss and gradients with one process, on your flags")
@@ -116,8 +121,9 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, Sequence[str]], None]] = {
     "plan": plan_attention,
     "merge": merge_adapter,
 }
-ACROSS_RANKS: Mapping[str, Callable[[Family, Sequence[str]], int]] = {  # their flags are those of training
+FLAGS_OF_TRAINING: Mapping[str, Callable[[Family, Sequence[str]], int]] = {
     "train": train,
+    "plan": plan_cli.main,
     "rehearse": rehearsal.main,
     "verify": verify.main,
     "evaluate": evaluate.main,

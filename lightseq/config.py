@@ -27,7 +27,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "fp8": ("tensorwise", "rowwise"),
     "remat": ("none", "attention", "full"),
     "scaling_strategy": ("all", "n_layers"),
-    "offload": ("none", "activations", "optimizer", "both"),
+    "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
 }
 
@@ -43,7 +43,9 @@ AT_LEAST_ONE: Final = (
     *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
     "max_train_samples",
 )
-POSITIVE: Final = ("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget")
+POSITIVE: Final = (
+    *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
+)
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
 
@@ -121,9 +123,11 @@ class TrainConfig:
     layers_per_checkpoint: int = 1  # remat says is then kept for its layers
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
     # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
-    offload: str = "none"  # gradients and optimizer state, which a step then updates on the CPU; both
+    # gradients and optimizer state, which a step then updates on the CPU; both; auto: what the plan chooses layer by
+    offload: str = "none"  # layer, keeping, offloading or computing attention again, whatever fits and costs least
     # GiB of host memory that offloaded activations may take on a rank; past it they stay on the device
     host_memory_budget: float | None = None  # (default: 80% of what is free, shared among a host's ranks)
+    device_memory_budget: float | None = None  # GiB of a GPU for tensors, by --offload auto's plan (default: all)
     # [logging and saving]
     logging_steps: int = 1  # steps between two lines of metrics.jsonl
     eval_strategy: str = "no"  # when to evaluate
@@ -411,7 +415,7 @@ def _check_deepspeed(config: TrainConfig) -> None:
         raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
     if config.fp8:
         raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
-    if config.offload in ("optimizer", "both"):
+    if config.offload in ("optimizer", "both", "auto"):
         raise ValueError(
             f"--offload {config.offload} moves what DeepSpeed holds; use offload_optimizer in {config.deepspeed}, "
             "and --offload activations for the rest"
@@ -446,9 +450,15 @@ def _check_memory(config: TrainConfig) -> None:
     if config.layers_per_checkpoint > 1 and config.remat_policy == "none":
         given = f"--layers_per_checkpoint {config.layers_per_checkpoint} recomputes layers"
         raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
-    if config.host_memory_budget is not None and config.offload not in ("activations", "both"):
+    if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
+    if config.device_memory_budget is not None and config.offload != "auto":
+        given = f"--device_memory_budget {config.device_memory_budget:g} is what --offload auto plans for"
+        raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
+    if config.offload == "auto" and (config.remat_policy != "attention" or config.layers_per_checkpoint > 1):
+        given = f"--remat {config.remat_policy} --layers_per_checkpoint {config.layers_per_checkpoint}"
+        raise ValueError(f"--offload auto chooses what each layer recomputes, but {given} was given; leave these out")
 
 
 def _check_files(config: TrainConfig) -> None:

@@ -38,8 +38,9 @@ UNUSED: Final = (
     *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "gradient_checkpointing"),
-    *("host_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    *("save_total_limit", "keep_best", "report_to", "profile_steps", "lora_rank", "lora_alpha", "lora_target_modules"),
+    *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
+    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "lora_rank", "lora_alpha"),
+    "lora_target_modules",
 )
 
 
@@ -129,7 +130,8 @@ def _without_training(config: TrainConfig) -> TrainConfig:
     offload = "optimizer" if config.offload in ("optimizer", "both") else "none"
     return dataclasses.replace(
         config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, profile_steps=None, offload=offload,
-        host_memory_budget=None, lora_rank=None, lora_alpha=None, lora_target_modules=TrainConfig.lora_target_modules,
+        host_memory_budget=None, device_memory_budget=None, lora_rank=None, lora_alpha=None,
+        lora_target_modules=TrainConfig.lora_target_modules,
     )  # fmt: skip
 
 

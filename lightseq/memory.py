@@ -46,8 +46,12 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
         return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
     gradients = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
-    moments = {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
-    return parameters, gradients, int(moments * gradients)
+    return parameters, gradients, int(moments_of(config) * gradients)
+
+
+def moments_of(config: TrainConfig) -> float:
+    """The optimizer's state, in float32 numbers a weight."""
+    return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
 
 
 def _local(x: Tensor) -> Tensor:
@@ -60,7 +64,6 @@ def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) 
     heads = heads_of(model)
     hidden, attention = model.hidden_size, heads.query * heads.dim
     group = config.layers_per_checkpoint
-    kept = {"full": hidden * element, "attention": (hidden + attention) * element + 4 * heads.query}
     if config.remat_policy == "none":
         # Input, q, k and v before and after their rotation, attention's output, gate, up and their product, two norms'
         # outputs: what eager layers save; compiled ones save less.
@@ -69,9 +72,16 @@ def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) 
             4 * hidden + 3 * attention + 4 * key_value + 4 * model.intermediate_size
         )  # fmt: skip
     if group == 1:
-        return model.num_hidden_layers * tokens * kept[config.remat_policy]
+        return model.num_hidden_layers * tokens * checkpoint_bytes(model, config.remat_policy, element)
     groups = -(-model.num_hidden_layers // group)
-    return tokens * (groups * hidden * element + group * kept[config.remat_policy])
+    return tokens * (groups * hidden * element + group * checkpoint_bytes(model, config.remat_policy, element))
+
+
+def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
+    """What a checkpointed layer keeps of a token: its input, and under `attention` the operator's out and lse."""
+    heads = heads_of(model)
+    kept = {"full": 0, "attention": heads.query * (heads.dim * element + 4)}
+    return model.hidden_size * element + kept[policy]
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
@@ -88,12 +98,12 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     options: list[tuple[int, str]] = []
     if config.remat_policy == "none":
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
-    elif config.offload not in ("activations", "both"):
+    elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"
         options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
-    elif config.layers_per_checkpoint == 1 and not config.deepspeed:
+    elif config.layers_per_checkpoint == 1 and not config.deepspeed and config.offload != "auto":
         options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
-    if not config.deepspeed and config.offload not in ("optimizer", "both"):
+    if not config.deepspeed and config.offload not in ("optimizer", "both", "auto"):
         words = "both" if config.offload == "activations" else "optimizer"
         options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))
     elsewhere = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""

@@ -16,28 +16,53 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
+ALIGNMENT, SLAB_BUFFERS = 512, 4  # of pinned buffers, in bytes; and how many of one size a slab holds at least
 IN_FLIGHT = 2  # layers whose tensors are leaving
 
 
 class HostMemory:
-    """Buffers on the host, made once and used again, `limit_bytes` of them in all."""
+    """Buffers on the host, made once and used again, `limit_bytes` of them in all.
+
+    torch rounds every piece of pinned memory up to a power of two, which can double it: buffers are cut out of slabs.
+    """
 
     def __init__(self, limit_bytes: float, pinned: bool) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
-        self._pinned = pinned
+        self._pinned, self._slab = pinned, torch.empty(0, dtype=torch.uint8)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """A flat buffer, or None where that would pass the limit."""
         if free := self._free[elements, dtype]:
             return free.pop()
-        if self.allocated_bytes + elements * dtype.itemsize > self.limit_bytes:
-            return None
-        self.allocated_bytes += elements * dtype.itemsize
-        return torch.empty(elements, dtype=dtype, pin_memory=self._pinned)
+        size = elements * dtype.itemsize
+        room = -(-size // ALIGNMENT) * ALIGNMENT if self._pinned else size
+        if room > self._slab.numel():
+            slab = slab_bytes(room, self.limit_bytes - self.allocated_bytes) if self._pinned else room
+            if self.allocated_bytes + slab > self.limit_bytes or slab < room:
+                return None
+            self.allocated_bytes += slab
+            self._slab = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
+        buffer, self._slab = self._slab[:size], self._slab[room:]
+        return buffer.view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+def slab_bytes(size: int, left: float) -> int:
+    """A power of two for some buffers of a size, within what is left; 0 where not one of them fits."""
+    if left < size:
+        return 0
+    wanted = 1 << (SLAB_BUFFERS * size - 1).bit_length()
+    return wanted if left >= wanted else 1 << (int(left).bit_length() - 1)
+
+
+def taken_bytes(size: int) -> float:
+    """What one of many buffers of a size takes of pinned slabs."""
+    room = -(-size // ALIGNMENT) * ALIGNMENT
+    slab = slab_bytes(room, float("inf"))
+    return slab / (slab // room)
 
 
 class Kept:
@@ -75,11 +100,12 @@ class Offload:
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module]) -> None:
-        """The forward of every layer but the last, with which the backward pass begins, hands over what it saves.
+        """The forward of each of these layers, in the model's order, hands over what it saves.
 
-        Parameters, and tensors among the arguments after the first, serve several layers and stay.
+        The model's last layer should not be among them: the backward pass begins with it. Parameters, and tensors
+        among the arguments after the first, serve several layers and stay.
         """
-        for index, layer in enumerate(layers[:-1]):
+        for index, layer in enumerate(layers):
             layer.forward = partial(self._forward, index, layer, layer.forward)  # type: ignore[method-assign]
 
     def keep(self, tensor: Tensor) -> Kept | Tensor:

@@ -20,6 +20,7 @@ from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload
+from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.remat import apply_remat, checkpoint_groups
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
@@ -38,6 +39,7 @@ class Techniques:
     remat: str = "attention"
     layers_per_checkpoint: int = 1
     offload: str = "none"
+    placement: tuple[str, ...] | None = None  # the state of every layer, with offload "auto"
     host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
     fp8: str | None = None
@@ -133,7 +135,9 @@ def transform(
     if techniques.remat != "none":
         tile_mlps(layers, first_tile_only, shrink)
     offload, inner = _offloads(techniques, device)
-    apply_remat(layers, techniques.remat, techniques.compile, inner or offload)
+    for layer, state in zip(layers, states := _states(techniques, len(layers)), strict=True):
+        policy = "full" if state in AGAIN else techniques.remat
+        apply_remat([layer], policy, techniques.compile, inner or offload)
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward, options=FP8_COMPILE_OPTIONS if techniques.fp8 else None)
@@ -141,8 +145,16 @@ def transform(
     if techniques.layers_per_checkpoint > 1:
         checkpoint_groups(groups, inner)
     if offload is not None:
-        offload.wrap([group[0] for group in groups])
+        offload.wrap([layer for layer, state in zip(layers, states, strict=True) if state in AWAY])
     return LossModel(model, offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
+
+
+def _states(techniques: Techniques, layers: int) -> tuple[str, ...]:
+    """Of every layer what it keeps, and where. The backward pass begins with the last group: what it keeps stays."""
+    if techniques.placement is not None:
+        return techniques.placement
+    size, offloads = techniques.layers_per_checkpoint, techniques.offload in ("activations", "both")
+    return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
 
 
 def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:
@@ -153,7 +165,7 @@ def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:
 
 def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | None, Offload | None]:
     """For what waits from the forward to the backward pass, and for what waits while a group of layers runs again."""
-    if techniques.offload not in ("activations", "both"):
+    if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
         return None, None
     memory = HostMemory(techniques.host_memory_bytes, pinned=device.type == "cuda")
     return Offload(device, memory), Offload(device, memory) if techniques.layers_per_checkpoint > 1 else None

@@ -67,8 +67,8 @@ def main(family: Family, argv: Sequence[str]) -> int:
         asked = agree(world, lambda: parse(words, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
-            config = _config(asked, folder)
-            inputs = agree(world, lambda: _inputs(config, family, world, folder))
+            config = without_traces(asked, folder)
+            inputs = agree(world, lambda: made_up_inputs(config, family, world, folder))
             trainer = Trainer(config, inputs, world, f"{PROGRAM} {shlex.join(argv)}", rehearses=True)
             dist.barrier()  # every rank has opened what it reads, and what runs out of memory ends at once
         finally:
@@ -90,7 +90,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         trainer.engine.optimizer.step()
         trainer.engine.optimizer.zero_grad()
-    taken = _TakenByForward(trainer.loss_model, on_gpu)
+    taken = TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled
         if on_gpu:
             torch.cuda.synchronize()
@@ -100,7 +100,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             if on_gpu:
                 torch.cuda.synchronize()
     offload = trainer.engine.offload
-    parts = trainer.memory_parts(taken.bytes)
+    parts = trainer.memory_parts(taken.bytes if on_gpu else None)
     host = offload.memory.allocated_bytes if offload else 0
     worst = torch.tensor([parts.total, host], dtype=torch.float64, device=trainer.world.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -111,7 +111,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     )  # fmt: skip
 
 
-class _TakenByForward:
+class TakenByForward:
     """Device memory that the forward pass leaves taken for the backward pass."""
 
     def __init__(self, loss_model: nn.Module, on_gpu: bool) -> None:
@@ -132,7 +132,7 @@ def shared_folder(world: World, prefix: str) -> Path:
     return folder
 
 
-def _config(asked: TrainConfig, folder: Path) -> TrainConfig:
+def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
     """The run that was asked for, of two steps, which reads and leaves nothing."""
     return dataclasses.replace(
         asked, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
@@ -142,7 +142,7 @@ def _config(asked: TrainConfig, folder: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def _inputs(config: TrainConfig, family: Family, world: World, folder: Path) -> Inputs:
+def made_up_inputs(config: TrainConfig, family: Family, world: World, folder: Path) -> Inputs:
     """Data of one long document: every token has a target."""
     if world.local_rank == 0:
         ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY

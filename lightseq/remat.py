@@ -55,7 +55,7 @@ def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | No
     """
     for group in groups:
         if inner is not None:
-            inner.wrap(group)
+            inner.wrap(group[:-1])
         first, *others = group
         first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
         for layer in others:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightseq.flops import total_parameters
 from lightseq.hf import local_positions, packed_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
-from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes, state_bytes
+from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
     Meshes,
     World,
@@ -42,6 +42,7 @@ from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
 from lightseq.perplexity import Perplexity, Shard, measure
+from lightseq.plan_training import out_of_memory, placement_for
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
@@ -49,6 +50,7 @@ from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
+RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
 
 
@@ -103,6 +105,7 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
+        self.placement = placement_for(config, inputs.model_config, world)
         techniques = Techniques(
             length=config.model_max_length,
             stands_for=stands_for,
@@ -113,6 +116,7 @@ class Trainer:
             remat=config.remat_policy,
             layers_per_checkpoint=config.layers_per_checkpoint,
             offload=config.offload,
+            placement=self.placement.layers if self.placement else None,
             host_memory_bytes=self._host_memory_bytes(),
             compute_dtype=self.dtype,
             fp8=config.fp8,
@@ -124,11 +128,16 @@ class Trainer:
             rehearses=rehearses,
         )
         parts = (config, inputs, world, self.meshes, techniques)
-        self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
+        self.terminal = Terminal(inputs.total_steps, 0)
+        self._measured: Callable[[], Breakdown | None] = lambda: None
+        with self.explained_out_of_memory():
+            self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.adapter_parameters = adapters.adapter_parameters(inputs.lora, inputs.model_config)
+        self._measured = self.memory_parts
         self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.first_step = agree(world, self._resume)
+        with self.explained_out_of_memory():
+            self.first_step = agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
@@ -172,6 +181,7 @@ class Trainer:
             "ulysses_size": self.context.schedule.ulysses_size,
             "remat": self.config.remat_policy,
             "layers_per_checkpoint": self.config.layers_per_checkpoint,
+            "placement": self.placement.layers if self.placement else None,
             "host_memory_bytes": self.engine.offload.memory.limit_bytes if self.engine.offload else None,
             "fp8": self.config.fp8,
             "fp8_emulated": self.config.fp8_emulate,
@@ -205,7 +215,8 @@ class Trainer:
             "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
             "remat": c.remat_policy
             + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
-            + (f", {c.offload} in host memory" if c.offload != "none" else ""),
+            + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
+            + (f", {self.placement.words}" if self.placement else ""),
             "parameters": self.engine.parameters + self._adapters(),
         }  # fmt: skip
 
@@ -219,7 +230,7 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
         with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
-            with StopRequest() as stop:
+            with StopRequest() as stop, self.explained_out_of_memory():
                 saved, stopped_by = self._run_steps(stop)
         self.terminal.close()
         if self.metrics is not None:
@@ -235,7 +246,7 @@ class Trainer:
         window, closed, stopped_by = self._window(), None, None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
-            with self.explained_out_of_memory(), record_function(f"step {done}"):
+            with record_function(f"step {done}"):
                 window.results.append(self._step(done - 1))
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
@@ -286,16 +297,21 @@ class Trainer:
 
     @contextmanager
     def explained_out_of_memory(self) -> Iterator[None]:
-        """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others."""
+        """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
+
+        Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
             self.terminal.close()
+            if not self.world.is_main:
+                time.sleep(RANK_0_SECONDS)
             if first_to("explain"):
-                parts = self.memory_parts()
                 what = ". ".join(str(error).split(". ")[:2])  # what happened, and for how many bytes
-                lines = [*parts.lines(), f"error: rank {self.world.rank}: {what}"]
-                print("\n".join([*lines, f"to fit: {advice(parts, self.config)}"]), file=sys.stderr, flush=True)
+                *parts, remedy = out_of_memory(self.config, self.inputs.model_config, self.world, self._measured())
+                lines = [*parts, f"error: rank {self.world.rank}: {what}", remedy]
+                print("\n".join(lines), file=sys.stderr, flush=True)
             leave(1)
 
     def _window(self) -> Window:

@@ -51,7 +51,7 @@ def make(
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
-    host.wrap(list(wrapped.layers))
+    host.wrap(list(wrapped.layers[:-1]))
     return plain, wrapped, host
 
 
@@ -169,7 +169,7 @@ def _kept_by_llama(rank: int) -> None:
         apply_remat(layers, "attention", compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
-        host.wrap(layers)
+        host.wrap(layers[:-1])
         loss = wrapped(**batch).loss
         size, lse = 24 * 32 * 4, 24 * 4 * 4
         own = {(kept.host.nbytes) for layer in host._layers for kept in layer.kept.values()}
@@ -177,3 +177,26 @@ def _kept_by_llama(rank: int) -> None:
         got = torch.autograd.grad(loss, list(wrapped.parameters()))
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [512, 1000, 3 * 2**20])
+def test_pinned_memory_is_slabs_of_powers_of_two_within_the_budget(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(elements: int, **options: object) -> Tensor:
+        options.pop("pin_memory", None)
+        made.append(elements)
+        return torch.zeros(elements, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(offload.torch, "empty", empty)
+    memory = HostMemory(100.5 * size, pinned=True)
+    buffers = []
+    while (buffer := memory.take(size // 2, torch.bfloat16)) is not None:
+        buffers.append(buffer.fill_(len(buffers)))
+    slabs = [n for n in made if n]
+    assert all(n & (n - 1) == 0 for n in slabs) and sum(slabs) == memory.allocated_bytes <= 100.5 * size
+    assert len(buffers) * size >= 0.75 * 100 * size, "a quarter is lost at most"
+    assert all(int(x[0]) == i == int(x[-1]) for i, x in enumerate(buffers)), "buffers do not overlap"
+    memory.give_back(buffers[3])
+    taken = memory.take(size // 2, torch.bfloat16)
+    assert taken is not None and taken.data_ptr() == buffers[3].data_ptr()

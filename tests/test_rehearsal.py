@@ -119,6 +119,30 @@ trainer.main(llama3.FAMILY, sys.argv[1:])
 """
 
 
+OUT_OF_MEMORY_BUILDING = """
+import sys, torch
+import llama3
+from lightseq import engine, trainer
+def fail(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+engine.make_optimizer = fail
+trainer.main(llama3.FAMILY, sys.argv[1:])
+"""
+
+
+def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(OUT_OF_MEMORY_BUILDING)
+    data = tmp_path / "data.pkl"
+    data.write_bytes(pickle.dumps({"input_ids": [list(range(64))] * 2}))
+    words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "fail.py"), *words.split()],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
+    assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(OUT_OF_MEMORY)
     data = tmp_path / "data.pkl"

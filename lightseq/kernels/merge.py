@@ -21,6 +21,8 @@ def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_B
 
 def merge_into(out_BSHD: Tensor, lse_BHS: Tensor, part_BSHD: Tensor, part_lse_BHS: Tensor) -> None:
     """`merge` in place."""
+    if out_BSHD.is_meta:
+        return  # nothing to merge: a plan counts memory, of which the GPU's kernel takes none
     if fused := fused_kernels(out_BSHD):
         fused.merge_into(out_BSHD, lse_BHS, part_BSHD, part_lse_BHS)
     else:

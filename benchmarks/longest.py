@@ -1,0 +1,235 @@
+"""Finds the longest sequence that trains, by rehearsing and bisecting, for every model and set of flags given.
+
+python3 benchmarks/longest.py --models llama3.2-1b,llama3-8b --nproc_per_node 8 --output outputs/longest.jsonl \\
+    --flags "--torch_compile" --flags "--torch_compile --offload activations" --host_memory 500,1900
+
+Every rehearsal runs in processes of its own and is written down as it ends: the same command again goes on.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+
+import json
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psutil
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.flags import Parser, length, listed, positive, shown
+from benchmarks.report import commit_here
+from benchmarks.training.flags import NEEDED
+from benchmarks.training.launch import Failed, run
+from benchmarks.training.records import Machine, look_at_machine
+from benchmarks.training.trials import model_of
+from lightseq.config import TrainConfig
+from lightseq.config import parse as parse_training
+from lightseq.metrics import read_records
+from lightseq.plan import longest as longest_planned
+from lightseq.plan_rates import CHIPS, GIB, chip_of_device
+from lightseq.plan_run import Hardware, PlannedRun
+from lightseq.rehearsal import RECORD
+
+ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too long; anything else is an error
+FIRST_STEP = 1.25  # from the first guess on, until it is known on which side of the limit it was
+
+
+@dataclass(frozen=True)
+class Search:
+    """One limit to find. Memory in GiB: `gpu_memory` of a GPU, `host_memory` of a host; None is what there is."""
+
+    model: str
+    flags: str
+    gpus: int
+    gpu_memory: float | None
+    host_memory: float | None
+
+    @property
+    def words(self) -> list[str]:
+        precision = ["--bf16"] if torch.cuda.is_available() else []
+        words = ["--model_name_or_path", self.model, "--random_init", *precision, *shlex.split(self.flags)]
+        if self.host_memory is not None and self.config(words).offload in ("activations", "both", "auto"):
+            words += ["--host_memory_budget", f"{self.host_memory / self.gpus:.9f}"]
+        return words
+
+    def config(self, words: Sequence[str]) -> TrainConfig:
+        return parse_training([*NEEDED, *words], "")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One rehearsal. Bytes are those of the rank that took most; None where it ended for lack of them."""
+
+    length: int
+    fits: bool
+    reason: str | None = None
+    peak_bytes: int | None = None
+    offloaded_bytes: int | None = None
+    seconds: float | None = None
+
+
+def next_length(known: Mapping[int, bool], guess: int, resolution: float, step: int) -> int | None:
+    """The length to rehearse next, a multiple of `step`; None once the limit is known to `resolution` of itself."""
+    low = max((n for n, fits in known.items() if fits), default=0)
+    high = min((n for n, fits in known.items() if not fits), default=None)
+    if not known:
+        return max(step, guess // step * step)
+    if high is None:
+        return -(-int(low * FIRST_STEP) // step) * step
+    if high - low <= max(step, resolution * low):
+        return None
+    middle = int(high / FIRST_STEP) if low == 0 and high > 4 * step else (low + high) // 2
+    return max(step, middle // step * step)
+
+
+def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        parser().print_help()
+        return 0
+    try:
+        flags = parser().parse_args(words)
+        searches = [
+            Search(model, given, flags.nproc_per_node, flags.gpu_memory, host)
+            for model in flags.models
+            for given in flags.flags or [""]
+            for host in flags.host_memory or [None]
+        ]
+        machine = look_at_machine()
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        found = [search_of(search, flags, machine) for search in searches]
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    Console().print(table(found))
+    print(f"records  {flags.output}")
+    return 0
+
+
+def parser() -> Parser:
+    out = Parser(prog="benchmarks/longest.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    out.add_argument("--models", type=listed(str), default=["llama3.2-1b"], help="presets or local directories")
+    out.add_argument("--flags", action="append", metavar="WORDS", help="training flags; several times for several rows")
+    out.add_argument(
+        "--nproc_per_node", type=positive, default=torch.cuda.device_count() or 2, help="GPUs of this host"
+    )
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="take a GPU to have no more")
+    out.add_argument("--host_memory", type=listed(float), metavar="GIB,...", help="for what layers keep, all ranks")
+    out.add_argument("--first", type=length, metavar="N", help="length to begin with (default: what the plan says)")
+    out.add_argument("--step", type=length, default=1024, help="lengths are multiples of it (default: 1K)")
+    out.add_argument(
+        "--resolution", type=float, default=0.02, help="of the length, that is enough (default: %(default)s)"
+    )
+    out.add_argument("--timeout", type=float, default=600.0, help="seconds a rehearsal may take (default: 600)")
+    out.add_argument("--output", type=Path, default=Path("outputs/longest.jsonl"), metavar="FILE", help="JSONL")
+    out.add_argument("--commit", help="what the records name where there is no git to ask")
+    return out
+
+
+def search_of(search: Search, flags: Any, machine: Machine) -> dict[str, Any]:
+    """Goes on with what the file knows of this limit; the record of the limit, written once it is found."""
+    key = asdict(search)
+    old = [r for r in read_records(flags.output) if all(r.get(name) == value for name, value in key.items())]
+    if done := [r for r in old if r["benchmark"] == "longest"]:
+        return done[-1]
+    names = Probe.__dataclass_fields__
+    probes = [Probe(**{name: r[name] for name in names}) for r in old]
+    provenance = {
+        "commit": flags.commit or commit_here(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": dict(machine.hardware), "versions": dict(machine.versions),
+    }  # fmt: skip
+    guess = flags.first or planned(search, machine)
+    while (tokens := next_length({p.length: p.fits for p in probes}, guess, flags.resolution, flags.step)) is not None:
+        probes.append(rehearse(search, tokens, flags.timeout))
+        write(flags.output, {"benchmark": "rehearsal", **key, **asdict(probes[-1]), **provenance})
+        print(line(search, probes[-1]), flush=True)
+        if tokens <= flags.step and not probes[-1].fits:
+            break
+    found = {"benchmark": "longest", **key, **limit(search, probes), **provenance}
+    write(flags.output, found)
+    return found
+
+
+def planned(search: Search, machine: Machine) -> int:
+    """Where to begin."""
+    _, model = model_of(search.model)
+    chip = chip_of_device(machine.hardware.get("device") or "") or CHIPS["h200"]
+    gpu = chip.memory_bytes if search.gpu_memory is None else search.gpu_memory * GIB
+    host = psutil.virtual_memory().total if search.host_memory is None else search.host_memory * GIB
+    hardware = Hardware(chip, search.gpus, search.gpus, gpu, host)
+    return longest_planned(PlannedRun(model, search.config(search.words), hardware)) or 1
+
+
+def rehearse(search: Search, tokens: int, timeout: float) -> Probe:
+    """Raises ValueError where it ended for anything but its length."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={search.gpus} -m lightseq rehearse".split()
+        words = [*launcher, *search.words, "--model_max_length", str(tokens), "--output_dir", folder]
+        try:
+            run(words, timeout, Path(folder) / "log.txt")
+        except Failed as why:
+            if not any(end in str(why).lower() for end in ENDS):
+                raise ValueError(f"{search.model} {search.flags} at {shown(tokens)}: {why}") from None
+            return Probe(tokens, False, str(why))
+        record = json.loads((Path(folder) / RECORD).read_text())
+    peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, what can be counted
+    room = search.gpu_memory is None or peak <= search.gpu_memory * GIB
+    reason = None if room else f"takes more than {search.gpu_memory:g} GiB"
+    return Probe(tokens, room, reason, peak, record["offloaded_bytes"], record["seconds"])
+
+
+def limit(search: Search, probes: Sequence[Probe]) -> dict[str, Any]:
+    best = max((p for p in probes if p.fits), key=lambda p: p.length, default=None)
+    worst = min((p for p in probes if not p.fits), key=lambda p: p.length, default=None)
+    peak = best.peak_bytes if best else None
+    host = best.offloaded_bytes * search.gpus if best and best.offloaded_bytes is not None else None
+    tokens = best.length if best else 0
+    return {
+        "longest": tokens,
+        "too_long": worst.length if worst else None,
+        "reason": worst.reason if worst else None,
+        "rehearsals": len(probes),
+        "peak_bytes": peak,
+        "host_bytes": host,
+        "tokens_per_gpu": tokens / search.gpus,
+        "tokens_per_gpu_gib": tokens / (search.gpus * peak / GIB) if peak else None,
+        "tokens_per_host_gib": tokens / (host / GIB) if host else None,
+    }
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def line(search: Search, probe: Probe) -> str:
+    ending = f"fits, {probe.peak_bytes / GIB:.2f} GiB a GPU" if probe.fits and probe.peak_bytes else probe.reason
+    return f"{search.model} {search.flags} {probe.length:,} tokens: {ending}"
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD)
+    headings = ("GPUs", "longest", "too long", "a GPU", "a GiB of GPU", "host GiB", "a GiB of host")
+    for name in ("model", "flags", *headings):
+        out.add_column(name, justify="right" if name in headings else "left")
+    for row in found:
+        host = row["host_bytes"]
+        numbers = (row["longest"], row["too_long"], row["tokens_per_gpu"], row["tokens_per_gpu_gib"])
+        cells = [f"{n:,.0f}" if n is not None else "-" for n in numbers]
+        per_host = row["tokens_per_host_gib"]
+        end = [f"{host / GIB:,.1f}" if host else "-", f"{per_host:,.0f}" if per_host else "-"]
+        out.add_row(row["model"], row["flags"] or "-", str(row["gpus"]), *cells, *end)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

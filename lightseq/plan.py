@@ -1,0 +1,220 @@
+"""Whether a training run fits, how long a step takes, where each layer's tensors wait, and how far a length can go.
+
+Nothing is built and nothing runs: sizes come from the model's config and the flags, rates from plan_rates.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from lightseq.config import TrainConfig
+from lightseq.flops import mfu, model_flops
+from lightseq.memory import Breakdown
+from lightseq.plan_layers import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    Placement,
+    State,
+    place,
+)
+from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, peak
+from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
+from lightseq.plan_run import Hardware, PlannedRun
+from lightseq.plan_time import attention_seconds, copy_seconds, step_seconds
+
+K = 2**10
+MOST_LENGTH, MOST_GPUS = 2**30, 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, predicted. Memory is a rank's, `host_bytes` that of the ranks of one host."""
+
+    run: PlannedRun
+    placement: Placement
+    when: str  # the peak is reached
+    parts: Breakdown
+    host_bytes: float
+    seconds: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.config.model_max_length * self.run.sequences_per_step / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        run = self.run
+        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step, run.adapters)
+        share = mfu(flops, self.step_seconds, run.hardware.gpus, run.hardware.chip.peak_flops)
+        assert share is not None
+        return share
+
+    @property
+    def usable_gpu_bytes(self) -> float:
+        return usable(self.run.hardware)
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What there is too little of, in words."""
+        found = []
+        if self.parts.total > self.usable_gpu_bytes:
+            more = (self.parts.total - self.usable_gpu_bytes) / 2**30
+            found.append(f"GPU memory, by {more:.1f} GiB a GPU")
+        if self.host_bytes > self.run.hardware.host_memory:
+            more = (self.host_bytes - self.run.hardware.host_memory) / 2**30
+            found.append(f"host memory, by {more:.1f} GiB a host")
+        return tuple(found)
+
+
+def placement_words(plan: Plan) -> str:
+    """Of every layer, and what else its run does with what is kept."""
+    grouped = f"; {plan.run.group} layers a checkpoint" if plan.run.group > 1 else ""
+    return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped})"
+
+
+def make_plan(run: PlannedRun) -> Plan:
+    placement = placement_of(run)
+    moment = peak(run, placement)
+    host = host_bytes(run, placement) * run.hardware.ranks_per_host
+    return Plan(run, placement, moment.when, moment.parts, host, step_seconds(run, placement))
+
+
+def usable(hardware: Hardware) -> float:
+    """Of a GPU's memory, what tensors can have: less what drivers and libraries take, and what lies in gaps."""
+    return (hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
+
+
+def gpu_memory(bytes_of_tensors: float) -> float:
+    """That a GPU needs for tensors to have so many bytes of it."""
+    return bytes_of_tensors / (1 - SLACK) + OUTSIDE_BYTES
+
+
+def placement_of(run: PlannedRun) -> Placement:
+    """What the flags ask for, or with `--offload auto` the fastest that fits (or, where nothing does, nearly)."""
+    here, away = (RECOMPUTE, RECOMPUTE_OFFLOAD) if run.config.remat_policy == "full" else (KEEP, OFFLOAD)
+    if run.config.offload == "auto":
+        return _fastest(run)
+    if run.config.offload not in ("activations", "both"):
+        return Placement((here,) * run.layers)
+    size = host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
+    inside = (run.group - 1) * host_by_layer(run, away) if run.group > 1 else 0.0
+    leave = min(run.groups - 1, max(0, int((host_budget(run) - inside) // size)))
+    return Placement(tuple(away if i // run.group < leave else here for i in range(run.layers)))
+
+
+def host_budget(run: PlannedRun) -> float:
+    """Bytes that a rank's layers may hand over."""
+    asked = run.config.host_memory_budget
+    free = 0.8 * (run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES)
+    return max(0.0, free) if asked is None else asked * 2**30
+
+
+def states_of(run: PlannedRun) -> dict[str, State]:
+    """What a layer costs in each state."""
+    forward, _ = attention_seconds(run)
+    busy = sum(step_seconds(run, Placement((KEEP,) * run.layers)).values()) / run.layers
+    kept, layer_input = kept_by_layer(run, KEEP), kept_by_layer(run, RECOMPUTE)
+    return {
+        KEEP: State(kept, 0.0, 0.0),
+        OFFLOAD: State(0.0, host_by_layer(run, OFFLOAD), copy_seconds(run, OFFLOAD, busy)),
+        RECOMPUTE: State(layer_input, 0.0, forward),
+        RECOMPUTE_OFFLOAD: State(
+            0.0, host_by_layer(run, RECOMPUTE_OFFLOAD), forward + copy_seconds(run, RECOMPUTE_OFFLOAD, busy)
+        ),
+    }
+
+
+def _fastest(run: PlannedRun) -> Placement:
+    room = usable(run.hardware) - at_backward_begin(run)
+    found = place(run.layers, states_of(run), room, host_budget(run))
+    return found or Placement((RECOMPUTE_OFFLOAD,) * (run.layers - 1) + (RECOMPUTE,))
+
+
+def longest(run: PlannedRun) -> int | None:
+    """The longest sequence that fits, in multiples of 1024 tokens (below that, of one); None if not even one token."""
+    step = K if make_plan(run.at(K)).fits else 1
+    if not make_plan(run.at(step)).fits:
+        return None
+    low = step
+    while low < MOST_LENGTH and make_plan(run.at(2 * low)).fits:
+        low *= 2
+    high = 2 * low
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if make_plan(run.at(middle)).fits else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that makes a run fit."""
+
+    words: str
+    plan: Plan
+
+
+def remedies(run: PlannedRun) -> list[Remedy]:
+    """The fewest flags that make it fit (of as many, the fastest), the fewest GPUs, the longest length."""
+    found = []
+    options = [(len(changes), make_plan(changed)) for changes, changed in _changes(run)]
+    fit = [(count, plan) for count, plan in options if plan.fits]
+    if fit:
+        _, plan = min(fit, key=lambda option: (option[0], option[1].step_seconds))
+        found.append(Remedy(_words(run.config, plan.run.config), plan))
+    gpus = 2 * run.hardware.gpus
+    while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
+        plan = make_plan(dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus)))
+        if plan.fits:
+            found.append(Remedy(f"--gpus {gpus}", plan))
+            break
+        gpus *= 2
+    length = longest(run)
+    if length is not None:
+        found.append(Remedy(f"--model_max_length {length}", make_plan(run.at(length))))
+    return found
+
+
+def _with_gpus(hardware: Hardware, gpus: int) -> Hardware:
+    per_host = hardware.gpus_per_host
+    return dataclasses.replace(hardware, gpus=gpus if gpus <= per_host else -(-gpus // per_host) * per_host)
+
+
+def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
+    """Every other setting of the flags that trade time for memory, with what changes."""
+    asked = run.config
+    choices: dict[str, list[object]] = {
+        "torch_compile": [True],
+        "remat": ["attention", "full"],
+        "offload": ["none", "activations", "optimizer", "both"],
+        "layers_per_checkpoint": [1, 4],
+        "optim": [asked.optim, "adamw_8bit"],
+    }
+    for values in product(*choices.values()):
+        wanted = dict(zip(choices, values, strict=True))
+        same = {"remat": asked.remat_policy}
+        changes = {name: value for name, value in wanted.items() if value != same.get(name, getattr(asked, name))}
+        try:
+            config = dataclasses.replace(asked, **{**changes, "gradient_checkpointing": None, "remat": wanted["remat"]})  # type: ignore[arg-type]
+        except ValueError:
+            continue  # flags that exclude each other
+        if changes:
+            yield changes, dataclasses.replace(run, config=config)
+
+
+def _words(before: TrainConfig, after: TrainConfig) -> str:
+    names = ("torch_compile", "offload", "layers_per_checkpoint", "optim")
+    found = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    if after.remat_policy != before.remat_policy:
+        found["remat"] = after.remat_policy
+    return " ".join(f"--{name} {value}" for name, value in found.items())

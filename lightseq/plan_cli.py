@@ -1,0 +1,124 @@
+"""Plans a training run from its own flags, without a GPU: whether it fits, how fast it is, how long it can be.
+
+python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
+    --offload activations --gpus 8 --chip h200 --host_memory 1900
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from lightseq.config import parse
+from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.memory import GIB
+from lightseq.plan import longest, make_plan, remedies
+from lightseq.plan_rates import CHIPS, chip_named
+from lightseq.plan_report import record, shown
+from lightseq.plan_run import Hardware, PlannedRun
+from lightseq.planner import tokens
+
+PROGRAM, NOWHERE = "lightseq plan", "nowhere"
+UNKNOWN = {
+    "fp8": "--fp8 is taken to be as fast as bfloat16: its speed was not measured",
+    "lora_rank": "the memory of adapters was not measured",
+    "deterministic": "--deterministic is taken to cost nothing",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def parser() -> argparse.ArgumentParser:
+    out = _Parser(
+        prog="python3 -m lightseq plan",
+        usage="python3 -m lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
+        description="Predicts memory by category, the seconds of a step by part, where each layer's tensors wait, and "
+        "the longest length that fits. Takes the flags of training (llama3/train.py --help) and these. With "
+        "--attention: one attention layer over clusters of many sizes (plan --attention --help).",
+        allow_abbrev=False,
+    )
+    out.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
+    out.add_argument("--gpus_per_host", type=int, default=8, help="(default: %(default)s)")
+    out.add_argument("--chip", default="h200", help=f"{', '.join(CHIPS)} (default: %(default)s)")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="of a GPU (default: the chip's)")
+    out.add_argument(
+        "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
+    )
+    out.add_argument("--json", action="store_true", help="print an object instead of tables")
+    out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
+    return out
+
+
+def main(family: Family, words: Sequence[str]) -> int:
+    """Status 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
+    try:
+        mine, others = parser().parse_known_args(words)
+        run = planned_run(family, mine, others)
+        plan = make_plan(run)
+        further, changes = longest(run), [] if plan.fits else remedies(run)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
+    if mine.output is not None:
+        mine.output.parent.mkdir(parents=True, exist_ok=True)
+        with mine.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+    if mine.json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False).print(shown(plan, further, changes, notes(run)))
+    return 0 if plan.fits else 1
+
+
+def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
+    """Raises ValueError for what training would refuse, and for hardware that cannot be."""
+    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *_in_tokens(others)], PROGRAM)
+    if config.deepspeed:
+        raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
+    config = dataclasses.replace(config, random_init=True)  # the architecture is enough
+    source = resolve(family, config.model_name, random_init=True)
+    model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    for name in ("gpus", "gpus_per_host"):
+        if getattr(mine, name) < 1:
+            raise ValueError(f"--{name} {getattr(mine, name)}: give at least 1")
+    for name in ("gpu_memory", "host_memory"):
+        if (given := getattr(mine, name)) is not None and given <= 0:
+            raise ValueError(f"--{name} {given:g}: give a number of GiB above 0")
+    chip = chip_named(mine.chip)
+    gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
+    host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
+    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host))
+
+
+def notes(run: PlannedRun) -> list[str]:
+    found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+    if run.config.packing != "none":
+        found.append("packed documents need less attention than a sequence of one, which is what is counted")
+    if run.hardware.chip is not CHIPS["h200"]:
+        found.append(
+            f"rates were measured on H200; {run.hardware.chip.device} is taken to reach the same shares of its peaks"
+        )
+    if run.hardware.gpus > run.hardware.gpus_per_host:
+        found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
+    context = context_warning(run.model, run.config.model_max_length)
+    return found + ([context] if context else [])
+
+
+def _in_tokens(words: Sequence[str]) -> list[str]:
+    """--model_max_length may be 128K or 1M here."""
+    flag, out = "--model_max_length", list(words)
+    for i, word in enumerate(out):
+        if word == flag and i + 1 < len(out):
+            out[i + 1] = str(tokens(out[i + 1], flag))
+        elif word.startswith(f"{flag}="):
+            out[i] = f"{flag}={tokens(word.partition('=')[2], flag)}"
+    return out

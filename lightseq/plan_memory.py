@@ -1,0 +1,191 @@
+"""Predicts a rank's memory: what a step holds at each of the moments at which it may hold most."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
+from lightseq.mlp import TILE_TOKENS
+from lightseq.offload import taken_bytes
+from lightseq.plan_attention import AttentionMemory, attention_memory
+from lightseq.plan_layers import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    Placement,
+)
+from lightseq.plan_rates import (
+    AFTER_LAYERS,
+    KEPT_WITHOUT_REMAT,
+    LAYER_MOMENTS,
+    MOMENTS_WITHOUT_REMAT,
+    PROCESS_BYTES,
+    UNTILED_BUFFERS,
+    LayerMoment,
+    Widths,
+)
+from lightseq.plan_run import PlannedRun
+
+FLOAT32 = 4
+TOKEN_BYTES = 3 * 8  # ids, positions and labels
+IN_FLIGHT = 2  # layers whose tensors leave, or come back
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a step holds at one time. The largest is the peak."""
+
+    when: str
+    parts: Breakdown
+
+
+def peak(run: PlannedRun, placement: Placement) -> Moment:
+    return max(moments(run, placement), key=lambda moment: moment.parts.total)
+
+
+def moments(run: PlannedRun, placement: Placement) -> Iterator[Moment]:
+    yield _loss(run, placement)
+    last = run.groups - 1
+    # Between the first and the last layer's backward everything is on a line between what it is at these two.
+    for group in {0, 1, last // 2, last - 1, last} & set(range(run.groups)):
+        for name in layer_moments(run):
+            yield _backward(run, placement, group, name)
+    yield _end_of_backward(run)
+
+
+def at_backward_begin(run: PlannedRun) -> float:
+    """The most that is taken beside what layers keep, while all of them still do."""
+    names, last = layer_moments(run), run.groups - 1
+    nothing = Placement((RECOMPUTE,) * run.layers)
+    found = [_loss(run, nothing), *(_backward(run, nothing, last, name) for name in names)]
+    return max(moment.parts.total - moment.parts.kept_activations for moment in found)
+
+
+def layer_moments(run: PlannedRun) -> Mapping[str, LayerMoment]:
+    table = MOMENTS_WITHOUT_REMAT if run.config.remat_policy == "none" else LAYER_MOMENTS
+    return table[run.config.torch_compile]
+
+
+def attention_of(run: PlannedRun) -> AttentionMemory:
+    """Bytes for every local token."""
+    return attention_memory(run.choice, run.sequence_ranks, run.heads, run.kv_heads, run.head_dim, run.element)
+
+
+def kept_by_layer(run: PlannedRun, state: str) -> float:
+    """Bytes that one layer keeps from its forward to its backward, wherever they wait."""
+    policy = "full" if state in (RECOMPUTE, RECOMPUTE_OFFLOAD) else run.config.remat_policy
+    if policy == "none":
+        widths = KEPT_WITHOUT_REMAT[run.config.torch_compile]
+        return run.tokens * (_bytes(run, widths) + FLOAT32 * run.heads)
+    return checkpoint_bytes(run.model, policy, run.element) * run.tokens
+
+
+def host_by_layer(run: PlannedRun, state: str) -> float:
+    """Of pinned slabs, what one layer that hands over what it keeps takes."""
+    hidden, attention, _, _ = run.widths
+    sizes = [hidden * run.element]
+    if run.config.remat_policy == "none":
+        sizes = [int(kept_by_layer(run, state) / run.tokens)]
+    elif state == OFFLOAD and run.config.remat_policy == "attention":
+        sizes += [attention * run.element, FLOAT32 * run.heads]
+    return sum(taken_bytes(run.tokens * size) for size in sizes)
+
+
+def host_bytes(run: PlannedRun, placement: Placement) -> float:
+    """Of one rank: its process, what layers hand over, weights with their gradients and optimizer state."""
+    away = sum(_waits(run, placement, group) for group in range(run.groups))
+    if run.group > 1 and placement.count(OFFLOAD):
+        away += (run.group - 1) * host_by_layer(run, OFFLOAD)
+    states = sum(_states(run)) if run.state_on_host else 0.0
+    return PROCESS_BYTES + away + states
+
+
+def _waits(run: PlannedRun, placement: Placement, group: int) -> float:
+    """On the host, of what a group of layers keeps."""
+    state = placement.layers[group * run.group]
+    if state not in (OFFLOAD, RECOMPUTE_OFFLOAD):
+        return 0.0
+    return host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state)
+
+
+def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
+    """On the device, of the groups up to one: those that stay, and those on their way."""
+    here, away = 0.0, []
+    for group in range(up_to + 1):
+        waits = _waits(run, placement, group)
+        size = kept_by_layer(run, RECOMPUTE if run.group > 1 else placement.layers[group])
+        here += 0 if waits else size
+        away += [size] if waits else []
+    return here + sum(sorted(away)[-IN_FLIGHT:])
+
+
+def _states(run: PlannedRun) -> tuple[float, float, float]:
+    """Parameters, gradients, optimizer state, wherever they are."""
+    gradients = float(FLOAT32 * run.local_trained)
+    return run.weight_bytes, gradients, moments_of(run.config) * gradients
+
+
+def _loss(run: PlannedRun, placement: Placement) -> Moment:
+    """The chunks of the loss: all layers keep what they keep, and the head is gathered."""
+    logits, gradients = loss_bytes(run.model, run.config, run.tokens)
+    gathered = (run.head_parameters + run.group * run.layer_parameters) * run.element  # the last layer's buffer is kept
+    working = gathered + run.tokens * _bytes(run, AFTER_LAYERS[run.config.torch_compile])
+    return _moment(run, "loss", _kept_here(run, placement, run.groups - 1), logits + gradients, working, 0.0)
+
+
+def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Moment:
+    """A layer's backward pass: what it computes with, its weights, the next one's, its gradients on their way."""
+    moment = layer_moments(run)[name]
+    unit = run.group * run.layer_parameters
+    last = group == run.groups - 1
+    trains = run.adapters == 0  # gradients of adapters alone are not worth counting
+    leaving = run.head_parameters if last and not run.tied else 0 if last else unit
+    working = run.tokens * _bytes(run, moment.widths) + 2 * unit * run.element
+    working += trains * (unit * run.element + leaving * FLOAT32)
+    if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
+        working += (1 + trains) * run.head_parameters * run.element
+    if moment.in_mlp:
+        working += _tiles(run)
+    if moment.in_attention:
+        working += attention_of(run).backward * run.tokens
+    if run.group > 1:  # its layers run forward again, and keep what each of them keeps
+        kept_again = run.group if placement.count(OFFLOAD) == 0 else min(run.group, 1 + IN_FLIGHT)
+        working += kept_again * kept_by_layer(run, KEEP)
+    done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
+    kept = _kept_here(run, placement, group)
+    when = f"backward of layer {group * run.group}, {name}"
+    return _moment(run, when, kept, 0.0, working, FLOAT32 * trains * min(done / run.shards, run.local_trained))
+
+
+def _end_of_backward(run: PlannedRun) -> Moment:
+    """The embeddings' gradient, whole, on its way to its shards."""
+    copies = run.element + FLOAT32
+    working = (run.adapters == 0) * run.head_parameters * copies + run.tokens * run.model.hidden_size * run.element
+    return _moment(run, "backward of the embeddings", 0.0, 0.0, working, FLOAT32 * run.local_trained)
+
+
+def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float, gradients: float) -> Moment:
+    weights, all_gradients, states = _states(run)
+    if run.state_on_host:
+        weights = all_gradients = states = gradients = 0.0
+    if run.accumulates:
+        gradients = all_gradients
+    buffers = attention_of(run).buffers * run.tokens if run.transport == "symmetric" else 0.0
+    inside = 0.0 if run.transport == "symmetric" else attention_of(run).buffers * run.tokens
+    rotation = 2 * run.head_dim * run.element * run.tokens
+    working += inside + rotation + TOKEN_BYTES * run.tokens
+    parts = (weights, gradients, states, kept, loss, buffers, working)
+    return Moment(when, Breakdown(*(int(x) for x in parts)))
+
+
+def _tiles(run: PlannedRun) -> float:
+    """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32."""
+    hidden, _, _, intermediate = run.widths
+    if run.tokens <= TILE_TOKENS:
+        return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
+    return 3 * TILE_TOKENS * intermediate * run.element + 3 * hidden * intermediate * FLOAT32
+
+
+def _bytes(run: PlannedRun, widths: Widths) -> float:
+    """Of one token."""
+    return run.element * widths.elements(*run.widths)

@@ -1,0 +1,223 @@
+"""The plan of a training run: placements within budgets, lengths that fit, what would make it fit, what is refused."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from test_plan_training import planned_run
+from transformers import LlamaConfig
+
+from lightseq.__main__ import BOTH, main
+from lightseq.family import preset_config
+from lightseq.flops import total_parameters
+from lightseq.memory import GIB
+from lightseq.plan import longest, make_plan, placement_of, remedies, usable
+from lightseq.plan_attention import attention_memory
+from lightseq.plan_layers import (
+    AWAY,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    STATES,
+    Placement,
+    State,
+    cost,
+    in_order,
+    place,
+)
+from lightseq.plan_memory import host_bytes, moments
+from lightseq.plan_rates import CHIPS, chip_named, chip_of_device
+from lightseq.schedule_choice import Choice
+
+LLAMA = preset_config(BOTH, "llama3-8b")
+WORDS = "--model_name_or_path llama3-8b --bf16 --torch_compile --host_memory 1900"
+
+
+def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, again: float = 1.0) -> dict[str, State]:
+    return {
+        KEEP: State(kept, 0, 0),
+        OFFLOAD: State(0, kept, copy),
+        RECOMPUTE: State(layer_input, 0, again),
+        RECOMPUTE_OFFLOAD: State(0, layer_input, again + copy / 2),
+    }
+
+
+# ---- placement ------------------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_room_every_layer_keeps() -> None:
+    assert place(8, states(), 80, 1e9) == Placement((KEEP,) * 8)
+
+
+def test_what_lacks_room_leaves_first_layers_first_as_long_as_the_host_has_room() -> None:
+    found = place(8, states(), 59, 1e9)
+    assert found is not None and found.layers == (OFFLOAD,) * 5 + (KEEP,) * 3  # two are on their way
+    assert found.words == "layers 0-4 offload, 5-7 keep"
+
+
+def test_copies_that_cost_more_than_attention_are_not_made() -> None:
+    found = place(8, states(copy=2.0), 59, 1e9)
+    assert found is not None and set(found.layers) == {RECOMPUTE, KEEP} and found.count(RECOMPUTE) == 4
+
+
+def test_without_a_host_layers_compute_again_and_without_room_for_inputs_nothing_fits() -> None:
+    assert place(8, states(), 59, 0) == Placement((RECOMPUTE,) * 4 + (KEEP,) * 4)
+    assert place(8, states(), 31, 0) is None
+
+
+def test_no_placement_within_both_budgets_is_faster() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        layers, copy, again = draw.randint(1, 7), draw.choice((0.0, 0.5, 3.0)), draw.choice((0.1, 1.0))
+        costs, device, host = states(copy=copy, again=again), draw.uniform(0, 10 * layers), draw.uniform(0, 10 * layers)
+        every = [
+            in_order(dict(zip(STATES, counts, strict=True)))
+            for counts in itertools.product(range(layers + 1), repeat=len(STATES))
+            if sum(counts) == layers
+        ]
+        sums = [cost(p, costs) for p in every if p.layers[-1] not in AWAY]
+        fit = [s.seconds for s in sums if s.device_bytes <= device and s.host_bytes <= host]
+        found = place(layers, costs, device, host)
+        assert (found is None) == (not fit)
+        if found is not None:
+            assert cost(found, costs).seconds == pytest.approx(min(fit))
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_those_of_float32_masters_and_adamw_over_all_ranks() -> None:
+    parts = make_plan(planned_run(LLAMA, "--bf16", 4)).parts
+    weights = 4 * total_parameters(LLAMA) // 4
+    assert parts.parameters == pytest.approx(weights, rel=1e-3) and parts.optimizer == 2 * parts.parameters
+    eight_bit = make_plan(planned_run(LLAMA, "--bf16 --optim adamw_8bit", 4)).parts
+    assert eight_bit.optimizer == pytest.approx(weights / 2, rel=1e-3)
+    on_host = planned_run(LLAMA, "--bf16 --offload optimizer", 4)
+    assert make_plan(on_host).parts.parameters == make_plan(on_host).parts.optimizer == 0
+    assert host_bytes(on_host, placement_of(on_host)) > 4 * weights
+
+
+def test_what_leaves_the_device_is_on_the_host_and_the_budget_bounds_it() -> None:
+    here, away = (planned_run(LLAMA, f"--bf16 --model_max_length 131072 {x}", 8) for x in ("", "--offload activations"))
+    kept, left = make_plan(here), make_plan(away)
+    layer = kept.parts.kept_activations / 32 if "layer 31" in kept.when else 16384 * (2 * 4096 * 2 + 128)
+    assert left.host_bytes - kept.host_bytes == pytest.approx(8 * 31 * layer, rel=1e-6)
+    assert left.parts.total < kept.parts.total
+    words = "--bf16 --model_max_length 131072 --offload activations --host_memory_budget 1"
+    assert make_plan(planned_run(LLAMA, words, 8)).placement.count(OFFLOAD) == int(GIB // layer)
+
+
+def test_every_moment_grows_with_the_length() -> None:
+    for flags in ("", "--torch_compile", "--remat full", "--remat none", "--layers_per_checkpoint 4"):
+        short, long = (planned_run(LLAMA, f"--bf16 {flags} --model_max_length {n}", 2) for n in (65536, 131072))
+        for a, b in zip(moments(short, placement_of(short)), moments(long, placement_of(long)), strict=True):
+            assert a.parts.total <= b.parts.total and a.when == b.when
+
+
+@pytest.mark.parametrize("name", ["prefix", "ring", "zigzag"])
+def test_attention_over_many_ranks_is_drawn_out_from_fewer(name: str) -> None:
+    small, large, counted = (attention_memory(Choice(name), world, 8, 2, 64, 2) for world in (8, 16, 12))
+    for a, b, c in zip(*(vars(x).values() for x in (small, large, counted)), strict=True):
+        assert c == pytest.approx((a + b) / 2, rel=0.02)
+    drawn = attention_memory(Choice(name), 24, 8, 2, 64, 2)
+    assert drawn.backward == pytest.approx(2 * large.backward - small.backward)
+
+
+# ---- lengths and remedies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["", "--offload activations", "--offload auto"])
+def test_the_longest_length_fits_and_the_next_one_does_not(flags: str) -> None:
+    run = planned_run(LLAMA, f"--bf16 --torch_compile {flags}", 4, gpu=80 * GIB, host=400 * GIB)
+    found = longest(run)
+    assert found is not None and found % 1024 == 0
+    assert make_plan(run.at(found)).fits and not make_plan(run.at(found + 1024)).fits
+
+
+def test_auto_is_as_long_as_either_and_keeps_what_has_room() -> None:
+    def run(flags: str) -> int:
+        return longest(planned_run(LLAMA, f"--bf16 --torch_compile {flags}", 4, gpu=80 * GIB, host=400 * GIB)) or 0
+
+    assert run("--offload auto") >= max(run(""), run("--offload activations"), run("--remat full"))
+    short = planned_run(LLAMA, "--bf16 --torch_compile --offload auto --model_max_length 65536", 4, gpu=80 * GIB)
+    assert set(placement_of(short).layers) == {KEEP}
+
+
+def test_host_memory_bounds_the_length_as_the_gpus_does() -> None:
+    lengths = [
+        longest(planned_run(LLAMA, "--bf16 --torch_compile --offload activations", 4, gpu=80 * GIB, host=host * GIB))
+        for host in (100, 200, 400)
+    ]
+    assert None not in lengths and lengths == sorted(lengths) and len(set(lengths)) == 3
+
+
+def test_every_remedy_makes_the_run_fit() -> None:
+    run = planned_run(LLAMA, "--bf16 --model_max_length 4000000", 8, gpu=140 * GIB, host=1900 * GIB)
+    assert make_plan(run).lacks and make_plan(run).lacks[0].startswith("GPU memory")
+    found = remedies(run)
+    assert [r.words.split()[0] for r in found][1:] == ["--gpus", "--model_max_length"]
+    assert all(r.plan.fits for r in found)
+    assert found[0].words.startswith("--") and found[2].plan.run.config.model_max_length == longest(run)
+
+
+def test_too_little_host_memory_is_said() -> None:
+    run = planned_run(LLAMA, "--bf16 --offload optimizer", 8, gpu=140 * GIB, host=64 * GIB)
+    assert make_plan(run).lacks[0].startswith("host memory, by ")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "plan.jsonl"
+    words = f"plan {WORDS} --model_max_length 1M --gpus 8 --offload activations --output {file}".split()
+    assert main(words) == main(words) == 0
+    shown = capsys.readouterr().out
+    assert "kept activations" in shown and "tokens/s" in shown and "layers 0-30 offload, 31 keep" in shown
+    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    assert first == second and first["fits"] and sum(first["parts"].values()) == first["peak_bytes"]
+    assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
+    assert first["tokens_per_second"] == pytest.approx(2**20 / first["step_seconds"])
+    assert len(first["placement"]) == 32 and first["longest_length"] > 2**20
+
+
+def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan {WORDS} --model_max_length 4M --gpus 8 --json".split()) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["lacks"][0].startswith("GPU memory")
+    assert [x["change"].split()[0] for x in found["to_fit"]][1:] == ["--gpus", "--model_max_length"]
+    assert found["to_fit"][2]["change"] == f"--model_max_length {found['longest_length']}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--gpus 0", "--gpus 0: give at least 1"),
+        ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
+        ("--gpus 8 --model_max_length 1.5M", "--model_max_length 1.5M is no number of tokens"),
+        ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
+        ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
+        ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 8 GPUs"),
+        ("--gpus 8 --deepspeed ds.json", "the plan knows FSDP2 alone"),
+        ("--gpus 8 --ofload both", "unknown flag --ofload; did you mean --offload?"),
+        ("--gpus 7 --schedule ulysses", "heads"),
+        ("--model_max_length 8K", "--gpus"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(
+    flags: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"plan --model_name_or_path llama3-8b {flags}".split()) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_chips_are_found_by_the_name_that_torch_gives_them() -> None:
+    for chip in CHIPS.values():
+        assert chip_of_device(chip.device) == chip and chip.peak_flops > 1e14
+    assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None
+    assert usable(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB).hardware) == pytest.approx(10 * GIB)
+    assert chip_named("h200").memory_bytes > 139 * GIB

@@ -1,0 +1,76 @@
+"""The plan is held to measured steps, memory within 5% and time within 10%; how such points are measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plan_points
+from benchmarks.plan_points import Point, line, main, take
+from benchmarks.training.flags import NEEDED
+from benchmarks.training.records import Machine
+from benchmarks.training.trials import model_of
+from lightseq.config import parse
+from lightseq.metrics import read_records
+from lightseq.plan import Plan, make_plan
+from lightseq.plan_rates import GIB, PROCESS_BYTES, chip_of_device
+from lightseq.plan_run import Hardware, PlannedRun
+
+RESULTS = Path(plan_points.__file__).parent / "results"
+MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]
+HERE = Machine(False, {"device": "cpu"}, {})
+
+
+def planned(record: dict[str, Any]) -> Plan:
+    point = Point(*(record[name] for name in ("point", "gpus", "model", "length", "words", "layers")))
+    _, model = model_of(point.model)
+    model.num_hidden_layers = point.layers or model.num_hidden_layers
+    chip = chip_of_device(record["hardware"]["device"])
+    assert chip is not None
+    config = parse([*NEEDED, *point.flags(point.model, on_gpu=True)], "")
+    hardware = Hardware(chip, point.gpus, record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB)
+    return make_plan(PlannedRun(model, config, hardware))
+
+
+def test_at_least_eight_steps_were_measured() -> None:
+    assert len({record["point"] for record in MEASURED}) >= 8
+
+
+@pytest.mark.parametrize("record", MEASURED, ids=[record["point"] for record in MEASURED])
+def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[str, Any]) -> None:
+    plan = planned(record)
+    assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05), plan.parts
+    assert plan.step_seconds == pytest.approx(record["step_seconds"], rel=0.10), plan.seconds
+    if "offloaded_bytes" in record:
+        handed_over = plan.host_bytes / plan.run.hardware.ranks_per_host - PROCESS_BYTES
+        assert handed_over == pytest.approx(record["offloaded_bytes"], rel=0.05)
+
+
+def test_a_point_is_measured_once_and_what_failed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def taken(point: Point, *_: Any) -> dict[str, Any]:
+        failed = len(asked) == 1
+        asked.append(point.name)
+        return {"point": point.name, "skipped": "out of memory" if failed else None, "step_seconds": 1.0,
+                "length": point.length, "gpus": point.gpus}  # fmt: skip
+
+    asked: list[str] = []
+    monkeypatch.setattr(plan_points, "take", taken)
+    monkeypatch.setattr(plan_points, "look_at_machine", lambda: HERE)
+    words = ["--output", str(tmp_path / "new" / "points.jsonl"), "--gpus", "1"]
+    assert main(words) == main(words) == 0
+    alone = [point.name for point in plan_points.POINTS if point.gpus == 1]
+    assert asked == [*alone, alone[1]]
+    assert len({point.name for point in plan_points.POINTS}) == len(plan_points.POINTS)
+
+
+@pytest.mark.slow
+def test_a_measured_point_has_its_seconds_and_its_parts() -> None:
+    point = Point("tiny", 2, "tiny-llama3", 512, "--gradient_accumulation_steps 2", layers=2, warmup=1, steps=2)
+    record = json.loads(json.dumps(take(point, HERE, 120)))
+    assert record["skipped"] is None and "s a step" in line(record)
+    assert len(record["all_step_seconds"]) == 2 and record["tokens"] == 1024
+    assert set(record["phase_seconds"]) == {"forward", "backward", "update"}
+    assert sum(record["phase_seconds"].values()) <= 1.5 * max(record["all_step_seconds"])
+    assert record["parts"]["optimizer"] == 2 * record["parts"]["parameters"] > 0
+    assert take(Point("bad", 1, "tiny-llama3", 512, "--remat sometimes"), HERE, 120)["skipped"].startswith("--remat")

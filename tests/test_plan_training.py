@@ -1,0 +1,77 @@
+"""Training by its plan: layers that keep, offload and compute again give one loss; what found no room is told why."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from programs import program
+from small import LENGTH, losses, words, write_inputs
+from transformers import LlamaConfig
+from worlds import spawn
+
+from lightseq import offload
+from lightseq.config import TrainConfig, parse
+from lightseq.memory import GIB
+from lightseq.mesh import World
+from lightseq.plan import gpu_memory
+from lightseq.plan_layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from lightseq.plan_memory import at_backward_begin, host_by_layer, kept_by_layer
+from lightseq.plan_rates import CHIPS
+from lightseq.plan_run import Hardware, PlannedRun
+from lightseq.plan_training import out_of_memory
+
+LAYERS = 8
+
+
+def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_keep(tmp_path: Path) -> None:
+    files = write_inputs(tmp_path)
+    config = LlamaConfig.from_pretrained(files / "model")
+    config.num_hidden_layers = LAYERS
+    config.save_pretrained(files / "model")
+    steps = "--max_steps 3 --save_strategy no"
+    spawn(2, _train, [words(files, "kept", steps), words(files, "planned", f"{steps} {_tight(config)}")])
+    placement = json.loads((files / "planned" / "run.json").read_text())["placement"]
+    assert {OFFLOAD, KEEP} <= set(placement) and set(placement) & {RECOMPUTE, RECOMPUTE_OFFLOAD}, placement
+    assert len(losses(files, "kept")) == 3
+    assert losses(files, "planned") == pytest.approx(losses(files, "kept"), rel=1e-6)
+    record = json.loads((files / "planned" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["offloaded_bytes"] > 0
+
+
+def _train(rank: int, commands: list[str]) -> None:
+    offload.LEAST_BYTES = 0
+    for command in commands:
+        ended = program(rank, "llama3", command)
+        assert ended.status == 0, ended.err
+
+
+def _tight(model: LlamaConfig) -> str:
+    """Budgets that hold what two layers keep less than all of it, and on the host what three layers keep."""
+    run = planned_run(model, f"--model_max_length {LENGTH}", 2)
+    size = kept_by_layer(run, KEEP)
+    device, host = (at_backward_begin(run) + (LAYERS - 1.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
+    return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
+
+
+def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
+    given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
+    return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu_memory(gpu), host))
+
+
+def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 2000000"
+    asked = parse(words.split(), "")
+    here = World(0, 8, 0, 8, torch.device("cpu"))
+    monkeypatch.setattr("lightseq.plan_training.planned", lambda *_: _h200(model, asked))
+    *parts, remedy = out_of_memory(asked, model, here, None)
+    assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
+    assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+
+
+def _h200(model: LlamaConfig, config: TrainConfig) -> PlannedRun:
+    return PlannedRun(model, config, Hardware(CHIPS["h200"], 8, 8, CHIPS["h200"].memory_bytes, 2000 * GIB))
