@@ -71,7 +71,8 @@ class TrainConfig:
     # [training]
     output_dir: str = ""  # where run.json, metrics.jsonl and checkpoints go (required)
     overwrite_output_dir: bool = False  # start anew in a directory that holds an earlier run
-    resume_from_checkpoint: str | None = None  # checkpoint directory, or True for the newest in output_dir
+    # checkpoint directory; True: the newest in output_dir that is whole; auto: the same, or begin anew where nothing
+    resume_from_checkpoint: str | None = None  # was saved
     num_train_epochs: float = 3.0  # passes over the data, where max_steps is absent
     max_steps: int | None = None  # optimizer steps; takes the place of num_train_epochs
     per_device_train_batch_size: int = 1  # sequences of a sequence-parallel group in one forward pass
@@ -123,6 +124,7 @@ class TrainConfig:
     save_strategy: str = "steps"  # when to save a checkpoint
     save_steps: int = 500  # steps between checkpoints, with save_strategy steps
     save_total_limit: int | None = None  # checkpoints to keep, newest first (default: all)
+    async_save: bool = True  # write checkpoints from copies in host memory, beside the training, which else waits
     keep_best: bool = False  # keep the checkpoint of the lowest evaluation loss too, however old
     report_to: str = "none"  # who receives the metrics besides metrics.jsonl
     profile_steps: tuple[int, int] | None = None  # first:last step to profile, as 10:12
@@ -272,7 +274,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _checkpoint(text: str) -> str | None:
-    return {"true": "True", "false": None}.get(text.lower(), text)
+    return {"true": "True", "auto": "auto", "false": None}.get(text.lower(), text)
 
 
 CONVERTERS: Final[Mapping[type, Callable[[str], Any]]] = {

@@ -261,8 +261,9 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 class BatchStream:
     """An endless line of examples, epoch after epoch; a batch is a place in that line, so resuming needs no state.
 
-    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them.
-    Bounded by epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them. A run
+    that goes on with another A, D or B begins at `first_step` with the place that was next. Bounded by epochs, places
+    past the end are empty: the last step drops nothing and has all its ranks.
     """
 
     examples: Examples
@@ -273,6 +274,8 @@ class BatchStream:
     epochs: float | None = None  # None: endless, the trainer counts steps
     seed: int = 0
     shuffle: bool = True
+    first_step: int = 0
+    first_place: int = 0
 
     @property
     def sequences_per_step(self) -> int:
@@ -287,10 +290,14 @@ class BatchStream:
     def steps(self) -> int:
         """Optimizer steps that read every epoch to its end."""
         assert self.end is not None, "an endless stream has no number of steps"
-        return -(-self.end // self.sequences_per_step)
+        return self.first_step - (self.first_place - self.end) // self.sequences_per_step
+
+    def places_before(self, step: int) -> int:
+        """How many examples the steps before this one took."""
+        return self.first_place + (step - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:
-        places = steps * self.sequences_per_step
+        places = self.places_before(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
     def example(self, place: int) -> Example | None:
@@ -301,7 +308,7 @@ class BatchStream:
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
-        first = ((step * self.accumulation + accumulation_index) * self.data_ranks + data_rank) * self.batch_size
+        first = self.places_before(step) + (accumulation_index * self.data_ranks + data_rank) * self.batch_size
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
         for row in range(self.batch_size):

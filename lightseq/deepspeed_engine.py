@@ -133,6 +133,9 @@ class DeepSpeedEngine:
         for name, parameter in self.model.named_parameters():
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
+    def tensors(self) -> dict[str, Tensor] | None:
+        return None
+
     def save_state(self, directory: Path) -> None:
         self._engine.save_checkpoint(str(directory), tag=TAG)
 

@@ -63,7 +63,13 @@ class Engine(Protocol):
         """Every parameter in float32, gathered from all ranks; each rank goes through all of them."""
         ...
 
-    def save_state(self, directory: Path) -> None: ...
+    def tensors(self) -> dict[str, Tensor] | None:
+        """What a checkpoint holds of it on this rank, by name; None: it writes files of its own."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Writes the files of its own."""
+        ...
 
     def restore(self, checkpoint_directory: Path) -> None: ...
 
@@ -81,6 +87,8 @@ class FsdpEngine:
         self.parameters = FSDP[config.fsdp_mode]
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()
+        names = meshes.parameters.mesh_dim_names or ()
+        self._copy = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
         self.model = weights.build_on_meta(inputs.model_config)
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
@@ -110,8 +118,12 @@ class FsdpEngine:
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return weights.whole_parameters(self.model)
 
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Of several copies, the first is saved."""
+        return {} if self._copy else checkpoint.tensors_of(self.model, self.optimizer)
+
     def save_state(self, directory: Path) -> None:
-        checkpoint.save_state(directory, self.model, self.optimizer)
+        raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
         checkpoint.restore(checkpoint_directory, self.model, self.optimizer)

@@ -11,6 +11,7 @@ from lightseq.loss import CHUNK_TOKENS
 from lightseq.optimization import EIGHT_BIT
 
 GIB = 2.0**30
+MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,12 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
     if config.deepspeed or config.offload in ("optimizer", "both"):
         return 0, 0, 0
     parameters = sum(_local(p).nbytes for p in model.parameters())
-    moments = {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
-    return parameters, parameters, int(moments * parameters)
+    return parameters, parameters, int(moments(config) * parameters)
+
+
+def moments(config: TrainConfig) -> float:
+    """The optimizer's state as a multiple of float32 weights."""
+    return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -125,6 +125,12 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
     raise SystemExit(2)
 
 
+def set_device(world: World) -> None:
+    """Makes the world's device the one that this thread means; a new thread means the first one."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+
+
 def first_to(do: str) -> bool:
     """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
     return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
