@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from lightseq.masking import masked
+
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
@@ -153,8 +155,8 @@ class TrainConfig:
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
     def to_json(self) -> dict[str, Any]:
-        """Every flag as a plain JSON value."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        """Every flag as a plain JSON value, what looks like a secret masked."""
+        plain: dict[str, Any] = masked(json.loads(json.dumps(dataclasses.asdict(self))))
         return plain
 
 

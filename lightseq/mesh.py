@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightseq.masking import is_secret_name
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,11 @@ class Meshes:
 def is_main_process() -> bool:
     """Whether this process speaks for all, known before any of them has met another."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def secrets() -> tuple[str, ...]:
+    """What the environment holds under the name of a secret: nothing that is written down may contain it."""
+    return tuple(value for name, value in os.environ.items() if is_secret_name(name))
 
 
 def make_deterministic() -> None:

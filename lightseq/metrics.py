@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +13,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightseq.masking import masked
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 PACKAGES: Final = (
@@ -118,8 +120,11 @@ def check_mirror(name: str) -> None:
         raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
 
 
-def write_run(directory: Path, facts: Mapping[str, Any]) -> None:
-    (directory / RUN).write_text(json.dumps({**facts, "versions": versions()}, indent=2) + "\n")
+def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
+    """run.json, whole or not at all, without `secrets` and whatever else looks like one."""
+    partial = directory / f"{RUN}.partial"
+    partial.write_text(json.dumps(masked({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+    partial.rename(directory / RUN)
 
 
 def versions() -> dict[str, str]:

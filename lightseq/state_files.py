@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from lightseq.tokens import first_line
+from lightseq.tokens import first_line, is_plain_name
 
 INDEX: Final = ".metadata"
 MADE_OF: Final = frozenset(  # what an index may build
@@ -133,11 +133,6 @@ def read_index(directory: Path) -> Metadata:
             raise ValueError(f"{path} names the file {place.relative_path!r}; name another checkpoint")
     index.storage_meta = index.storage_meta or StorageMeta()
     return index
-
-
-def is_plain_name(name: object) -> bool:
-    """Whether a name stays in the directory in which it is looked up."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Mapping[str, str]:

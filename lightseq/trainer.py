@@ -36,6 +36,7 @@ from lightseq.mesh import (
     leave,
     make_deterministic,
     make_meshes,
+    secrets,
     start,
 )  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
@@ -158,7 +159,7 @@ class Trainer:
         checkpoint.sweep(self.output_dir, checkpoint.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoint.set_aside(broken, checkpoint.BROKEN)
-        write_run(self.output_dir, self._facts(command))
+        write_run(self.output_dir, self._facts(command), secrets())
         self.terminal.header(self.describe(), self.inputs.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         return MetricsFile(self.output_dir, self.first_step, sinks)
