@@ -313,10 +313,11 @@ class Trainer:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
         begin = time.perf_counter()
         self._mark(step + 1, "data")
-        batches = [
-            self.inputs.stream.batch(step, a, self.inputs.data_rank)
-            for a in range(self.config.gradient_accumulation_steps)
-        ]
+        with self._explained_data():
+            batches = [
+                self.inputs.stream.batch(step, a, self.inputs.data_rank)
+                for a in range(self.config.gradient_accumulation_steps)
+            ]
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
@@ -333,6 +334,17 @@ class Trainer:
                 self.saver.before_overwriting()
             norm, sick = self._update()
         return StepResult(loss, norm, sick, rate, valid, data_seconds)
+
+    @contextmanager
+    def _explained_data(self) -> Iterator[None]:
+        """What is wrong with an example shows when it is read: one line, and this rank ends."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self.terminal.close()
+            if first_to("explain the data"):
+                print(f"error: rank {self.world.rank}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
