@@ -56,7 +56,7 @@ class DeepSpeedEngine:
         self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
         self.model = weights.build_on_meta(inputs.model_config)
         inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
-        self.offload = inner.offload
+        self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(techniques.compute_dtype)
         self._materialize()

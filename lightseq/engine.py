@@ -24,6 +24,7 @@ from lightseq.optimization import (
 )
 from lightseq.parallelize import Techniques, parallelize
 from lightseq.prepare import Inputs
+from lightseq.stopwatch import Stopwatch
 
 FSDP = {
     "full_shard": "FSDP2 over all ranks",
@@ -50,6 +51,7 @@ class Engine(Protocol):
     optimizer: Any  # its groups carry the learning rate
     parameters: str  # how they are held, in words
     offload: Offload | None  # of what layers keep
+    stopwatch: Stopwatch  # of what every rank does alone
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Adds the gradients of a share of the loss; `last` of the shares that an update takes in."""
@@ -92,7 +94,7 @@ class FsdpEngine:
         self.model = weights.build_on_meta(inputs.model_config)
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
-        self.offload = loss_model.offload
+        self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         on_host = config.offload in ("optimizer", "both")
         self.parameters += ", in host memory" if on_host else ""
         weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)

@@ -36,6 +36,9 @@ class StepRecord:
     training_tokens_percent: float
     step_seconds: float
     data_seconds: float  # of them spent waiting for data
+    saving_seconds: float  # in which training waited for checkpoints since the last record; no part of the steps
+    slowest_rank: int | None  # at work that is the same on every rank and waits for nobody, up to the step before
+    slowest_rank_share: float | None  # 0 to 1: what of its time that rank takes longer than the mean, others waiting
     tokens_per_second: float
     tokens_per_second_per_gpu: float  # per process where there is no GPU
     model_tflops_per_gpu: float

@@ -20,6 +20,7 @@ from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
+from lightseq.stopwatch import Stopwatch
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
@@ -54,6 +55,7 @@ class LossModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
+        stopwatch: Stopwatch,
         offload: Offload | None = None,
         first_chunk_only: bool = False,
         chunk_tokens: int = CHUNK_TOKENS,
@@ -61,9 +63,10 @@ class LossModel(nn.Module):
         super().__init__()
         self.model = model
         self.offload = offload
+        self.stopwatch = stopwatch  # of the loss: every rank has as many tokens
         head: Any = model.lm_head
         head.forward = partial(
-            _head_loss, head, first_chunk_only, chunk_tokens
+            _head_loss, head, stopwatch, first_chunk_only, chunk_tokens
         )  # the call stays: what FSDP hooks to it runs around the loss
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, read: Reading | None = None) -> Tensor:
@@ -76,11 +79,18 @@ class LossModel(nn.Module):
 
 
 def _head_loss(
-    head: nn.Linear, first_chunk_only: bool, chunk_tokens: int, hidden: Tensor, labels: Tensor, read: Reading | None
+    head: nn.Linear,
+    stopwatch: Stopwatch,
+    first_chunk_only: bool,
+    chunk_tokens: int,
+    hidden: Tensor,
+    labels: Tensor,
+    read: Reading | None,
 ) -> Tensor:
     if read is not None:
         return read(hidden, head.weight, labels)
-    return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
+    with stopwatch.lap():
+        return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
 
 
 def parallelize(
@@ -129,7 +139,7 @@ def transform(
         checkpoint_groups(groups, inner)
     if offload is not None:
         offload.wrap([group[0] for group in groups])
-    return LossModel(model, offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
+    return LossModel(model, Stopwatch(device), offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
 
 
 def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:

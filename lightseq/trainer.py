@@ -238,7 +238,9 @@ class Trainer:
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
                 self._record(closed)  # a step late: the device is busy with this one while the host reads
-                closed, window = window.close(done, self._work(), self.context.rank == 0), self._window()
+                own_seconds = self.engine.stopwatch.seconds()
+                closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
+                window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
             stopped_by, save_failed = stop.agreed(self.saver is not None and self.saver.failed)
@@ -256,8 +258,9 @@ class Trainer:
                 found = self.evaluate() if evaluates else None
                 if found is not None:
                     self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
-                if saves:
-                    self._mark(done, "saving")
+            if saves:
+                self._mark(done, "saving")
+                with window.paused(saves=True):
                     saved = self._save(done, found.loss if found is not None else None)
             if ends:
                 break

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from small import CONFIG, losses, words, write_inputs
 from worlds import GPU_WORLDS, spawn
 
+from benchmarks.saving import costs
 from lightseq import disk, manifest, saver, state_files, trainer
 from lightseq.checkpoint import FACTS, STATE, find, read_facts
 from lightseq.config import TrainConfig
@@ -375,3 +376,15 @@ def test_copies_from_gpus_are_of_the_step_that_was_saved(world: int, flags: str,
         for name in [file for file in manifest.read(folder / "gpu-beside" / f"checkpoint-{step}") if "__" in file]:
             beside, inline = (folder / run / f"checkpoint-{step}" / name for run in ("gpu-beside", "gpu-inline"))
             assert manifest.describe(beside) == manifest.describe(inline), (step, name)
+
+
+def test_a_save_is_charged_with_waiting_and_with_what_it_slows() -> None:
+    seconds = {1: 9.0, 5: 2.0, 6: 1.5, 9: 3.0}  # the first is warm-up
+    records = [
+        {"step": step, "loss": 1.0, "step_seconds": seconds.get(step, 1.0), "saving_seconds": 0.25 * (step in (5, 9))}
+        for step in range(1, 13)
+    ]
+    usual, found = costs(records, every=4, skip=1)
+    assert usual == 1.0 and [cost.after_step for cost in found] == [4, 8]
+    assert [cost.share_of_step_waited for cost in found] == [0.25, 0.25]
+    assert [cost.share_of_step for cost in found] == [1.75, 2.25]

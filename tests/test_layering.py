@@ -35,6 +35,7 @@ LAYERS = {
     "lightseq.mlp": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,
+    "lightseq.stopwatch": 2,
     "lightseq.masking": 2,
     "lightseq.parallelize": 3,
     "lightseq.hf": 3,
