@@ -8,6 +8,7 @@ must come to the very weights and losses of one that nothing befell; if not, thi
 
 import argparse
 import json
+import os
 import platform
 import random
 import shutil
@@ -55,6 +56,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the counts that are usual, at least one of each")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(words)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks inherit it
     trials.own_mounts()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     bench = Bench(folder, random.Random(asked.seed))
