@@ -16,7 +16,7 @@ HEAD = ("fault", "tried", "survived", "most steps lost", "seen")
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    found = []
+    found: list[Record] = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
@@ -36,7 +36,7 @@ def seen(records: Sequence[Record]) -> str:
     if any("saving" in r for r in records):
         return f"{sum(r['saving'] for r in records)} during a save"
     if any(isinstance(r.get("statuses"), dict) for r in records):
-        counts = sum((Counter(r["statuses"]) for r in records), Counter())
+        counts: Counter[str] = sum((Counter(r["statuses"]) for r in records), Counter())
         return f"{counts['status 2']} refused, {counts['status 0']} run, {counts['status 1']} ended by an error of ours"
     if any("seconds" in r for r in records):
         return f"named after {min(r['seconds'] for r in records)} to {max(r['seconds'] for r in records)} s"

@@ -261,8 +261,8 @@ def _json_object(text: str) -> dict[str, Any]:
     example = """give a JSON object, as '{"rope_type": "linear", "factor": 4.0}'"""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); {example}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {example}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {example}")
     return value

@@ -39,5 +39,5 @@ def restore(path: Path, device: torch.device) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
         if device.type == "cuda" and state["device"] is not None:
             torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path} holds no random states; name another checkpoint") from error

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from lightseq.tokens import first_line, is_plain_name
+from lightseq.tokens import MALFORMED, first_line, is_plain_name
 
 INDEX: Final = ".metadata"
 MADE_OF: Final = frozenset(  # what an index may build
@@ -121,7 +121,7 @@ def read_index(directory: Path) -> Metadata:
             index = _IndexUnpickler(file).load()
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; name another checkpoint") from error
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+    except (*MALFORMED, ImportError) as error:
         raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ValueError(f"{path} is no index of tensors; name another checkpoint")

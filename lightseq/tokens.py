@@ -148,7 +148,7 @@ def _iterate_jsonl(path: Path, column: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path} line {number} is not JSON: {first_line(error)}") from error
             if not isinstance(row, dict) or column not in row:
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
@@ -179,6 +179,12 @@ def _iterate_parquet(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
 
 
+MALFORMED = (  # what an unpickler raises for bytes that are no pickle
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Builds plain containers and numbers only: with no name looked up there is nothing a pickle could call.
 
@@ -195,11 +201,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain_pickle(path: Path) -> Any:
-    malformed = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
     try:
         with path.open("rb") as file:
             return PlainUnpickler(file).load()
-    except (*malformed, ImportError, OverflowError, MemoryError, OSError) as error:
+    except (*MALFORMED, ImportError, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
         ) from error
@@ -323,7 +328,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {META}, so it is no token directory; make one with python3 -m data_gen")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")

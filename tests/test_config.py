@@ -181,6 +181,7 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
         ("--profile_steps 10", "'10' is not a span of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
         ("--rope_scaling linear", "'linear' is not JSON"),
+        ("--rope_scaling " + "[" * 5000, "is not JSON (maximum recursion depth"),
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),
         ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
     ],

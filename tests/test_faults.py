@@ -1,6 +1,7 @@
 """A handful of the faults of `make faults`: every kind of input and some kills, in seconds."""
 
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def test_a_planted_fault_that_is_not_survived_is_reported(bench: Bench, monkeypa
     monkeypatch.setattr(trials, "STEPS", 6)
     bench.undisturbed = trials.undisturbed(bench)
     assert trials.undisturbed(bench, (child.skips, (3,))) != bench.undisturbed
+
+
+@pytest.mark.slow
+def test_host_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    """Steps, records, checkpoints and evaluations leave nothing behind. `docs/reliability.md` shows 2,000 steps."""
+    write_inputs(tmp_path)
+    evaluated = f"--eval_data_path {tmp_path}/data.pkl --eval_strategy steps --eval_steps 50"
+    flags = f"--max_steps 400 --save_steps 20 --save_total_limit 2 {evaluated}"
+    assert spawn(2, program, "llama3", words(tmp_path, "long", flags))[0].status == 0
+    resident = [r["host_rss_bytes"] for r in read_records(tmp_path / "long" / "metrics.jsonl") if "loss" in r]
+    assert statistics.median(resident[-50:]) - statistics.median(resident[150:200]) < 4e6
 
 
 def slowed(rank: int, line: str) -> Ended:

@@ -98,8 +98,8 @@ def survive(name: str, make: Fault, bench: Bench, file: Any) -> bool:
         print(f"{name}: not tried, {why}", flush=True)
         return True
     except AssertionError as why:
-        write(file, {"kind": "failed", "fault": name, "after": count, "why": str(why)})
-        print(f"{name}: not survived after {count}: {why}", flush=True)
+        write(file, {"kind": "failed", "fault": name, "after": count, "why": f"{why}"[-3000:]})
+        print(f"{name}: not survived after {count}: {str(why)[-3000:]}", flush=True)
         return False
     seconds = time.monotonic() - begin
     write(file, {"kind": "survived", "fault": name, "count": count, "most_steps_lost": lost, "seconds": round(seconds)})
