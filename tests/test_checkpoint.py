@@ -184,7 +184,9 @@ def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
     staging.SMALL_BYTES = 0  # all is copied beside the training
 
     def late(self: staging.Staging) -> None:
-        time.sleep(0.5)  # an update that did not wait for the copies would be in them
+        begin, until = taken[0], time.monotonic() + 1
+        while taken[0] == begin < 11 and time.monotonic() < until:  # a step that did not wait would be in the copies
+            time.sleep(0.01)
         finish(self)
 
     def slow(*args: Any) -> Any:
