@@ -19,7 +19,7 @@ endif
 # Where the interpreter's own command line tools are (shellcheck is one).
 TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: help train test test-all test-gpu check clean
+.PHONY: help train test test-all test-gpu faults check clean
 
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
@@ -27,6 +27,7 @@ help:
 	@echo "make test       the tests that need no GPU and no patience; ARGS='-k name' goes to pytest"
 	@echo "make test-all   the slow ones too"
 	@echo "make test-gpu   those that need GPUs"
+	@echo "make faults     breaks runs in every way that docs/reliability.md lists; may take an hour"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(OUTPUT); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
@@ -61,6 +62,9 @@ test-all: $(READY)
 
 test-gpu: $(READY)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
+
+faults: $(READY)
+	@$(RUN) -m benchmarks.faults $(ARGS)
 
 check: $(READY)
 	@echo "check: format"; $(RUN) -m ruff format --check .

@@ -5,17 +5,15 @@ The model keeps its class and the names of its modules; its own weights stay as 
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config import TrainConfig
@@ -106,15 +104,11 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if ADAPTER in name)
 
 
-def save(model: PreTrainedModel, directory: Path, lora: Lora, base: str, tokenizer_from: Path | None) -> None:
-    """Writes what `PeftModel.from_pretrained` opens. Every rank calls it; rank 0 writes."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in trained(model):
-        data = parameter.detach()
-        whole = data.full_tensor() if isinstance(data, DTensor) else data
-        tensors[f"base_model.model.{name.replace('.default', '')}"] = whole.to("cpu", copy=True).contiguous()
-    if dist.get_rank() != 0:
-        return
+def save(
+    whole: Iterable[tuple[str, Tensor]], directory: Path, lora: Lora, base: str, tokenizer_from: Path | None
+) -> None:
+    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name."""
+    tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     source = str(Path(base).resolve()) if Path(base).is_dir() else base

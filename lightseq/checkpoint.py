@@ -1,14 +1,15 @@
-"""Saves a run so that it goes on as if never stopped, beside the model as a Hugging Face directory.
+"""What a checkpoint is: a run as it was after a step, beside the model as a Hugging Face directory.
 
-checkpoint-N/ opens with `from_pretrained`; checkpoint-N/state/ holds float32 master weights and optimizer state, split
-as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits in a line.
+checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
+states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits
+in a line; manifest.json the SHA-256 of every file. A directory of that name was whole when it got it.
 """
 
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +20,73 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
+from lightseq import manifest, randomness, state_files
+from lightseq.mesh import World, agree
 from lightseq.optimization import set_rate
 
 STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
+PARTIAL, DELETED, BROKEN = ".partial", ".deleted", ".broken"  # after the name of what is not a checkpoint, or no more
+NEWEST = ("True", "auto")  # what asks for the newest one
 
 
-def save(
-    output_dir: Path,
-    step: int,
-    facts: dict[str, Any],
-    keep: int | None,
-    write_model: Callable[[Path], None],
-    write_state: Callable[[Path], None],
-    keep_best: bool = False,
-) -> Path:
-    """Writes checkpoint-`step` under a temporary name and renames it when whole. Every rank calls it.
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from, and what is wrong with the later ones, which it does not take."""
 
-    Of the older ones the newest stay, `keep` with this one, and with `keep_best` the one of the lowest evaluation loss.
+    path: Path | None
+    passed_over: tuple[tuple[Path, str], ...] = ()
+
+
+ANEW = Found(None)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Those of a run, oldest first; whether they are still whole is not looked at."""
+    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def find(output_dir: Path, asked: str | None, world: World) -> Found:
+    """The checkpoint that --resume_from_checkpoint names, each file of it read. Every rank calls it.
+
+    Ends the run with one line if there is none that is whole; with `auto`, only where there are some.
     """
-    final, partial = output_dir / f"checkpoint-{step}", output_dir / f"checkpoint-{step}.partial"
-    main = dist.get_rank() == 0
-    if main:
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
-    write_model(partial)
-    dist.barrier()
-    write_state(partial / STATE)
-    if main:
-        (partial / FACTS).write_text(json.dumps({"step": step, **facts}) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        kept = best(output_dir) if keep_best else None
-        for old in checkpoints(output_dir)[: -keep if keep else 0]:
-            if old != kept:
-                shutil.rmtree(old)
-    dist.barrier()
-    return final
+    if asked is None:
+        return ANEW
+    if asked not in NEWEST:
+        agree(world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one"))
+        broken = _complaint(Path(asked), world)
+        agree(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
+        return Found(Path(asked))
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    candidates = agree(world, lambda: checkpoints(output_dir))
+    for path in reversed(candidates):
+        broken = _complaint(path, world)
+        if broken is None:
+            return Found(path, passed_over)
+        passed_over += ((path, broken),)
+    line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
+    if passed_over:
+        why = "; ".join(f"{path.name}: {broken}" for path, broken in passed_over)
+        line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
+    agree(world, lambda: _require(asked == "auto" and not passed_over, line))
+    return ANEW
 
 
-def save_state(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    dcp.save(_tensors(model, optimizer), checkpoint_id=directory)
+def _is_checkpoint(path: Path) -> bool:
+    return (path / FACTS).is_file() or (path / manifest.MANIFEST).is_file()
+
+
+def _require(holds: bool, line: str) -> None:
+    if not holds:
+        raise ValueError(f"--resume_from_checkpoint {line}")
+
+
+def _complaint(path: Path, world: World) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; each reads a share of its files."""
+    found: list[str | None] = [None] * world.size
+    dist.all_gather_object(found, manifest.complaint(path, world.rank, world.size))
+    return next((line for line in found if line is not None), None)
 
 
 def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
@@ -76,43 +103,62 @@ def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
     )
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted((p for p in found if (p / FACTS).is_file()), key=lambda p: int(p.name.split("-")[1]))
-
-
 def best(output_dir: Path) -> Path | None:
     """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
-    losses = {path: read_facts(path).get(LOSS) for path in checkpoints(output_dir)}
-    known = {path: loss for path, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    losses = {path: _eval_loss(path) for path in checkpoints(output_dir)}
+    known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
     return min(known, key=lambda path: known[path]) if known else None
 
 
-def find(output_dir: Path, asked: str) -> Path:
-    """The checkpoint that --resume_from_checkpoint names. Raises ValueError if there is none."""
-    if asked == "True":
-        found = checkpoints(output_dir)
-        if not found:
-            raise ValueError(f"--resume_from_checkpoint True: {output_dir} holds no whole checkpoint; leave it out")
-        return found[-1]
-    if not (Path(asked) / FACTS).is_file():
-        raise ValueError(f"--resume_from_checkpoint {asked} holds no {FACTS}; name a checkpoint-N directory")
-    return Path(asked)
+def _eval_loss(path: Path) -> float:
+    try:
+        loss = read_facts(path).get(LOSS)
+    except (ValueError, OSError):  # a damaged one is the best of nothing
+        return math.nan
+    return float(loss) if isinstance(loss, int | float) else math.nan
+
+
+def prune(output_dir: Path, keep: int | None, keep_best: bool) -> None:
+    """Of the checkpoints the newest `keep` stay, and with `keep_best` the one of the lowest evaluation loss."""
+    kept = best(output_dir) if keep_best else None
+    for old in checkpoints(output_dir)[: -keep if keep else 0]:
+        if old != kept:
+            set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
+    sweep(output_dir)
+
+
+def set_aside(path: Path, why: str) -> None:
+    aside = path.with_name(path.name + why)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def sweep(output_dir: Path, also: str = DELETED) -> None:
+    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish."""
+    for end in {DELETED, also}:
+        for left in output_dir.glob(f"checkpoint-*{end}"):
+            shutil.rmtree(left)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((directory / FACTS).read_text())
+    """Raises ValueError where they are no facts."""
+    try:
+        facts = json.loads((directory / FACTS).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{directory / FACTS} is damaged; name another checkpoint") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
+        raise ValueError(f"{directory / FACTS} does not say after which step it was; name another checkpoint")
     return facts
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Fills weights and optimizer state in place, each rank its own part. Raises ValueError for another model's."""
     _make_state(optimizer)
-    tensors = _tensors(model, optimizer)
-    _check_fit(directory, tensors)
+    tensors = tensors_of(model, optimizer)
+    reader = state_files.Reader(directory / STATE)
+    _check_fit(directory, state_files.shapes(reader), tensors)
     try:
-        dcp.load(tensors, checkpoint_id=directory / STATE)
+        dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:  # on all ranks alike
         if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
             raise
@@ -122,27 +168,28 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
         ) from error
 
 
-def _check_fit(directory: Path, tensors: dict[str, Tensor]) -> None:
-    if not (directory / STATE / ".metadata").is_file():
-        raise ValueError(f"--resume_from_checkpoint {directory} has lost its {STATE}/; name another checkpoint")
-    saved = dcp.FileSystemReader(directory / STATE).read_metadata().state_dict_metadata
+def restore_randomness(directory: Path, world: World) -> None:
+    """Random states go on where this rank's were; on another number of ranks there is no such place."""
+    if read_facts(directory).get("ranks") == world.size:
+        randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
+
+
+def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, Tensor]) -> None:
+    remedy = "resume with the model and the optimizer that it was saved with"
     for name, tensor in tensors.items():
-        size = list(getattr(saved.get(name), "size", ()))
-        if name not in saved or size != list(tensor.shape):
-            found = f"{name} of shape {size}" if name in saved else f"no {name}"
+        if saved.get(name) != list(tensor.shape):
+            found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
             raise ValueError(
-                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; "
-                "resume with the model and the optimizer that it was saved with"
+                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
             )
-    without_place = [n for n in saved if n not in tensors]
+    without_place = [name for name in saved if name not in tensors]
     if without_place:
         raise ValueError(
-            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; "
-            "resume with the model and the optimizer that it was saved with"
+            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
         )
 
 
-def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything that a run changes, by name; parameters that are tied appear once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from lightseq.masking import masked
+
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
@@ -76,7 +78,8 @@ class TrainConfig:
     # [training]
     output_dir: str = ""  # where run.json, metrics.jsonl and checkpoints go (required)
     overwrite_output_dir: bool = False  # start anew in a directory that holds an earlier run
-    resume_from_checkpoint: str | None = None  # checkpoint directory, or True for the newest in output_dir
+    # checkpoint directory; True: the newest in output_dir that is whole; auto: the same, or begin anew where nothing
+    resume_from_checkpoint: str | None = None  # was saved
     num_train_epochs: float = 3.0  # passes over the data, where max_steps is absent
     max_steps: int | None = None  # optimizer steps; takes the place of num_train_epochs
     per_device_train_batch_size: int = 1  # sequences of a sequence-parallel group in one forward pass
@@ -135,6 +138,7 @@ class TrainConfig:
     save_strategy: str = "steps"  # when to save a checkpoint
     save_steps: int = 500  # steps between checkpoints, with save_strategy steps
     save_total_limit: int | None = None  # checkpoints to keep, newest first (default: all)
+    async_save: bool = True  # write checkpoints from copies in host memory, beside the training, which else waits
     keep_best: bool = False  # keep the checkpoint of the lowest evaluation loss too, however old
     report_to: str = "none"  # who receives the metrics besides metrics.jsonl
     profile_steps: tuple[int, int] | None = None  # first:last step to profile, as 10:12
@@ -178,8 +182,8 @@ class TrainConfig:
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
     def to_json(self) -> dict[str, Any]:
-        """Every flag as a plain JSON value."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        """Every flag as a plain JSON value, what looks like a secret masked."""
+        plain: dict[str, Any] = masked(json.loads(json.dumps(dataclasses.asdict(self))))
         return plain
 
 
@@ -289,8 +293,8 @@ def _json_object(text: str) -> dict[str, Any]:
     example = """give a JSON object, as '{"rope_type": "linear", "factor": 4.0}'"""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); {example}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {example}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {example}")
     return value
@@ -304,7 +308,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _checkpoint(text: str) -> str | None:
-    return {"true": "True", "false": None}.get(text.lower(), text)
+    return {"true": "True", "auto": "auto", "false": None}.get(text.lower(), text)
 
 
 CONVERTERS: Final[Mapping[type, Callable[[str], Any]]] = {

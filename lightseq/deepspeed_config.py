@@ -75,7 +75,7 @@ def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -
 def _read(path: Path, source: str) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{source} cannot be read ({reason}); name a DeepSpeed JSON file") from error
     if not isinstance(settings, dict):

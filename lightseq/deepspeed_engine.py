@@ -6,10 +6,11 @@ divided by the global number of valid tokens already, so that gradients must add
 
 import copy
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,17 @@ from lightseq.mesh import Meshes, World, agree, ready_for_deepspeed
 from lightseq.optimization import make_optimizer
 from lightseq.parallelize import Techniques, transform
 from lightseq.prepare import Inputs
+from lightseq.tokens import first_line
 
 TAG = "deepspeed"
+DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
+    [
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    ]
+)
 
 
 class DeepSpeedEngine:
@@ -46,7 +56,7 @@ class DeepSpeedEngine:
         self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
         self.model = weights.build_on_meta(inputs.model_config)
         inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
-        self.offload = inner.offload
+        self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(techniques.compute_dtype)
         self._materialize()
@@ -133,10 +143,14 @@ class DeepSpeedEngine:
         for name, parameter in self.model.named_parameters():
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
+    def tensors(self) -> dict[str, Tensor] | None:
+        return None
+
     def save_state(self, directory: Path) -> None:
         self._engine.save_checkpoint(str(directory), tag=TAG)
 
     def restore(self, checkpoint_directory: Path) -> None:
+        check_harmless(checkpoint_directory / STATE)  # DeepSpeed runs what its files ask for
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
             raise ValueError(
@@ -145,6 +159,17 @@ class DeepSpeedEngine:
 
     def facts(self) -> dict[str, Any]:
         return {"engine": self._settings.name, "ranks": self._world.size}
+
+
+def check_harmless(state: Path) -> None:
+    """Raises ValueError if a file of DeepSpeed's would build anything but what DeepSpeed puts there."""
+    for path in sorted(state.rglob("*.pt")):
+        try:
+            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
+        except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
+        if strange:
+            raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")
 
 
 def _on_cpu(settings: DeepSpeedSettings, part: str) -> bool:

@@ -24,6 +24,7 @@ from lightseq.optimization import (
 )
 from lightseq.parallelize import Techniques, parallelize
 from lightseq.prepare import Inputs
+from lightseq.stopwatch import Stopwatch
 
 FSDP = {
     "full_shard": "FSDP2 over all ranks",
@@ -50,6 +51,7 @@ class Engine(Protocol):
     optimizer: Any  # its groups carry the learning rate
     parameters: str  # how they are held, in words
     offload: Offload | None  # of what layers keep
+    stopwatch: Stopwatch  # of what every rank does alone
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Adds the gradients of a share of the loss; `last` of the shares that an update takes in."""
@@ -63,7 +65,13 @@ class Engine(Protocol):
         """Every parameter in float32, gathered from all ranks; each rank goes through all of them."""
         ...
 
-    def save_state(self, directory: Path) -> None: ...
+    def tensors(self) -> dict[str, Tensor] | None:
+        """What a checkpoint holds of it on this rank, by name; None: it writes files of its own."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Writes the files of its own."""
+        ...
 
     def restore(self, checkpoint_directory: Path) -> None: ...
 
@@ -81,11 +89,13 @@ class FsdpEngine:
         self.parameters = FSDP[config.fsdp_mode]
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()
+        names = meshes.parameters.mesh_dim_names or ()
+        self._copy = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add(self.model, inputs.lora, techniques.compute_dtype)
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
-        self.offload = loss_model.offload
+        self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         on_host = config.offload in ("optimizer", "both")
         self.parameters += ", in host memory" if on_host else ""
         weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)
@@ -111,8 +121,12 @@ class FsdpEngine:
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return weights.whole_parameters(self.model)
 
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Of several copies, the first is saved."""
+        return {} if self._copy else checkpoint.tensors_of(self.model, self.optimizer)
+
     def save_state(self, directory: Path) -> None:
-        checkpoint.save_state(directory, self.model, self.optimizer)
+        raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
         checkpoint.restore(checkpoint_directory, self.model, self.optimizer)

@@ -182,7 +182,8 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
 
 def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
+        # Told nothing, it would ask whether to run the code that a config names.
+        config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -12,6 +12,7 @@ from lightseq.loss import CHUNK_TOKENS
 from lightseq.optimization import EIGHT_BIT
 
 GIB = 2.0**30
+MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
 
 
 @dataclass(frozen=True)

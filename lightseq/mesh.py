@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightseq.masking import is_secret_name
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,11 @@ class Meshes:
 def is_main_process() -> bool:
     """Whether this process speaks for all, known before any of them has met another."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def secrets() -> tuple[str, ...]:
+    """What the environment holds under the name of a secret: nothing that is written down may contain it."""
+    return tuple(value for name, value in os.environ.items() if is_secret_name(name))
 
 
 def make_deterministic() -> None:
@@ -123,6 +130,12 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
         print(f"error: {refusals[first]}{where}", flush=True, file=sys.stderr)
     dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
     raise SystemExit(2)
+
+
+def set_device(world: World) -> None:
+    """Makes the world's device the one that this thread means; a new thread means the first one."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
 
 
 def first_to(do: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +13,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightseq.masking import masked
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 PACKAGES: Final = (
@@ -34,6 +36,9 @@ class StepRecord:
     training_tokens_percent: float
     step_seconds: float
     data_seconds: float  # of them spent waiting for data
+    saving_seconds: float  # in which training waited for checkpoints since the last record; no part of the steps
+    slowest_rank: int | None  # at work that is the same on every rank and waits for nobody, up to the step before
+    slowest_rank_share: float | None  # 0 to 1: what of its time that rank takes longer than the mean, others waiting
     tokens_per_second: float
     tokens_per_second_per_gpu: float  # per process where there is no GPU
     model_tflops_per_gpu: float
@@ -119,8 +124,11 @@ def check_mirror(name: str) -> None:
         raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
 
 
-def write_run(directory: Path, facts: Mapping[str, Any]) -> None:
-    (directory / RUN).write_text(json.dumps({**facts, "versions": versions()}, indent=2) + "\n")
+def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
+    """run.json, whole or not at all, without `secrets` and whatever else looks like one."""
+    partial = directory / f"{RUN}.partial"
+    partial.write_text(json.dumps(masked({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+    partial.rename(directory / RUN)
 
 
 def versions() -> dict[str, str]:

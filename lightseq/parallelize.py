@@ -22,6 +22,7 @@ from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.remat import apply_remat, checkpoint_groups
+from lightseq.stopwatch import Stopwatch
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
@@ -58,6 +59,7 @@ class LossModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
+        stopwatch: Stopwatch,
         offload: Offload | None = None,
         first_chunk_only: bool = False,
         chunk_tokens: int = CHUNK_TOKENS,
@@ -65,9 +67,10 @@ class LossModel(nn.Module):
         super().__init__()
         self.model = model
         self.offload = offload
+        self.stopwatch = stopwatch  # of the loss: every rank has as many tokens
         head: Any = model.lm_head
         head.forward = partial(
-            _head_loss, head, first_chunk_only, chunk_tokens
+            _head_loss, head, stopwatch, first_chunk_only, chunk_tokens
         )  # the call stays: what FSDP hooks to it runs around the loss
 
     def forward(
@@ -88,11 +91,18 @@ class LossModel(nn.Module):
 
 
 def _head_loss(
-    head: nn.Linear, first_chunk_only: bool, chunk_tokens: int, hidden: Tensor, labels: Tensor, read: Reading | None
+    head: nn.Linear,
+    stopwatch: Stopwatch,
+    first_chunk_only: bool,
+    chunk_tokens: int,
+    hidden: Tensor,
+    labels: Tensor,
+    read: Reading | None,
 ) -> Tensor:
     if read is not None:
         return read(hidden, head.weight, labels)
-    return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
+    with stopwatch.lap():
+        return cross_entropy_sum(hidden, head.weight, labels, chunk_tokens, first_chunk_only)
 
 
 def parallelize(
@@ -146,7 +156,7 @@ def transform(
         checkpoint_groups(groups, inner)
     if offload is not None:
         offload.wrap([layer for layer, state in zip(layers, states, strict=True) if state in AWAY])
-    return LossModel(model, offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
+    return LossModel(model, Stopwatch(device), offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
 
 
 def _states(techniques: Techniques, layers: int) -> tuple[str, ...]:

@@ -11,6 +11,11 @@ import numpy as np
 
 from lightseq.tokens import IntArray, first_line
 
+MALFORMED = (  # what an unpickler raises for bytes that are no pickle
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+
 
 class PlainUnpickler(pickle.Unpickler):
     """Builds plain containers and numbers only: with no name looked up there is nothing a pickle could call.
@@ -28,11 +33,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain_pickle(path: Path) -> Any:
-    malformed = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
     try:
         with path.open("rb") as file:
             return PlainUnpickler(file).load()
-    except (*malformed, ImportError, OverflowError, MemoryError, OSError) as error:
+    except (*MALFORMED, ImportError, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
         ) from error

@@ -16,11 +16,15 @@ class StopRequest:
         self._asked = 0
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
-    def agreed(self) -> str | None:
-        """The name of the signal that any rank got, on every rank, or None. Waits for the other hosts, for no GPU."""
-        asked = torch.tensor(self._asked, dtype=torch.int32)
+    def agreed(self, failed: bool) -> tuple[str | None, bool]:
+        """The name of the signal that any rank got, and whether anything failed on any; the same on every rank.
+
+        Waits for the other hosts, for no GPU.
+        """
+        asked = torch.tensor([self._asked, failed], dtype=torch.int32)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return signal.Signals(int(asked)).name if asked else None
+        number, any_failed = asked.tolist()
+        return signal.Signals(number).name if number else None, bool(any_failed)
 
     def __enter__(self) -> "StopRequest":
         return self

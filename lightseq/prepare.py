@@ -12,12 +12,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightseq import checkpoint, weights
-from lightseq.adapters import Lora, lora_of
+from lightseq.adapters import Lora, adapter_parameters, lora_of
 from lightseq.architecture import Architecture, examine, heads_of
+from lightseq.checkpoint import ANEW, Found
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
+from lightseq.disk import check_disk, saved_bytes, saves_left
 from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.flops import total_parameters
 from lightseq.fp8 import check_fp8
 from lightseq.hf import LENGTH_DEPENDENT_ROPE
 from lightseq.kernels import KernelSpec, select
@@ -45,13 +48,15 @@ class Inputs:
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # what the user should know, said once
     lora: Lora | None = None  # None: every weight trains
+    passed_over: tuple[Path, ...] = ()  # checkpoints later than the one resumed from, which are damaged
 
 
-def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
+def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
     """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device, on_host=config.offload in ("optimizer", "both"))
-    resume_from = _check_output_dir(Path(config.output_dir), config)
+    resume_from = found.path
+    _check_output_dir(Path(config.output_dir), config, found)
     model = find_model(config, family, world)
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
@@ -77,9 +82,16 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     if config.profile_steps is not None and config.profile_steps[0] > total_steps:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
+    one_bytes, there = saved_bytes(trained, config), len(checkpoint.checkpoints(Path(config.output_dir)))
+    epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
+    saves = saves_left(config, stream.first_step, total_steps, epochs_left)
+    little_room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed
+    notes += (little_room,) if little_room else ()
     return Inputs(
         model.config,
         directory,
@@ -90,15 +102,21 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
         world.rank // model.sequence_size,
         resume_from,
         deepspeed,
-        notes + resumed + model.warnings,
+        notes + model.warnings,
         model.lora,
+        tuple(path for path, _ in found.passed_over),
     )
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
-    """The stream from where a checkpoint left it; those of before this was kept count steps alone."""
-    facts = checkpoint.read_facts(resume_from) if resume_from is not None else {}
-    return stream.resumed(facts["step"], facts[checkpoint.DATA]) if checkpoint.DATA in facts else (stream, ())
+    """The stream from where a checkpoint left it, however many sequences a step had then."""
+    if resume_from is None:
+        return stream, ()
+    facts = checkpoint.read_facts(resume_from)
+    data = facts.get(checkpoint.DATA)
+    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in stream.state(0)):
+        raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
+    return stream.resumed(facts["step"], data)
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
@@ -106,11 +124,12 @@ def after_restart(config: TrainConfig, world: World) -> TrainConfig:
 
     A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
     """
-    output_dir = Path(config.output_dir)
-    if not world.restarts or not _begun_by(output_dir, world):
-        return config
-    resume = "True" if checkpoint.checkpoints(output_dir) else config.resume_from_checkpoint
-    return replace(config, resume_from_checkpoint=resume, overwrite_output_dir=True)
+    output_dir, asked = Path(config.output_dir), config.resume_from_checkpoint
+    saved = bool(checkpoint.checkpoints(output_dir))
+    if world.restarts and _begun_by(output_dir, world):
+        return replace(config, resume_from_checkpoint="True" if saved else asked, overwrite_output_dir=True)
+    # Where nothing was saved, `auto` begins anew.
+    return replace(config, overwrite_output_dir=config.overwrite_output_dir or (asked == "auto" and not saved))
 
 
 def _begun_by(output_dir: Path, world: World) -> bool:
@@ -219,29 +238,27 @@ def clear(output_dir: Path) -> None:
             shutil.rmtree(directory)
 
 
-def _check_output_dir(output_dir: Path, config: TrainConfig) -> Path | None:
+def _check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
-    asked = config.resume_from_checkpoint
-    resume_from = checkpoint.find(output_dir, asked) if asked else None
+    resume_from = found.path
     if continues(resume_from, output_dir):
         newest = checkpoint.checkpoints(output_dir)[-1]
-        if newest.name != resume_from.name:
+        if newest.name != resume_from.name and not found.passed_over:
             raise ValueError(
-                f"--resume_from_checkpoint {asked}: {output_dir} holds the later {newest.name}; continue that one with "
-                "--resume_from_checkpoint True, or give another --output_dir"
+                f"--resume_from_checkpoint {resume_from}: {output_dir} holds the later {newest.name}; continue that "
+                "one with --resume_from_checkpoint True, or give another --output_dir"
             )
-        return resume_from
+        return
     holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
     if holds_run and not config.overwrite_output_dir:
         raise ValueError(
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
-    return resume_from
 
 
 def _check_layers(config: TrainConfig, found: Architecture) -> None:

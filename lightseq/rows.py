@@ -96,7 +96,7 @@ def _lines(path: Path) -> Iterator[Named]:
             where = f"{path} line {number}"
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
             yield where, _object(value, where)
 
@@ -110,7 +110,7 @@ def _array(path: Path) -> Iterator[Named]:
         return
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}") from error
     for number, value in enumerate(values):
         yield f"{path} row {number}", _object(value, f"{path} row {number}")

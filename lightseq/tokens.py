@@ -219,6 +219,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def is_plain_name(name: object) -> bool:
+    """Whether a name stays in the directory in which it is looked up."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
@@ -328,7 +333,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {META}, so it is no token directory; make one with python3 -m data_gen")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")

@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq import adapters, checkpoint, weights
+from lightseq import adapters, checkpoint, state_files, weights
 from lightseq.attention import pack
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch, track
@@ -36,6 +37,7 @@ from lightseq.mesh import (
     leave,
     make_deterministic,
     make_meshes,
+    secrets,
     start,
 )  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
@@ -46,12 +48,14 @@ from lightseq.plan_training import out_of_memory, placement_for
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
+from lightseq.saver import SaveError, Saver
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
 RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
+PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -68,7 +72,8 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     with start(2 * _timeout(words, program)) as world:
         config = agree(world, lambda: after_restart(parse(words, program), world))
-        inputs = agree(world, lambda: prepare(config, family, world))
+        found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
+        inputs = agree(world, lambda: prepare(config, family, world, found))
         command = f"{program} {shlex.join(words)}"
         Trainer(config, inputs, world, command).train()
 
@@ -136,11 +141,16 @@ class Trainer:
         self.adapter_parameters = adapters.adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         self.learning_rate = LearningRate(config, inputs.total_steps)
+        self.first_step = inputs.stream.first_step
         with self.explained_out_of_memory():
-            self.first_step = agree(world, self._resume)
+            agree(world, self._resume)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
+        self.saver: Saver | None = None
+        if command is not None and config.save_strategy != "no":
+            kept = (config.save_total_limit, config.keep_best)
+            self.saver = Saver(self.output_dir, world, *kept, config.async_save, 2 * config.step_timeout)
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
         self._skipped = 0  # steps in a row, up to the last record
@@ -150,12 +160,10 @@ class Trainer:
         budget = self.config.host_memory_budget
         return free_host_memory(self.world) if budget is None else budget * 2**30
 
-    def _resume(self) -> int:
-        """Steps done before this run."""
-        if self.inputs.resume_from is None:
-            return 0
-        self.engine.restore(self.inputs.resume_from)
-        return int(checkpoint.read_facts(self.inputs.resume_from)["step"])
+    def _resume(self) -> None:
+        if self.inputs.resume_from is not None:
+            self.engine.restore(self.inputs.resume_from)
+            checkpoint.restore_randomness(self.inputs.resume_from, self.world)
 
     def _open_output(self, command: str) -> MetricsFile | None:
         if not self.world.is_main:
@@ -163,7 +171,10 @@ class Trainer:
         self._lock = lock(self.output_dir, self.world)
         if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
             clear(self.output_dir)
-        write_run(self.output_dir, self._facts(command))
+        checkpoint.sweep(self.output_dir, checkpoint.PARTIAL)
+        for broken in self.inputs.passed_over:
+            checkpoint.set_aside(broken, checkpoint.BROKEN)
+        write_run(self.output_dir, self._facts(command), secrets())
         self.terminal.header(self.describe(), self.inputs.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         return MetricsFile(self.output_dir, self.first_step, sinks)
@@ -230,7 +241,7 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
         with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
-            with StopRequest() as stop, self.explained_out_of_memory():
+            with StopRequest() as stop, self.explained_out_of_memory(), self._saving():
                 saved, stopped_by = self._run_steps(stop)
         self.terminal.close()
         if self.metrics is not None:
@@ -251,10 +262,14 @@ class Trainer:
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
                 self._record(closed)  # a step late: the device is busy with this one while the host reads
-                closed, window = window.close(done, self._work(), self.context.rank == 0), self._window()
+                own_seconds = self.engine.stopwatch.seconds()
+                closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
+                window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            stopped_by = stop.agreed()
+            stopped_by, save_failed = stop.agreed(self.saver is not None and self.saver.failed)
+            if save_failed and self.saver is not None:
+                self.saver.wait()
             ends = done == last or stopped_by is not None
             saves |= ends and self.config.save_strategy != "no"
             evaluates |= saves and self.config.keep_best
@@ -262,11 +277,14 @@ class Trainer:
                 self._record(closed)
                 closed = None
             with window.paused():
+                if done == self.first_step + 1:
+                    self._prepare_to_save()
                 found = self.evaluate() if evaluates else None
                 if found is not None:
                     self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
-                if saves:
-                    self._mark(done, "saving")
+            if saves:
+                self._mark(done, "saving")
+                with window.paused(saves=True):
                     saved = self._save(done, found.loss if found is not None else None)
             if ends:
                 break
@@ -328,10 +346,11 @@ class Trainer:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
         begin = time.perf_counter()
         self._mark(step + 1, "data")
-        batches = [
-            self.inputs.stream.batch(step, a, self.inputs.data_rank)
-            for a in range(self.config.gradient_accumulation_steps)
-        ]
+        with self._explained_data():
+            batches = [
+                self.inputs.stream.batch(step, a, self.inputs.data_rank)
+                for a in range(self.config.gradient_accumulation_steps)
+            ]
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         divisor = self._over_data_ranks(valid).clamp_min(1)
@@ -346,9 +365,22 @@ class Trainer:
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
+            if self.saver is not None:
+                self.saver.before_overwriting()
             norm, sick = self._update()
         squares = sum(batch.squares for batch in batches)
         return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
+
+    @contextmanager
+    def _explained_data(self) -> Iterator[None]:
+        """What is wrong with an example shows when it is read: one line, and this rank ends."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self.terminal.close()
+            if first_to("explain the data"):
+                print(f"error: rank {self.world.rank}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -440,18 +472,54 @@ class Trainer:
         epochs = self.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
 
+    def _prepare_to_save(self) -> None:
+        """Once the optimizer has its state: what a save will copy is known."""
+        tensors = self.engine.tensors()
+        note = self.saver.prepare(tensors) if self.saver is not None and tensors is not None else None
+        if note is not None and self.world.is_main:
+            self.terminal.note(note)
+
     def _save(self, step: int, eval_loss: float | None) -> Path:
-        facts = {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
-        facts[checkpoint.DATA] = self.inputs.stream.state(step)
+        assert self.saver is not None
+        facts = {checkpoint.DATA: self.inputs.stream.state(step), "total_steps": self.inputs.total_steps}
+        facts |= {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
+        tensors = self.engine.tensors()
+        if tensors is None:
+            return self.saver.save_now(step, facts, self._write_now)
+        return self.saver.save(step, facts, tensors, self._write_model)
 
-        def write_model(directory: Path) -> None:
-            if self.inputs.lora is not None:
-                base = self.config.model_name_or_path
-                return adapters.save(self.model, directory, self.inputs.lora, base, self.inputs.weights)
-            whole = self.engine.whole_parameters()
-            weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
+    def _write_now(self, directory: Path) -> None:
+        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, self.engine.whole_parameters())
+        self.engine.save_state(directory / checkpoint.STATE)
 
-        c = self.config
-        return checkpoint.save(
-            self.output_dir, step, facts, c.save_total_limit, write_model, self.engine.save_state, c.keep_best
-        )
+    def _write_model(self, directory: Path, state: Path) -> None:
+        whole = state_files.whole_tensors(state, "model.")
+        if self.inputs.lora is not None:
+            base = self.config.model_name_or_path
+            return adapters.save(whole, directory, self.inputs.lora, base, self.inputs.weights)
+        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Around the steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
+        if self.saver is None:
+            yield
+            return
+        try:
+            try:
+                yield
+            finally:
+                self._mark(None, "saving")
+            self.saver.wait()
+        except SaveError as error:
+            if self.world.is_main:
+                self.terminal.close()
+                print(f"error: {error}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr)
+            raise SystemExit(1) from error
+        except BaseException:
+            # A rank that fails alone leaves the others' threads to write: let them finish what they can.
+            if not self.saver.abandon(min(self.config.step_timeout / 2, PATIENCE_SECONDS)):
+                traceback.print_exc()
+                leave(1)
+            raise
+        self.saver.close()

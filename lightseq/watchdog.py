@@ -49,7 +49,12 @@ class Watchdog:
     """Watches inside a `with`. `end` is called with the verdict on every rank; left alone, it ends the process."""
 
     def __init__(
-        self, world: World, timeout_seconds: float, stacks: Path, end: Callable[[str], None] | None = None
+        self,
+        world: World,
+        timeout_seconds: float,
+        stacks: Path,
+        end: Callable[[str], None] | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self._world, self._timeout, self._stacks = world, timeout_seconds, stacks
         self._end = end or self._give_up
@@ -57,11 +62,14 @@ class Watchdog:
         self._at = (0, "start", time.monotonic())
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
         self._closed = threading.Event()
-        self._store = _store_of_its_own(world.restarts) if world.size > 1 else None
+        self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
+        self._asked: float | None = None  # since when the store owes an answer
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
+        if self._store is not None:
+            threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
 
     def mark(self, step: int | None, phase: str) -> None:
         """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
@@ -74,8 +82,8 @@ class Watchdog:
         """This rank is done, and the others need not hear of it again; after an error they should miss it."""
         self.mark(None, "end")
         self._closed.set()
-        self._thread.join()
-        if self._store is not None and kind is None:
+        self._thread.join(self._timeout)
+        if self._store is not None and kind is None and not self._thread.is_alive():
             with suppress(RuntimeError):  # the launcher may be gone already
                 self._publish(self._here(-1))
 
@@ -83,6 +91,7 @@ class Watchdog:
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
+            self._asked = time.monotonic()
             try:
                 text = self._judge(self._here(number))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -91,6 +100,17 @@ class Watchdog:
                 )
             if text and not self._closed.is_set():
                 self._end(text)
+                return
+            self._asked = None
+
+    def _guard(self) -> None:
+        """Behind a cut cable the store never answers, and whoever asked it waits for ever."""
+        while not self._closed.wait(self._interval):
+            asked = self._asked
+            if asked is not None and time.monotonic() - asked > self._timeout:
+                self._store = None  # not to be asked again
+                waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
+                self._end(f"the store that the ranks meet in {waited}: the host of rank 0 is unreachable")
                 return
 
     def _here(self, number: int) -> Beat:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from lightseq.tokens import first_line
+from lightseq.tokens import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -212,16 +212,24 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name → file that holds it."""
     if (directory / INDEX).is_file():
-        names = json.loads((directory / INDEX).read_text())["weight_map"]
-        files = {name: directory / Path(file).name for name, file in names.items()}
-        absent = sorted({file.name for file in files.values() if not file.is_file()})
+        names = _weight_map(directory / INDEX)
+        absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is not there; copy the whole directory")
-        return files
+        return {name: directory / file for name, file in names.items()}
     if (directory / WEIGHTS).is_file():
         with safe_open(directory / WEIGHTS, framework="pt") as file:
             return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
     raise ValueError(f"{directory} holds no {WEIGHTS}; save the model as safetensors, or add --random_init")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name → file name, as an index says."""
+    try:
+        names = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in names.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of weights and cannot be read; copy or download it again") from error
 
 
 def _write_index(directory: Path, written: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """The steps between two records: collected, reduced over the ranks and read without the device ever waiting."""
 
-import time
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from lightseq.flops import mfu, model_flops, peak_flops_per_second, recompute_fl
 from lightseq.mesh import World
 from lightseq.metrics import StepRecord, hardware, memory, reduce_over_ranks
 from lightseq.offload import Offload
+from lightseq.stopwatch import Moment
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,6 @@ class Work:
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
 
 
-class Moment:
-    """Now, in the device's work where there is a GPU, else on the clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._seconds = time.perf_counter()
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def seconds_until(self, later: "Moment") -> float:
-        """Waits for the device to get there."""
-        if self._event is None or later._event is None:
-            return later._seconds - self._seconds
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event) / 1e3
-
-
 @dataclass
 class Window:
     """Collects steps, from the moment it is made."""
@@ -73,16 +57,21 @@ class Window:
         self._bytes_before = self.transport.bytes_sent
         self._begin = Moment(self.world.device)
         self._pauses: list[tuple[Moment, Moment]] = []
+        self.saving: list[tuple[Moment, Moment]] = []  # what of the pauses was for a checkpoint
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, saves: bool = False) -> Iterator[None]:
         """Evaluation and saving do not count as step time."""
         begin = Moment(self.world.device)
         yield
-        self._pauses.append((begin, Moment(self.world.device)))
+        pause = begin, Moment(self.world.device)
+        (self.saving if saves else self._pauses).append(pause)
 
-    def close(self, step: int, work: Work, speaks_for_group: bool) -> "Closed":
-        """Ends with `step`. Every rank closes its window; the device has yet to come this far."""
+    def close(self, step: int, work: Work, speaks_for_group: bool, own_seconds: float) -> "Closed":
+        """Ends with `step`. Every rank closes its window; the device has yet to come this far.
+
+        `own_seconds` is what this rank took for work that is the same on every rank and waits for nobody.
+        """
         device, end = self.world.device, Moment(self.world.device)
         loss = torch.stack([result.loss for result in self.results]).sum()
         valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
@@ -91,8 +80,9 @@ class Window:
         sent = self.transport.bytes_sent - self._bytes_before
         offloaded = self.offload.memory.allocated_bytes if self.offload else 0
         imbalance = max(result.imbalance for result in self.results)
-        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded, imbalance]
-        reduced = reduce_over_ranks([loss, valid, squares, sent], worst, device)
+        slowest = math.floor(own_seconds * 1e9) * self.world.size + self.world.rank  # the time, and whose it is
+        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded, imbalance, slowest]
+        reduced = reduce_over_ranks([loss, valid, squares, sent, own_seconds], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
         numbers = torch.cat(
@@ -100,10 +90,10 @@ class Window:
         )
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-        pauses = tuple(self._pauses)
+        pauses, saving = tuple(self._pauses), tuple(self.saving)
         rate = self.results[-1].learning_rate
         return Closed(
-            step, work, self.world, len(self.results), rate, numbers, self._begin, end, pauses, Moment(device)
+            step, work, self.world, len(self.results), rate, numbers, self._begin, end, pauses, saving, Moment(device)
         )
 
 
@@ -120,6 +110,7 @@ class Closed:
     begin: Moment
     end: Moment
     pauses: tuple[tuple[Moment, Moment], ...]
+    saving: tuple[tuple[Moment, Moment], ...]
     arrived: Moment
 
     def sick_parameter(self) -> int | None:
@@ -130,10 +121,13 @@ class Closed:
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, squares, sent, *rest = self.numbers.tolist()
-        data_seconds, allocated, reserved, rss, offloaded, imbalance, norm, skipped, _ = rest
-        paused = sum(begin.seconds_until(end) for begin, end in self.pauses)
+        loss, valid, squares, sent, own_seconds, data_seconds, allocated, *rest = self.numbers.tolist()
+        reserved, rss, offloaded, imbalance, slowest, norm, skipped, _ = rest
+        saving = sum(begin.seconds_until(end) for begin, end in self.saving)
+        paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
+        longest, slowest_rank = divmod(int(slowest), self.world.size)
+        lost = max(0.0, 1 - own_seconds / self.world.size / (longest / 1e9)) if longest else None
         work, ranks = self.work, self.world.size
         tokens = work.sequences * work.length
         share = squares / self.steps / (work.sequences * work.length**2)
@@ -152,6 +146,9 @@ class Closed:
             training_tokens_percent=100 * valid / self.steps / tokens,
             step_seconds=seconds,
             data_seconds=data_seconds / self.steps,
+            saving_seconds=saving,
+            slowest_rank=slowest_rank if longest else None,
+            slowest_rank_share=lost,
             tokens_per_second=tokens / seconds,
             tokens_per_second_per_gpu=tokens / seconds / ranks,
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,

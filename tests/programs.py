@@ -29,7 +29,11 @@ class Ended(NamedTuple):
 def program(rank: int, family: str, words: str, restarts: int = 0, launch: str = "one") -> Ended:
     """One training program on this rank, in the process group that the test has joined already."""
     size = dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"), restarts, launch)
+    return run_in(World(rank, size, rank, size, torch.device("cpu"), restarts, launch), family, words)
+
+
+def run_in(world: World, family: str, words: str) -> Ended:
+    """The same in a world of its own making."""
     trainer.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

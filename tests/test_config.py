@@ -194,6 +194,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--profile_steps 10", "'10' is not a span of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
         ("--rope_scaling linear", "'linear' is not JSON"),
+        ("--rope_scaling " + "[" * 5000, "is not JSON (maximum recursion depth"),
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),
         ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
         (

@@ -137,9 +137,9 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "output that cannot be made": ("--output_dir /proc/no/such", ("/proc/no/such cannot be made", "name another")),
     "nothing to resume": (
         "--output_dir {files}/empty --resume_from_checkpoint True",
-        ("{files}/empty holds no whole checkpoint", "leave it out"),
+        ("{files}/empty holds no checkpoint", "leave it out, or give auto"),
     ),
-    "no checkpoint there": ("--resume_from_checkpoint {files}/model", ("{files}/model holds no", "checkpoint-N")),
+    "no checkpoint there": ("--resume_from_checkpoint {files}/model", ("{files}/model is no checkpoint-N", "name one")),
     "an older checkpoint": (
         "--output_dir {files}/run --resume_from_checkpoint {files}/run/checkpoint-1",
         ("holds the later checkpoint-2", "--resume_from_checkpoint True", "--output_dir"),
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "a checkpoint without its state": (
         "--resume_from_checkpoint {files}/stateless/checkpoint-1",
-        ("checkpoint-1 has lost its state/", "name another"),
+        ("checkpoint-1 is damaged: state/__0_0.distcp is missing", "name another"),
     ),
     "an optimizer that has no place for what was saved": (
         "--optim sgd --resume_from_checkpoint {files}/run/checkpoint-2",

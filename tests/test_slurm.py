@@ -216,11 +216,8 @@ def test_a_job_is_requeued_only_when_asked_and_then_goes_on(reporting: Cluster) 
     _, _, first = split(reporting.submit(command, REQUEUE="1"))
     assert (reporting.home / "updates").read_text() == "JobId=4242 Requeue=1\n"
     assert "--resume_from_checkpoint" not in first
-    _, _, early = split(reporting.submit(command, REQUEUE="1", SLURM_RESTART_COUNT="1"))
-    assert early[-2:] == ["--overwrite_output_dir", "True"]
-    (reporting.home / "my run" / "checkpoint-5").mkdir(parents=True)
     _, _, later = split(reporting.submit(command, REQUEUE="1", SLURM_RESTART_COUNT="1"))
-    assert later[-2:] == ["--resume_from_checkpoint", "True"]
+    assert later[-2:] == ["--resume_from_checkpoint", "auto"]
 
 
 def test_a_container_is_entered_by_srun(reporting: Cluster) -> None:

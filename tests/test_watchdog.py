@@ -1,10 +1,12 @@
 """A rank that freezes, dies or falls behind is named, every process ends, and a healthy run is left alone."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -110,6 +112,32 @@ def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
         watchdog.mark(7, "update")
         watchdog.mark(None, "evaluation")
         assert watchdog._here(1).place == (7, PHASES.index("evaluation"))
+
+
+class Unreachable:
+    """A store behind a cut cable."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        if json.loads(value)["number"]:  # the first beat got through
+            self.closed.wait()
+            raise RuntimeError("closed")
+
+
+def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None:
+    ends: list[str] = []
+    store = Unreachable()
+    watchdog = Watchdog(World(1, 2, 1, 2, torch.device("cpu")), 0.5, tmp_path, ends.append, store)  # type: ignore
+    with watchdog:
+        watchdog.mark(7, "forward")
+        deadline = time.monotonic() + 20
+        while not ends and time.monotonic() < deadline:
+            time.sleep(0.01)
+        store.closed.set()
+    (text,) = ends
+    assert "has not answered rank 1 on" in text and "(step 7, forward, for" in text and "rank 0 is unreachable" in text
 
 
 def test_a_verdict_names_who_is_to_blame() -> None:

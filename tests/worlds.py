@@ -22,7 +22,9 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
     """
     context = mp.get_context("spawn" if device == "cuda" else "forkserver")
     if device == "cpu":  # import torch and transformers once, not once a process; they may initialise CUDA, though
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
+        context.set_forkserver_preload(
+            ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.trainer"]
+        )
     queue = context.SimpleQueue()
     port = _free_port()
     processes = [

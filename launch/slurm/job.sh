@@ -33,18 +33,6 @@ given() {
     return 1
 }
 
-# The value that a flag has in the words after it; the last one counts.
-value_of() {
-    local flag=$1 found='' previous='' word
-    shift
-    for word in "$@"; do
-        [[ $previous == "$flag" ]] && found=$word
-        [[ $word == "$flag="* ]] && found=${word#*=}
-        previous=$word
-    done
-    echo "$found"
-}
-
 # Flags that make a step of GLOBAL_BATCH sequences on so many processes, into the array `flags`.
 add_batch_flags() {
     local processes=$1 micro global sequence data_ranks pass
@@ -116,15 +104,9 @@ check_batch_flags() {
 
 # REQUEUE=1 lets Slurm start the job again after a node failed or was taken; it then goes on from its newest checkpoint.
 add_requeue_flags() {
-    local output=$1
     [[ ${REQUEUE:-0} == 1 ]] || return 0
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=1 || refuse "scontrol does not let this job be requeued"
-    ((${SLURM_RESTART_COUNT:-0} > 0)) || return 0
-    if compgen -G "$output/checkpoint-*" >/dev/null; then
-        flags+=(--resume_from_checkpoint True)
-    else
-        flags+=(--overwrite_output_dir True)
-    fi
+    ((${SLURM_RESTART_COUNT:-0} == 0)) || flags+=(--resume_from_checkpoint auto)
 }
 
 # Where the processes meet and how many there are, into the array `launcher`. In a container the interpreter is its own.
@@ -196,7 +178,7 @@ job() {
     add_file_flags
     flags+=("$@")
     check_batch_flags "${variant[@]}" "$@"
-    add_requeue_flags "$(value_of --output_dir "${flags[@]}")"
+    add_requeue_flags
 
     logs=logs/$place
     mkdir -p "$logs"

@@ -1,0 +1,87 @@
+"""Which files a checkpoint consists of, how long each is and its SHA-256, so that damage is found before it is read."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+MANIFEST, VERSION = "manifest.json", 1
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file should be."""
+
+    bytes: int
+    sha256: str
+
+
+def describe(path: Path) -> File:
+    """A file as the disk gives it back."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return File(path.stat().st_size, digest)
+
+
+def files_below(directory: Path) -> list[str]:
+    """Every file of a checkpoint but the manifest, by its path in it."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def write(directory: Path, files: Mapping[str, File]) -> None:
+    content = {"version": VERSION, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    (directory / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(directory: Path) -> dict[str, File]:
+    """Raises ValueError for a manifest that is missing, malformed, or that names a file outside the directory."""
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {str(name): File(int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
+    except FileNotFoundError as error:
+        raise ValueError(f"{MANIFEST} is missing") from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is damaged") from error
+    if outside := [name for name in files if not _is_inside(name)]:
+        raise ValueError(f"{MANIFEST} names {outside[0]!r}, which is no file of the checkpoint")
+    return files
+
+
+def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint, None if nothing is. Only one of so many shares of its files is read."""
+    try:
+        files = read(directory)
+    except ValueError as error:
+        return str(error)
+    for name in sorted(files)[share::shares]:
+        path, should = directory / name, files[name]
+        try:
+            length = path.stat().st_size
+            if length != should.bytes:
+                return f"{name} has {length:,} bytes of {should.bytes:,}"
+            if describe(path) != should:
+                return f"{name} is not what was written: its SHA-256 differs"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Files and directories are on the disk, not only on their way there."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

@@ -1,0 +1,45 @@
+"""What in a record is a secret, and how it is written instead: by its name, by its form, or because it was known."""
+
+import re
+from collections.abc import Collection
+from typing import Any, Final
+
+MASK: Final = "***"
+LEAST_LETTERS: Final = 6  # of a known secret: shorter ones would mask ordinary words
+
+# Names end so; the tokens of a vocabulary do too.
+NAMES: Final = re.compile(
+    r"(?i)(?:token|secret|password|passwd|credentials?|api[_-]?key|access[_-]?key|private[_-]?key)$"
+)
+NOT_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
+FORMS: Final = (
+    re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),  # user:password@host
+    re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|sk-|wandb_)[A-Za-z0-9_-]{16,}"),
+    re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]+"),  # a JSON web token
+    re.compile(r"(?i)(?<=bearer )[\w.~+/-]+"),
+)
+IN_COMMANDS: Final = re.compile(r"(?i)(--?[\w-]*(?:token|secret|password|api[_-]?key)[ =]+)[^\s'\"]+")
+
+
+def is_secret_name(name: str) -> bool:
+    return NAMES.search(name) is not None and NOT_NAMES.search(name) is None
+
+
+def masked(value: Any, known: Collection[str] = ()) -> Any:
+    """The same plain value without secrets; `known` are those of the environment."""
+    if isinstance(value, dict):
+        return {
+            masked(name, known): MASK if isinstance(x, str) and x and is_secret_name(str(name)) else masked(x, known)
+            for name, x in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [masked(x, known) for x in value]
+    if not isinstance(value, str):
+        return value
+    for secret in sorted(known, key=len, reverse=True):
+        if len(secret) >= LEAST_LETTERS:
+            value = value.replace(secret, MASK)
+    for form in FORMS:
+        value = form.sub(MASK, value)
+    return IN_COMMANDS.sub(rf"\1{MASK}", value)

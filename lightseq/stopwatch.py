@@ -1,0 +1,48 @@
+"""How long the device took for something, learned without waiting for it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Moment:
+    """Now, in the device's work where there is a GPU, else on the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def has_come(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def seconds_until(self, later: "Moment") -> float:
+        """Waits for the device to get there."""
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        later._event.synchronize()
+        return self._event.elapsed_time(later._event) / 1e3
+
+
+class Stopwatch:
+    """Times work that is the same on every rank and waits for nobody, so that a slow rank shows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: list[tuple[Moment, Moment]] = []
+
+    @contextmanager
+    def lap(self) -> Iterator[None]:
+        begin = Moment(self._device)
+        yield
+        self._laps.append((begin, Moment(self._device)))
+
+    def seconds(self) -> float:
+        """The mean of the laps that are over and were not asked for before; 0 if there are none."""
+        over = [lap for lap in self._laps if lap[1].has_come]
+        self._laps = self._laps[len(over) :]
+        return sum(begin.seconds_until(end) for begin, end in over) / len(over) if over else 0.0

@@ -1,0 +1,407 @@
+"""Checkpoints: written beside the training, whole or not at all, found again whatever happened to the newest ones."""
+
+import pickle
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Ended, program, run_in
+from small import CONFIG, losses, words, write_inputs
+from worlds import GPU_WORLDS, spawn
+
+from benchmarks.saving import costs
+from lightseq import disk, manifest, saver, staging, state_files, trainer
+from lightseq.checkpoint import FACTS, STATE, find, read_facts
+from lightseq.config import TrainConfig
+from lightseq.data import BatchStream, open_pickle
+from lightseq.flops import total_parameters
+from lightseq.manifest import MANIFEST, File, complaint
+from lightseq.mesh import World
+
+SAVED = "--max_steps 4 --save_steps 1"
+
+
+def programs(rank: int, runs: list[str]) -> list[Ended]:
+    return [program(rank, "llama3", run) for run in runs]
+
+
+def train(world: int, *runs: str, run: Callable[..., Any] = programs) -> list[Ended]:
+    """Training programs one after the other; how they ended on rank 0."""
+    ends = spawn(world, run, list(runs))
+    assert [end.status for found in ends for end in found] == [0] * world * len(runs), [end.err for end in ends[0]]
+    return ends[0]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs, and a run of four steps with four checkpoints."""
+    folder = write_inputs(tmp_path_factory.mktemp("checkpoints"))
+    train(2, words(folder, "whole", SAVED))
+    return folder
+
+
+# ---- what is damaged is passed over ---------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "truncated": ("state/__1_0.distcp", cut, "state/__1_0.distcp has "),
+    "flipped": ("model.safetensors", flip, "model.safetensors is not what was written: its SHA-256 differs"),
+    "missing": ("state/__0_0.distcp", Path.unlink, "state/__0_0.distcp is missing"),
+    "an index cut": ("state/.metadata", cut, "state/.metadata has "),
+    "a manifest flipped": (MANIFEST, flip, MANIFEST),
+    "no manifest": (MANIFEST, Path.unlink, "manifest.json is missing"),
+}
+
+
+def find_all(rank: int, outputs: list[str]) -> list[tuple[str | None, list[str]]]:
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
+    found = [find(Path(output), "auto", world) for output in outputs]
+    return [(f.path.name if f.path else None, [f"{path.name} {why}" for path, why in f.passed_over]) for f in found]
+
+
+def test_each_kind_of_damage_is_said_and_the_newest_whole_checkpoint_is_taken(files: Path, tmp_path: Path) -> None:
+    for name, (file, damage, _) in DAMAGE.items():
+        shutil.copytree(files / "whole", tmp_path / name)
+        for step in (4, 3):
+            damage(tmp_path / name / f"checkpoint-{step}" / file)
+    outputs = [*(str(tmp_path / name) for name in DAMAGE), str(files / "whole"), str(tmp_path / "nowhere")]
+    ranks = spawn(2, find_all, outputs)
+    assert ranks[0] == ranks[1]
+    for (path, passed_over), (_, _, why) in zip(ranks[0], DAMAGE.values(), strict=False):
+        assert path == "checkpoint-2"
+        assert [line.split()[0] for line in passed_over] == ["checkpoint-4", "checkpoint-3"]
+        assert all(why in line for line in passed_over), passed_over
+    assert ranks[0][-2:] == [("checkpoint-4", []), (None, [])]
+
+
+def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    cut(tmp_path / "run" / "checkpoint-3" / FACTS)
+    flags = f"{SAVED} --output_dir {tmp_path}/run --save_total_limit 1 --resume_from_checkpoint auto"
+    end = train(2, words(files, "run", flags))[0]
+    assert "warning: passed over" in end.out and "checkpoint-3: trainer_state.json has" in end.out
+    # Damaged ones are no longer counted among those to keep: the limit of one has left the newest whole one.
+    found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == ["checkpoint-3.broken", "checkpoint-4", "checkpoint-4.broken"]
+    assert losses(tmp_path, "run") == losses(files, "whole")
+    assert complaint(tmp_path / "run" / "checkpoint-4") is None
+
+
+def test_only_damaged_checkpoints_are_no_reason_to_begin_anew(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole" / "checkpoint-4", tmp_path / "run" / "checkpoint-4")
+    flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    named = f"--resume_from_checkpoint {tmp_path}/run/checkpoint-4 --output_dir {tmp_path}/other"
+    runs = [words(files, "run", f"--output_dir {tmp_path}/run --resume_from_checkpoint auto"), words(files, "x", named)]
+    for end in map(in_one_process, runs):
+        assert end.status == 2 and end.err.count("\n") == 1, end
+        assert "checkpoint-4" in end.err and "model.safetensors is not what was written" in end.err
+
+
+def test_auto_begins_anew_where_nothing_was_saved(files: Path, tmp_path: Path) -> None:
+    flags = f"--max_steps 2 --save_strategy no --output_dir {tmp_path}/run --resume_from_checkpoint auto"
+    assert [in_one_process(words(files, "run", flags)).status for _ in range(2)] == [0, 0]
+    assert losses(tmp_path, "run") == pytest.approx(losses(files, "whole")[:2], abs=1e-5)
+
+
+# ---- nothing that a checkpoint says is run, and no name in it leads elsewhere ----------------------------------------
+
+
+class Hostile:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_an_index_of_tensors_runs_no_code(files: Path, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    with pytest.raises(ValueError, match=r"is no index of tensors: it asks to build pathlib\S*, which"):
+        state_files.read_index(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"(" * 100, b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"."])
+def test_what_is_no_index_of_tensors_is_one_line(tmp_path: Path, content: bytes) -> None:
+    """The last of them asks for an eighth of all memory that can be addressed."""
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="is no index of tensors"):
+        state_files.read_index(tmp_path)
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "a/b", ".."])
+def test_an_index_of_tensors_names_no_file_elsewhere(files: Path, tmp_path: Path, elsewhere: str) -> None:
+    index = state_files.read_index(files / "whole" / "checkpoint-4" / STATE)
+    next(iter(index.storage_data.values())).relative_path = elsewhere
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match="names the file"):
+        state_files.read_index(tmp_path)
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "state/../../secret", ""])
+def test_a_manifest_names_no_file_elsewhere(tmp_path: Path, elsewhere: str) -> None:
+    manifest.write(tmp_path, {elsewhere: File(1, "0")})
+    assert "is no file of the checkpoint" in str(complaint(tmp_path))
+
+
+def test_every_file_of_a_checkpoint_is_in_its_manifest(files: Path) -> None:
+    checkpoint = files / "whole" / "checkpoint-4"
+    assert sorted(manifest.read(checkpoint)) == manifest.files_below(checkpoint)
+    assert {"model.safetensors", "state/.metadata", "state/random-1.json", FACTS} <= manifest.read(checkpoint).keys()
+
+
+# ---- writing beside the training -------------------------------------------------------------------------------------
+
+
+def tensors_saved(output: Path, step: int) -> dict[str, File]:
+    """The files that hold tensors; what they are hashed to is a function of the tensors alone."""
+    found = manifest.read(output / f"checkpoint-{step}")
+    return {name: file for name, file in found.items() if name.endswith((".distcp", ".safetensors"))}
+
+
+def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
+    """Programs whose files are written once two more steps have been taken, and which say how many there were."""
+    write, step, finish, seen = state_files.write, trainer.Trainer._step, staging.Staging.finish, []
+    taken = [0]
+    staging.SMALL_BYTES = 0  # all is copied beside the training
+
+    def late(self: staging.Staging) -> None:
+        begin, until = taken[0], time.monotonic() + 1
+        while taken[0] == begin < 11 and time.monotonic() < until:  # a step that did not wait would be in the copies
+            time.sleep(0.01)
+        finish(self)
+
+    def slow(*args: Any) -> Any:
+        begin = taken[0]
+        if threading.current_thread().name == "saving":
+            while taken[0] < min(begin + 2, 12):  # of both programs
+                time.sleep(0.01)
+            seen.append(taken[0] - begin)
+        return write(*args)
+
+    def counted(self: trainer.Trainer, index: int) -> Any:
+        found = step(self, index)
+        taken[0] += 1
+        return found
+
+    state_files.write, trainer.Trainer._step = slow, counted  # type: ignore[method-assign, assignment]
+    staging.Staging.finish = late  # type: ignore[method-assign]
+    return [[program(rank, "llama3", run) for run in runs], seen]
+
+
+def test_the_training_goes_on_while_a_checkpoint_of_before_is_written(files: Path) -> None:
+    flags = "--max_steps 6 --save_steps 4"
+    runs = [words(files, "inline", f"{flags} --async_save False"), words(files, "beside", flags)]
+    (ends, seen), _ = spawn(2, with_slow_disk, runs)
+    assert [end.status for end in ends] == [0, 0] and seen[0] >= 1
+    for step in (4, 6):
+        assert tensors_saved(files / "beside", step) == tensors_saved(files / "inline", step)
+    assert losses(files, "beside") == losses(files, "inline")
+
+
+def with_a_failing_disk(rank: int, runs: list[str]) -> list[Ended]:
+    describe = manifest.describe
+
+    def failing(path: Path) -> File:
+        if rank == 1 and "checkpoint-2" in str(path):
+            raise OSError(28, "No space left on device")
+        return describe(path)
+
+    manifest.describe = failing
+    return programs(rank, runs)
+
+
+@pytest.mark.parametrize("beside", ["True", pytest.param("False", marks=pytest.mark.slow)])
+def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(files: Path, beside: str) -> None:
+    output = f"failing-{beside}"
+    flags = f"{SAVED} --async_save {beside} --save_total_limit 1"
+    ends = [ranks[0] for ranks in spawn(2, with_a_failing_disk, [words(files, output, flags)])]
+    assert [end.status for end in ends] == [1, 1]
+    assert ends[0].err.startswith("error: ") and "checkpoint-2 could not be saved: [Errno 28] No space" in ends[0].err
+    assert "(rank 1 on " in ends[0].err and ends[0].err.count("\n") == 1 and ends[1].err == ""
+    assert [path.name for path in (files / output).glob("checkpoint-*")] == ["checkpoint-1"]
+    assert complaint(files / output / "checkpoint-1") is None
+
+
+def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = state_files.write
+
+    def lying(directory: Path, *args: Any) -> Any:
+        found = write(directory, *args)
+        flip(directory / "__0_0.distcp")
+        return found
+
+    monkeypatch.setattr(state_files, "write", lying)
+    end = in_one_process(words(files, "lying", SAVED))
+    assert end.status == 1 and "state/__0_0.distcp is not on the disk as it was written" in end.err
+    assert not list((files / "lying").glob("checkpoint-*"))
+
+
+def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "free_host_memory", lambda world: 1000.0)
+    run = words(files, "tight", "--max_steps 2 --save_steps 1")
+    end = in_one_process(run)
+    assert "checkpoints are written while the training waits: copies of" in end.out
+    assert complaint(files / "tight" / "checkpoint-2") is None
+
+
+def in_one_process(run: str) -> Ended:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return program(0, "llama3", run)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- going on elsewhere ----------------------------------------------------------------------------------------------
+
+
+def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> None:
+    examples = open_pickle(files / "data.pkl", 48, 64)
+
+    def read(stream: BatchStream, steps: range) -> list[list[int]]:
+        cells = [(s, a, d) for s in steps for a in range(stream.accumulation) for d in range(stream.data_ranks)]
+        return [row.tolist() for cell in cells for row in stream.batch(*cell).input_ids]
+
+    whole = read(BatchStream(examples, 48, 1), range(24))
+    before = BatchStream(examples, 48, 1, data_ranks=2, accumulation=2)
+    after = BatchStream(examples, 48, 3, first_step=3, first_place=before.places_after(3))
+    assert read(before, range(3)) + read(after, range(3, 7)) == whole
+    bounded = BatchStream(examples, 48, 3, epochs=2, first_step=3, first_place=before.places_after(3))
+    assert bounded.steps == 3 + 7 and bounded.epochs_after(bounded.steps) == 2
+
+
+def draws(rank: int, runs: list[str]) -> list[Any]:
+    """What every random generator gives at each step of each program; the last begins with others than before."""
+    step, drawn = trainer.Trainer._step, []
+
+    def drawing(self: trainer.Trainer, index: int) -> Any:
+        drawn[-1].append([torch.rand(()).item(), random.random(), np.random.rand()])
+        return step(self, index)
+
+    trainer.Trainer._step = drawing  # type: ignore[method-assign]
+    for run in runs:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(rank + 10 * (run is runs[-1]))
+        drawn.append([])
+        assert program(rank, "llama3", run).status == 0
+    return drawn
+
+
+def test_random_states_go_on_too(files: Path) -> None:
+    resumed = "--resume_from_checkpoint auto"
+    parts = [("drawn", 4, ""), ("drawn2", 2, ""), ("drawn2", 4, resumed)]
+    runs = [words(files, output, f"--max_steps {steps} --save_steps 2 {more}") for output, steps, more in parts]
+    ranks = spawn(2, draws, runs)
+    assert ranks[0] != ranks[1]
+    for whole, _, rest in ranks:
+        assert whole[2:] == rest
+
+
+OTHERWISE = {
+    "one rank": (1, ""),
+    "three ranks": (3, ""),
+    "four ranks": (4, ""),
+    "two sequences": (2, "--sequence_parallel_size 1 --gradient_accumulation_steps 1"),
+    "two by two": (4, "--sequence_parallel_size 2 --gradient_accumulation_steps 1"),
+    "another schedule": (2, "--schedule ring"),
+    "copies": (2, "--fsdp ''"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_run_resumes_on_other_ranks_to_the_same_losses(files: Path, case: str) -> None:
+    world, flags = OTHERWISE[case]
+    base = "--max_steps 8 --save_steps 4 --gradient_accumulation_steps 2"
+    output = f"otherwise-{world}-{len(flags)}"
+    train(2, words(files, "as-before", base + " --overwrite_output_dir"))
+    checkpoint = files / "as-before" / "checkpoint-4"
+    train(world, words(files, output, f"{base} {flags} --resume_from_checkpoint {checkpoint}"))
+    assert losses(files, output) == pytest.approx(losses(files, "as-before")[4:], abs=1e-5)
+    assert read_facts(files / output / "checkpoint-8")["data"]["places"] == 16
+
+
+# ---- room on the disk ------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path))
+    limited = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path), save_total_limit=2)
+    gib = 2**30
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
+    output = tmp_path / "not" / "yet"
+    assert disk.check_disk(output, 2 * gib, 5, 0, config) is None
+    assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
+    with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
+        disk.check_disk(output, 11 * gib, 1, 0, config)
+    warning = disk.check_disk(output, 2 * gib, 6, 0, config)
+    assert warning and "6 checkpoints take about 12.0 GiB" in warning and "give --save_total_limit" in warning
+    assert disk.check_disk(output, 3 * gib, 100, 0, limited) is None, "two stay while a third is written"
+    assert disk.check_disk(output, 4 * gib, 100, 0, limited) is not None
+    assert disk.check_disk(output, 4 * gib, 100, 1, limited) is None, "one of the three is there already"
+
+
+def test_the_reckoning_is_close_to_what_a_checkpoint_takes(files: Path) -> None:
+    asked = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
+    taken = sum(file.bytes for file in manifest.read(files / "whole" / "checkpoint-4").values())
+    assert disk.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)
+
+
+def test_saves_are_counted() -> None:
+    config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", save_steps=4)
+    assert [disk.saves_left(config, 0, total, 0.0) for total in (3, 4, 8, 9)] == [1, 1, 2, 3]
+    assert disk.saves_left(config, 4, 9, 0.0) == 2 and disk.saves_left(config, 9, 9, 0.0) == 0
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def on_gpus(rank: int, folder: str, gpu_words: str) -> list[Ended]:
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cuda", rank))
+    runs = [words(Path(folder), "gpu-beside", gpu_words)]
+    runs += [words(Path(folder), "gpu-inline", f"{gpu_words} --async_save False")]
+    return [run_in(world, "llama3", run) for run in runs]
+
+
+@pytest.mark.parametrize("world", GPU_WORLDS)
+@pytest.mark.parametrize("flags", ["", "--optim adamw_torch", "--fsdp ''", "--offload optimizer"])
+def test_copies_from_gpus_are_of_the_step_that_was_saved(world: int, flags: str, tmp_path: Path) -> None:
+    folder = write_inputs(tmp_path)
+    gpu_words = f"--bf16 --deterministic --max_steps 6 --save_steps 2 {flags}"
+    assert [end.status for end in spawn(world, on_gpus, str(folder), gpu_words, device="cuda")[0]] == [0, 0]
+    for step in (2, 4, 6):
+        assert tensors_saved(folder / "gpu-beside", step) == tensors_saved(folder / "gpu-inline", step)
+
+
+def test_a_save_is_charged_with_waiting_and_with_what_it_slows() -> None:
+    seconds = {1: 9.0, 5: 2.0, 6: 1.5, 9: 3.0}  # the first is warm-up
+    records = [
+        {"step": step, "loss": 1.0, "step_seconds": seconds.get(step, 1.0), "saving_seconds": 0.25 * (step in (5, 9))}
+        for step in range(1, 13)
+    ]
+    usual, found = costs(records, every=4, skip=1)
+    assert usual == 1.0 and [cost.after_step for cost in found] == [4, 8]
+    assert [cost.share_of_step_waited for cost in found] == [0.25, 0.25]
+    assert [cost.share_of_step for cost in found] == [1.75, 2.25]

@@ -1,0 +1,171 @@
+"""Nothing that a run reads is executed, leads out of its folder, or is written down where it is a secret."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightseq import weights
+from lightseq.config import TrainConfig
+from lightseq.family import Family, resolve
+from lightseq.masking import masked
+from lightseq.metrics import RUN, write_run
+from lightseq.weights import INDEX, WEIGHTS
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2,
+)  # fmt: skip
+PROGRAM_FOLDERS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples")
+# Whoever unpickles does it with a reader that builds what is listed there and nothing else.
+UNPICKLERS = {"lightseq/state_files.py", "lightseq/tokens.py"}
+
+
+def calls() -> list[tuple[str, ast.Call, str]]:
+    """File, call and what is called, of every program."""
+    found = []
+    for folder in PROGRAM_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    found.append((path.relative_to(ROOT).as_posix(), node, ast.unparse(node.func)))
+    return found
+
+
+def keyword(call: ast.Call, name: str) -> str | None:
+    return next((ast.unparse(k.value) for k in call.keywords if k.arg == name), None)
+
+
+def test_no_program_unpickles_or_evaluates_what_it_reads() -> None:
+    forbidden = re.compile(
+        r"(c?[pP]ickle|dill|joblib|shelve|marshal)\.loads?|eval|exec|os\.system|os\.popen|yaml\.load_all"
+    )
+    found = [f"{file}: {called}" for file, _, called in calls() if forbidden.fullmatch(called)]
+    assert not found, found
+    unrestricted = [
+        f"{file}: {called}"
+        for file, call, called in calls()
+        if (called == "torch.load" and keyword(call, "weights_only") != "True")
+        or (called in ("np.load", "numpy.load") and keyword(call, "allow_pickle") not in (None, "False"))
+        or (called.endswith("Unpickler") and file not in UNPICKLERS)
+        or (called == "dcp.load" and keyword(call, "storage_reader") is None)
+        or called in ("FileSystemReader", "dcp.FileSystemReader")
+    ]
+    assert not unrestricted, unrestricted
+
+
+def test_no_program_hands_a_string_to_a_shell() -> None:
+    assert not [f"{file}: {called}" for file, call, called in calls() if keyword(call, "shell") not in (None, "False")]
+    for script in [*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*"), ROOT / ".ci" / "run"]:
+        words = re.findall(r"(?m)^[^#\n]*?(?:\beval\b|\b(?:ba)?sh -c|`)", script.read_text())
+        assert not words, (script, words)
+
+
+def test_code_that_ships_with_a_model_is_refused_everywhere() -> None:
+    trusted = [f"{f}: {c}" for f, call, c in calls() if keyword(call, "trust_remote_code") not in (None, "False")]
+    assert not trusted
+    unsaid = [
+        f"{file}: {called}"
+        for file, call, called in calls()
+        if called in ("AutoConfig.from_pretrained", "AutoTokenizer.from_pretrained")
+        and keyword(call, "trust_remote_code") != "False"
+        and not file.startswith("benchmarks/")
+    ]
+    assert not unsaid, unsaid
+
+
+def test_a_config_that_names_code_runs_none_and_asks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="its config cannot be read"):
+        resolve(Family("llama3", {}, {}), str(tmp_path), random_init=True)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret.bin", "/etc/secret.bin", "a/../../secret.bin"])
+def test_an_index_of_weights_names_no_file_elsewhere(tmp_path: Path, elsewhere: str) -> None:
+    model = LlamaForCausalLM(TINY)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / WEIGHTS).rename(tmp_path / "secret.bin")
+    names = dict.fromkeys((name for name, _ in model.named_parameters()), elsewhere)
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"names .*secret\.bin, which is not there"):
+        weights.load_named(LlamaForCausalLM(TINY), tmp_path / "model", "--model_name_or_path")
+
+
+MALFORMED = [
+    "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {"lm_head.weight": 3}}', '{"weight_map": {"a": null}}',
+    "[" * 100_000, '{"weight_map": {"a": "a\\u0000b"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
+def test_a_malformed_index_of_weights_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        weights.load_named(LlamaForCausalLM(TINY), tmp_path, "--model_name_or_path")
+
+
+SECRETS = {
+    "hub token": "hf_" + "abcdefgh" * 4,
+    "key": "sk-" + "abcdefgh" * 4,
+    "GitHub": "ghp_" + "abcdefgh" * 4,
+    "AWS": "AKIA" + "ABCDEFGH" * 2,
+    "in the environment": "correct horse battery",
+}
+
+
+def test_no_secret_is_written_down(tmp_path: Path) -> None:
+    known = (SECRETS["in the environment"],)
+    command = " ".join(f"--tokenizer x{secret}y --auth_token=hunter2-{i}" for i, secret in enumerate(SECRETS.values()))
+    facts = {
+        "command": command.replace("xhf_", "hf_").replace("xsk", "sk").replace("xghp", "ghp"),
+        "config": {"model_name_or_path": "https://ada:lovelace-1815@host/model", "notes": list(SECRETS.values())},
+        "deepspeed": {"wandb": {"api_key": "short", "team": "engine"}, "password": ""},
+        "model_config": {"bos_token_id": 1, "bos_token": "<s>", "tokenizer": "byte", "max_tokens": 12},
+    }
+    write_run(tmp_path, facts, known)
+    text = (tmp_path / RUN).read_text()
+    hidden = ["hunter2", "lovelace-1815", '"short"', *(secret for name, secret in SECRETS.items() if name != "AWS")]
+    assert not [secret for secret in hidden if secret in text], text
+    run = json.loads(text)
+    assert run["model_config"] == facts["model_config"] and run["deepspeed"]["wandb"]["team"] == "engine"
+    assert run["config"]["model_name_or_path"] == "https://***@host/model" and run["config"]["notes"][3] == "***"
+
+
+def test_what_is_no_secret_stays() -> None:
+    words = "--model_name_or_path meta-llama/Llama-3.2-1B --tokenizer byte --output_dir outputs/sk-learn --seed 42"
+    assert masked(words) == words and masked({"valid_tokens": "3", "eos_token": "</s>"}) == {
+        "valid_tokens": "3",
+        "eos_token": "</s>",
+    }
+
+
+def test_a_checkpoint_keeps_no_secret_of_its_flags() -> None:
+    config = TrainConfig(model_name_or_path=SECRETS["hub token"], data_path="d", output_dir="o")
+    assert SECRETS["hub token"] not in json.dumps(config.to_json())
+
+
+def test_deepspeed_files_build_nothing_strange(tmp_path: Path) -> None:
+    from lightseq.deepspeed_engine import check_harmless
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    torch.save({"module": torch.zeros(2), "extra": Hostile()}, tmp_path / "states.pt")
+    with pytest.raises(ValueError, match=r"asks to build \w+\.system"):
+        check_harmless(tmp_path)
+    (tmp_path / "states.pt").write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_harmless(tmp_path)
+    torch.save({"module": torch.zeros(2)}, tmp_path / "states.pt")
+    check_harmless(tmp_path)
+    assert not (tmp_path / "ran").exists()
