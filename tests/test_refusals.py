@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown kernel": ("--kernel fa9", ("--kernel 'fa9'", "choose from auto, fa4")),
     "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
-    "unknown flag": ("--learning-rat 1", ("unknown flag --learning-rat", "did you mean --learning_rate?")),
+    "unknown flag": ("--learning-rat 1", ("unknown flag --learning_rat", "did you mean --learning_rate?")),
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
     "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
     "FP8 without its cores": (
