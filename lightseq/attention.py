@@ -16,7 +16,7 @@ from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout, shard
 from lightseq.mesh import disable_multicast
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
-from lightseq.schedule_choice import Choice, cheapest
+from lightseq.schedule_choice import Choice, cheapest, choices
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count
 from lightseq.schedule_time import H200_SYMMETRIC, RATES
 
@@ -63,6 +63,7 @@ class Documents:
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
 
+MOST_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, in one turn of heads
 LEAST_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
 
 
@@ -112,9 +113,10 @@ def make_context(
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    if spec.packed:  # a step for every tile hides what travels: heads need no turns
-        schedule, head_groups = "prefix" if schedule == "auto" else schedule, head_groups or 1
     world = dist.get_world_size(group)
+    if spec.packed:
+        schedule = "prefix" if schedule == "auto" else schedule
+        head_groups = head_groups or _packed_turns(world, shape, Choice(schedule, ulysses_size))
     disable_multicast()
     carrier = make_transport(transport, group, device)
     chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
@@ -142,6 +144,13 @@ def _choose(world: int, shape: AttentionShape, transport: str, gpus_per_host: in
     if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
         return asked
     return cheapest(world, shape, RATES.get(transport, H200_SYMMETRIC), gpus_per_host, asked)
+
+
+def _packed_turns(world: int, shape: AttentionShape, asked: Choice) -> int:
+    """Turns that heads take on packed documents, where they hide nothing: as few as memory for keys allows."""
+    whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
+    allowed = [choice.head_groups or 1 for choice in choices(world, shape, asked)] or [1]
+    return next((turns for turns in allowed if whole / turns <= MOST_GATHERED_BYTES), allowed[-1])
 
 
 def release(context: SequenceContext) -> None:

@@ -188,41 +188,42 @@ def _is_balanced(schedule: Schedule) -> bool:
 
 def limit(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
     """The same tiles with segments for masks, without tiles and chunks in which no document meets itself."""
+    edges = np.asarray(boundaries)
+    chunks = np.array([layout.progression(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, ...]] = {}
 
     def limited(tile: Tile) -> tuple[Tile, ...]:
         if (tile.q, tile.kv) not in known:
-            known[tile.q, tile.kv] = _limited(tile, layout, np.asarray(boundaries))
+            known[tile.q, tile.kv] = _limited(tile, chunks, edges)
         return tuple(found._replace(heads=tile.heads) for found in known[tile.q, tile.kv])
 
     rows = [[tuple(found for tile in tiles for found in limited(tile)) for tiles in row] for row in assignment]
     return [row for row in rows if any(row)]
 
 
-def _limited(tile: Tile, layout: Layout, boundaries: Ints) -> tuple[Tile, ...]:
+def _limited(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
     """The tile as it is left, or nothing."""
-    segments = segments_of(layout, tile.q, tile.kv, boundaries)
+    segments = segments_of(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
     if not len(segments.table):
         return ()
-    segments, q, kv = segments.cut(int(boundaries[-1]) // layout.chunk_count)
+    segments, q, kv = segments.cut(int(chunks[0, 2]))
     return (Tile(tile.q[q], tile.kv[kv], segments),)
 
 
-def segments_of(layout: Layout, q: tuple[int, ...], kv: tuple[int, ...], boundaries: Ints) -> Segments:
-    """Causal pairs of each document between chunks of queries and of keys, in rising order each, side by side.
+def segments_of(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
+    """Causal pairs of each document between chunks of queries and of keys, side by side, in rising order each.
 
-    In a chunk of queries those of a document are a progression of positions. The keys of that document that its queries
-    see grow by one from query to query until none is left, or do not grow at all.
+    Chunks are progressions of positions: first, step, how many. In a chunk of queries those of a document are one as
+    well. The keys of that document that its queries see grow by one from query to query until none is left, or do not
+    grow at all.
     """
-    length = int(boundaries[-1])
-    starts, steps, sizes = (np.array(x) for x in zip(*(layout.progression(c, length) for c in kv), strict=True))
+    starts, steps, sizes = kv.T
 
     def keys_before(place: Ints) -> Ints:
         return np.clip(-((starts - place[:, None]) // steps), 0, sizes).sum(1)
 
     found: list[list[int]] = []
-    for i, chunk in enumerate(q):
-        start, step, size = layout.progression(chunk, length)
+    for i, (start, step, size) in enumerate(q.tolist()):
         inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
         begins, ends = boundaries[inside.start - 1 : inside.stop], boundaries[inside.start : inside.stop + 1]
         row, stop = (np.clip(-((start - x) // step), 0, size) for x in (begins, ends))

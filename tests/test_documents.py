@@ -14,7 +14,7 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import SequenceContext, attention, make_context, pack
+from lightseq.attention import SequenceContext, _packed_turns, attention, make_context, pack
 from lightseq.documents import (
     LARGEST_IMBALANCE,
     area_before,
@@ -31,6 +31,7 @@ from lightseq.kernels.segments import Lengths
 from lightseq.kernels.select import _order
 from lightseq.layout import unshard
 from lightseq.schedule import SCHEDULES, Schedule, make_schedule
+from lightseq.schedule_choice import Choice
 from lightseq.schedule_cost import AttentionShape, fits
 from lightseq.schedule_proof import InvalidSchedule, validate
 from lightseq.segments import Segments
@@ -227,6 +228,14 @@ def test_kernels_that_take_documents_in_one_call_come_first() -> None:
         takes = [isinstance(KERNELS[name](spec), VarlenKernel) for name in names]
         assert takes == sorted(takes, reverse=True) and any(takes), names
     assert {*orders[0]} == {*_order(replace(spec, packed=False))}
+
+
+def test_heads_take_turns_on_documents_only_where_their_keys_are_many() -> None:
+    def turns(length: int, heads: int = 32, name: str = "prefix") -> int:
+        return _packed_turns(4, AttentionShape(length, heads, min(heads, 8), 128), Choice(name))
+
+    assert [turns(1 << n) for n in (17, 18, 19, 20, 24)] == [1, 1, 2, 4, 8]
+    assert turns(1 << 20, heads=9) == 1 and turns(1 << 20, name="zigzag") == 1  # which cannot
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
