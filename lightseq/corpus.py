@@ -132,7 +132,7 @@ def _write(
 def _documents(
     rows: Iterable[Named], kind: Kind, vocab_size: int, tokenizer: Tokenizer, skipped: Skipped
 ) -> Iterator[tuple[IntArray, Targets | None]]:
-    for batch in _batches(rows):
+    for batch in batches(rows):
         read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
             if sample.skipped is not None:
@@ -147,7 +147,8 @@ def _documents(
                 yield ids, targets
 
 
-def _batches(items: Iterable[T]) -> Iterator[list[T]]:
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """Of as many as a tokenizer gets at once, to share among the cores."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, BATCH)):
         yield batch
