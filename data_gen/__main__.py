@@ -19,7 +19,8 @@ from lightseq.tokens import first_line, load_tokenizer
 
 TEXT_HELP = """\
 SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is
-not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, streamed), or stdlib
+not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, streamed), or
+stdlib
 (the modules of the running Python's standard library, without its tests). Each document ends with the tokenizer's
 end-of-document id.
 Files that cannot be read are left out and counted."""

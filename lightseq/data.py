@@ -305,9 +305,7 @@ class BatchStream:
         stream = replace(self, first_step=step, first_place=state["places"])
         if state["places"] == now["places"]:
             return stream, ()
-        goes_on = (
-            f"{self.sequences_per_step} sequences a step from example {state['places']:,} on, none skipped or repeated"
-        )
+        goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
         return stream, (f"resumed with another number of sequences a step: {goes_on}",)
 
     def places_after(self, steps: int) -> int:
