@@ -59,7 +59,10 @@ def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
 
 
 def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
-    """The token directory of a source; of several processes that want the same one, one writes and the others wait."""
+    """The token directory of a source; of several processes that want the same one, one writes and the others wait.
+
+    Whichever writes shows a bar, where it has a terminal.
+    """
     about: dict[str, Any] = {
         "rows": identity(source),
         "tokenizer": tokenizer.fingerprint,
