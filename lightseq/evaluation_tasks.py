@@ -80,7 +80,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def loss_task(asked: Asked, config: TrainConfig, model: FoundModel, world: World) -> Task:
     starts = bin_starts(asked.bins or POWERS, config.model_max_length)
-    examples = find_examples(config.data_path, model, config)
+    examples = find_examples(config.data_path, model, config, world)
     require_target(examples, config.data_path)
     stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
 
@@ -146,7 +146,7 @@ def needle_task(asked: Asked, config: TrainConfig, model: FoundModel, world: Wor
     if trials < 1 or choices < 2:
         raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial, and 2 choices")
     depths, lengths, hay = depths_of(asked), lengths_of(asked, config), None
-    examples = None if config.data_path == NOWHERE else find_examples(config.data_path, model, config)
+    examples = None if config.data_path == NOWHERE else find_examples(config.data_path, model, config, world)
     tokenizer = tokenizer_of(config, model, examples)
     needles = TextNeedles(tokenizer) if tokenizer else IdNeedles(model.config.vocab_size)
     if examples is not None:

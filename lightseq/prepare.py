@@ -56,7 +56,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     if resume_from is not None:
         checkpoint.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
     stream = BatchStream(
-        find_examples(config.data_path, model, config),
+        find_examples(config.data_path, model, config, world),
         config.model_max_length,
         config.per_device_train_batch_size,
         data_ranks,
@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, family: Family, world: World) -> Inputs:
     stream, resumed = _resumed(stream, resume_from)
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config)
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
@@ -152,11 +152,11 @@ def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:
     return ([context] if context else []) + ([casts] if eager else [])
 
 
-def find_examples(path: str, model: FoundModel, config: TrainConfig) -> Examples:
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
     length, words = config.model_max_length, model.config.vocab_size
     limit = config.max_train_samples if path == config.data_path else None
     reading = Reading(config.text_column, limit, Path(config.data_cache).expanduser())
-    return open_examples(path, length, words, model.tokenizer, config.lazy_preprocess, reading=reading)
+    return open_examples(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, reading)
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:

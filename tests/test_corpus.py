@@ -74,7 +74,7 @@ def opened(
     source: str | Path, tokenizer: Tokenizer | None = None, length: int = 1000, vocab_size: int = 200_000, **how: Any
 ) -> WindowExamples:
     how.setdefault("cache", Path(source).parent / "cache")
-    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, False, Reading(**how))
+    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, True, Reading(**how))
     assert isinstance(found, WindowExamples)
     return found
 
