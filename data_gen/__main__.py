@@ -14,13 +14,15 @@ from typing import NoReturn
 from data_gen.output import up_to, write
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
-from lightseq.corpus import with_bar
+from lightseq.corpus import batches, with_bar
 from lightseq.tokens import first_line, load_tokenizer
 
 TEXT_HELP = """\
 SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is
-not hidden), a quoted glob, hf:NAME or hf:NAME:SPLIT (a Hugging Face data set, streamed), or stdlib (the modules of the
-running Python's standard library, without its tests). Each document ends with the tokenizer's end-of-document id.
+not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, streamed), or
+stdlib
+(the modules of the running Python's standard library, without its tests). Each document ends with the tokenizer's
+end-of-document id.
 Files that cannot be read are left out and counted."""
 
 
@@ -82,7 +84,8 @@ def make_text(arguments: argparse.Namespace) -> str:
         origin = " ".join(arguments.sources)
         return {"tokenizer": tokenizer.name, "source": origin, "seed": None, "skipped": dict(skipped.counts)}
 
-    tokenised = with_bar(up_to(arguments.max_tokens, (tokenizer.encode(text) for text in texts())))
+    encoded = (ids for batch in batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
+    tokenised = with_bar(up_to(arguments.max_tokens, encoded))
     try:
         closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
     finally:  # where every file is unreadable, this says why there is nothing to write

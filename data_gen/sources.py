@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightseq.rows import HUB_PREFIX
 from lightseq.rows import texts_of as texts_of_rows
@@ -67,7 +66,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 def texts_of(source: Path | str, column: str, skipped: Skipped) -> Iterator[str]:
     """The texts of one file or data set. A file that cannot be read is counted; a data set that cannot is an error."""
     if isinstance(source, str):
-        texts = stream_hub(source, column)
+        texts = texts_of_rows(source, column)
     else:
         texts = _readable(source, column, skipped)
     for text in texts:
@@ -90,20 +89,3 @@ def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[str]:
         skipped.add("not UTF-8", f"{path} is not UTF-8 text")
     except (OSError, ValueError) as error:
         skipped.add("unreadable", first_line(error) + (f"; {plural(rows, 'row')} before it kept" if rows else ""))
-
-
-def stream_hub(source: str, column: str) -> Iterator[str]:
-    """`hf:NAME` or `hf:NAME:SPLIT`, split train unless said; rows stream, so the set need not fit the disk."""
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"{source} needs the datasets package; pip install datasets") from error
-    try:
-        rows: Any = datasets.load_dataset(name, split=split or "train", streaming=True)
-        for row in rows:
-            if not isinstance(row.get(column), str | None) or column not in row:
-                raise ValueError(f"there is no text in column {column!r}; the columns are: {', '.join(row)}")
-            yield row[column] or ""
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {first_line(error)}") from error

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightseq.tokens import IntArray, Reading, Targets, Tokenizer, open_token_di
 
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once
+HEAD_START: Final = 0.5  # seconds
 STORIES: Final = 5  # rows left out that are named
 VERSION: Final = 1  # of what these modules make of a row
 
@@ -59,7 +61,10 @@ def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
 
 
 def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
-    """The token directory of a source; of several processes that want the same one, one writes and the others wait."""
+    """The token directory of a source; of several processes that want the same one, one writes and the others wait.
+
+    Those that show no bar let the one that does go first.
+    """
     about: dict[str, Any] = {
         "rows": identity(source),
         "tokenizer": tokenizer.fingerprint,
@@ -69,6 +74,7 @@ def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading
     fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     directory = reading.cache / fingerprint
     if not directory.exists():
+        time.sleep(0 if progress else HEAD_START)
         with _locked(reading.cache, fingerprint):
             if not directory.exists():
                 _write(
@@ -132,7 +138,7 @@ def _write(
 def _documents(
     rows: Iterable[Named], kind: Kind, vocab_size: int, tokenizer: Tokenizer, skipped: Skipped
 ) -> Iterator[tuple[IntArray, Targets | None]]:
-    for batch in _batches(rows):
+    for batch in batches(rows):
         read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
             if sample.skipped is not None:
@@ -147,7 +153,8 @@ def _documents(
                 yield ids, targets
 
 
-def _batches(items: Iterable[T]) -> Iterator[list[T]]:
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """Of as many as a tokenizer gets at once, to share among the cores."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, BATCH)):
         yield batch

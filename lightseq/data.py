@@ -116,13 +116,14 @@ class WindowExamples:
 
 def windows_without_target(source: TokenDirectory, windows: NDArray[np.int64], length: int) -> int:
     """How many windows teach nothing: an answer is elsewhere in their document."""
-    if source.targets is None:
+    if source.targets is None or not windows.any():
         return 0
-    found = 0
-    for document in range(len(windows)):
-        targets = np.asarray(source.targets_of(document))[1:]
-        found += sum(not targets[k * length : (k + 1) * length].any() for k in range(int(windows[document])))
-    return found
+    nth = np.arange(int(windows.sum())) - np.repeat(np.cumsum(windows) - windows, windows)  # in its document
+    starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
+    ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
+    edges = np.stack([starts, ends], axis=1).ravel()
+    counts = np.add.reduceat(source.targets, edges[: -1 if edges[-1] == len(source.targets) else None], dtype=np.int64)
+    return int((counts[::2] == 0).sum())
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
@@ -334,9 +335,7 @@ class BatchStream:
         stream = replace(self, first_step=step, first_place=state["places"])
         if state["places"] == now["places"]:
             return stream, ()
-        goes_on = (
-            f"{self.sequences_per_step} sequences a step from example {state['places']:,} on, none skipped or repeated"
-        )
+        goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
         return stream, (f"resumed with another number of sequences a step: {goes_on}",)
 
     def places_after(self, steps: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightseq.adapters import CONFIG, read_config
 from lightseq.adapters import WEIGHTS as ADAPTER_WEIGHTS
+from lightseq.checkpoint import FACTS
 from lightseq.weights import TOKENIZER_FILES, download
 
 PREFIX: Final = "base_model.model."
@@ -48,7 +49,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
             f"{source} has no {min(left)}, which {adapter} adapts; name its model with --model_name_or_path"
         )
     for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-        for path in (path for pattern in patterns for path in folder.glob(pattern) if path.name != CONFIG):
+        for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in (CONFIG, FACTS)):
             shutil.copyfile(path, output_dir / path.name)
     return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
 

@@ -34,9 +34,9 @@ def rows_of(source: str | Path, limit: int | None = None) -> Iterator[Named]:
     return islice(_rows_of(source), limit)
 
 
-def texts_of(path: Path, column: str = "text") -> Iterator[str]:
-    """One column of a file; a null counts as an empty text."""
-    return (text_in(row, column, where) for where, row in _rows_of(path))
+def texts_of(source: str | Path, column: str = "text") -> Iterator[str]:
+    """One column of the rows; a null counts as an empty text."""
+    return (text_in(row, column, where) for where, row in _rows_of(source))
 
 
 def text_in(row: Row, column: str, where: str) -> str:
@@ -50,9 +50,9 @@ def text_in(row: Row, column: str, where: str) -> str:
 def identity(source: str | Path) -> list[str]:
     """What changes whenever the rows do: names, sizes and times of files, or what the hub says of a data set."""
     if str(source).startswith(HUB_PREFIX):
-        name, split = _hub_name(str(source))
+        names, split = _hub_name(str(source))
         try:
-            return [name, split, str(_datasets(source).load_dataset_builder(name).hash)]
+            return [*names, split, str(_datasets(source).load_dataset_builder(*names).hash)]
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{source}: {first_line(error)}; check the name and the network") from error
     path = Path(source).resolve()
@@ -138,22 +138,21 @@ def _datasets(source: str | Path) -> Any:
         import datasets
     except ImportError as error:
         raise ValueError(f"{source} needs the datasets package; pip install datasets") from error
-    datasets.disable_progress_bars()
     return datasets
 
 
-def _hub_name(source: str) -> tuple[str, str]:
-    """`hf:NAME` or `hf:NAME:SPLIT`, split train unless said."""
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-    return name, split or "train"
+def _hub_name(source: str) -> tuple[list[str], str]:
+    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; split train unless said."""
+    name, *more = source.removeprefix(HUB_PREFIX).split(":")
+    return [name, *more[:-1]], more[-1] if more else "train"
 
 
 def _hub_rows(source: str) -> Iterator[Named]:
     """Rows stream, so the set need not fit the disk."""
-    name, split = _hub_name(source)
+    names, split = _hub_name(source)
     number = -1
     try:
-        for number, value in enumerate(_datasets(source).load_dataset(name, split=split, streaming=True)):
+        for number, value in enumerate(_datasets(source).load_dataset(*names, split=split, streaming=True)):
             yield f"{source} row {number}", value
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be read past row {number + 1}: {first_line(error)}") from error

@@ -132,7 +132,7 @@ def uneven(most: int, ranks: int) -> int:
 def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: World) -> tuple[Inputs, list[Sample]]:
     """A few layers of the model, and the sequences of its first step: the data's first, or made up."""
     if asked.lora_rank is not None:
-        agree(world, lambda: refuse_adapters(asked))
+        agree(world, lambda: _refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
@@ -149,7 +149,7 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     return inputs, cut(samples, length) if made else given(stream)
 
 
-def refuse_adapters(asked: TrainConfig) -> None:
+def _refuse_adapters(asked: TrainConfig) -> None:
     raise ValueError(f"--lora_rank {asked.lora_rank} has no plain model to be compared with; verify without it")
 
 

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{common} --output_dir {folder}/whole --max_steps {STEPS}",
         f"{common} --output_dir {folder}/parts --max_steps 2 --layers_per_checkpoint 2",
         f"{common} --output_dir {folder}/parts --max_steps {STEPS} --resume_from_checkpoint True",
-        f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16 --fsdp '' --sequence_parallel_size 1",
+        f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16",
     ]
     for words, (end, seen) in zip(runs, spawn(2, programs, runs)[0], strict=True):
         assert end.status == 0, f"{words}: {end.err}"

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import Ended, program
+from worlds import spawn
 
 from lightseq import corpus
 from lightseq.data import IGNORE_INDEX, WindowExamples, open_examples
+from lightseq.metrics import read_records
 from lightseq.tokens import ByteTokenizer, Reading, Tokenizer, load_tokenizer
 
 # As Mistral's and Llama 3's models have them.
@@ -71,7 +74,7 @@ def opened(
     source: str | Path, tokenizer: Tokenizer | None = None, length: int = 1000, vocab_size: int = 200_000, **how: Any
 ) -> WindowExamples:
     how.setdefault("cache", Path(source).parent / "cache")
-    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, False, Reading(**how))
+    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, True, Reading(**how))
     assert isinstance(found, WindowExamples)
     return found
 
@@ -209,14 +212,16 @@ def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
     assert "no split train; name one of its splits: dev" in refusal(tmp_path / "several")
     asked: list[Any] = []
 
-    def load(name: str, split: str, streaming: bool) -> Any:
-        asked.append((name, split, streaming))
+    def load(*names: str, split: str, streaming: bool) -> Any:
+        asked.append((*names, split, streaming))
         return iter([{"text": "from afar"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: type("Builder", (), {"hash": "7"}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *names: type("Builder", (), {"hash": "7"}))
     examples = opened("hf:ada/games:test", cache=tmp_path / "cache")
     assert asked == [("ada/games", "test", True)] and bytes(examples[0].input_ids[:-1].astype(np.uint8)) == b"from afar"
+    opened("hf:ada/games:chess:dev", cache=tmp_path / "cache")
+    assert asked[1:] == [("ada/games", "chess", "dev", True)]
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: (_ for _ in ()).throw(OSError("no such set")))
     assert refusal("hf:ada/none", cache=tmp_path / "cache").startswith("hf:ada/none: no such set")
 
@@ -281,3 +286,38 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
         assert "line 1: the chat template" in (said := refusal(path, mistral)) and "writes earlier turns anew" in said
     finally:
         mistral.backend.chat_template = template
+
+
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+def programs(rank: int, runs: list[str]) -> list[Ended]:
+    return [program(rank, "llama3", words) for words in runs]
+
+
+@pytest.mark.slow
+def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * (40 if i == 5 else 3), "completion": "answer"[: 1 + i % 6]} for i in range(8)]
+    path = lines(tmp_path / "a.jsonl", *rows, {"prompt": "p", "completion": ""})
+    common = (
+        "--model_name_or_path tiny-llama3 --random_init --tokenizer byte --model_max_length 16 --learning_rate 1e-3 "
+        f"--data_path {path} --data_cache {tmp_path}/cache --num_train_epochs 1 --lr_scheduler_type constant"
+    )
+    runs = [
+        f"{common} --output_dir {tmp_path}/whole",
+        f"{common} --output_dir {tmp_path}/parts --sequence_parallel_size 1 --max_steps 3",
+        f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True",
+        f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True --seed 1 --num_train_epochs 2",
+    ]
+    ends = spawn(2, programs, runs)[0]
+    assert [end.status for end in ends] == [0, 0, 0, 2], [end.err for end in ends]
+    said = [" ".join(end.out.split()) for end in ends]
+    whole, parts = (read_records(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
+    targets = sum(2 + i % 6 for i in range(8))
+    assert [sum(record["valid_tokens"] for record in records) for records in (whole, parts)] == [targets, targets]
+    assert f"left out: 1 without an answer ({path} line 9" in said[0]
+    assert "no valid target in the batch; nothing was learnt" in said[0] + said[1]
+    assert "1 a step from example 6 on, none skipped or repeated" in said[2]
+    assert len(whole) == 10 and len(parts) == 3 + 4
+    assert "was trained on data of seed 42, not 1" in ends[3].err
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
