@@ -57,7 +57,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     """One layer's forward and backward over all ranks, its exchange included."""
-    share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel, 1.0) * ATTENTION_SHARE
+    share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel_name, 1.0) * ATTENTION_SHARE
     rates = attention_rates(run.hardware.chip, run.transport)
     found = _estimate(run.choice, run.sequence_ranks, run.shape, rates, share, run.hardware.gpus_per_host)
     forward = found.seconds / (1 + BACKWARD_FLOPS)
