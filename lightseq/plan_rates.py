@@ -117,6 +117,7 @@ GLUE: Mapping[bool, tuple[Widths, Widths]] = {
     False: (Widths(200, 45, 45, 30), Widths(70, 20, 20, 8)),
     True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
+FORWARD_SHARE = 0.25  # of a layer's time: backward, with what is computed again, takes three times as long (counted)
 LOGIT_PASSES = 3.3  # over the logits, by the loss's own kernel (traces)
 WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward (traces)
 # Bytes read and written for a parameter: counted; adamw_torch by its 11.9 ms beside the fused one's 5.1.

@@ -11,6 +11,7 @@ from lightseq.plan_rates import (
     ADAMW_BYTES,
     ATTENTION_SHARE,
     CLIP_BYTES,
+    FORWARD_SHARE,
     GLUE,
     HEAD_DIM_SHARE,
     HOST_LINK_SHARE,
@@ -117,8 +118,10 @@ def exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) 
 
 
 def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
-    copied = 2 * kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
-    return max(0.0, copied - run.group * layer_seconds)
+    """Of one layer: out beside its forward pass, back beside its backward pass."""
+    copied = kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
+    forward, backward = (share * run.group * layer_seconds for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
 def update_seconds(run: PlannedRun) -> float:
