@@ -194,7 +194,7 @@ def warmup_steps(config: TrainConfig, total: int) -> int:
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
     """The config that the words after the program's name ask for; `ValueError` with one line if they cannot be met."""
-    values, unknown = _parser(program).parse_known_args([_underscored(word) for word in argv])
+    values, unknown = _parser(program).parse_known_args([underscored(word) for word in argv])
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], program))
     return TrainConfig(**vars(values))
@@ -233,7 +233,7 @@ def _help_groups() -> Mapping[str, Mapping[str, str]]:
     return groups
 
 
-def _underscored(word: str) -> str:
+def underscored(word: str) -> str:
     """--learning-rate=1 names --learning_rate."""
     flag, *value = word.split("=", 1)
     return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word

@@ -145,9 +145,10 @@ def transform(
     if techniques.remat != "none":
         tile_mlps(layers, first_tile_only, shrink)
     offload, inner = _offloads(techniques, device)
-    for layer, state in zip(layers, states := _states(techniques, len(layers)), strict=True):
-        policy = "full" if state in AGAIN else techniques.remat
-        apply_remat([layer], policy, techniques.compile, inner or offload)
+    states = _states(techniques, len(layers))
+    for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
+        chosen = [layer for layer, state in zip(layers, states, strict=True) if (state in AGAIN) == again]
+        apply_remat(chosen, policy, techniques.compile, inner or offload)
     if techniques.compile:
         for module in (*layers, model.model.norm):
             module.forward = torch.compile(module.forward, options=FP8_COMPILE_OPTIONS if techniques.fp8 else None)

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from lightseq.config import parse
+from lightseq.config import parse, underscored
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.memory import GIB
 from lightseq.plan import longest, make_plan, remedies
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 def main(family: Family, words: Sequence[str]) -> int:
     """Status 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
     try:
-        mine, others = parser().parse_known_args(words)
+        mine, others = parser().parse_known_args([underscored(word) for word in words])
         run = planned_run(family, mine, others)
         plan = make_plan(run)
         further, changes = longest(run), [] if plan.fits else remedies(run)
@@ -101,6 +101,8 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
 
 def notes(run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+    if run.config.kernel_name == "reference":
+        found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
     if run.config.packing != "none":
         found.append("packed documents need less attention than a sequence of one, which is what is counted")
     if run.hardware.chip is not CHIPS["h200"]:

@@ -8,6 +8,7 @@ from lightseq.mlp import TILE_TOKENS
 from lightseq.offload import taken_bytes
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
+    AGAIN,
     KEEP,
     OFFLOAD,
     RECOMPUTE,
@@ -148,6 +149,9 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         working += _tiles(run)
     if moment.in_attention:
         working += attention_of(run).backward * run.tokens
+        if placement.layers[group * run.group] in AGAIN:  # its output and lse are there again
+            both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
+            working += run.tokens * (both - layer_input)
     if run.group > 1:  # its layers run forward again, and keep what each of them keeps
         kept_again = run.group if placement.count(OFFLOAD) == 0 else min(run.group, 1 + IN_FLIGHT)
         working += kept_again * kept_by_layer(run, KEEP)

@@ -66,7 +66,7 @@ def _facts(plan: Plan, longest: int | None) -> RenderableType:
     asked = run.config.model_max_length
     verdict = "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.lacks)}"
     rows = {
-        "model": f"{run.config.model_name_or_path}, {asked:,} tokens, {run.sequences_per_step} a step",
+        "model": f"{run.config.model_name}, {asked:,} tokens, {run.sequences_per_step} a step",
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": f"{run.choice.schedule}, heads in {run.choice.head_groups or 1} turns, {run.transport}",

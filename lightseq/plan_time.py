@@ -11,6 +11,7 @@ from lightseq.plan_rates import (
     ADAMW_BYTES,
     ATTENTION_SHARE,
     CLIP_BYTES,
+    FORWARD_SHARE,
     GLUE,
     HEAD_DIM_SHARE,
     HOST_LINK_SHARE,
@@ -57,7 +58,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     """One layer's forward and backward over all ranks, its exchange included."""
-    share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel, 1.0) * ATTENTION_SHARE
+    share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel_name, 1.0) * ATTENTION_SHARE
     rates = attention_rates(run.hardware.chip, run.transport)
     found = _estimate(run.choice, run.sequence_ranks, run.shape, rates, share, run.hardware.gpus_per_host)
     forward = found.seconds / (1 + BACKWARD_FLOPS)
@@ -117,8 +118,10 @@ def exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) 
 
 
 def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
-    copied = 2 * kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
-    return max(0.0, copied - run.group * layer_seconds)
+    """Of one layer: out beside its forward pass, back beside its backward pass."""
+    copied = kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
+    forward, backward = (share * run.group * layer_seconds for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
 def update_seconds(run: PlannedRun) -> float:

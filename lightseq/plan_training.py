@@ -26,7 +26,8 @@ def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plann
     if config.device_memory_budget is not None:
         memory = min(memory, gpu_memory(config.device_memory_budget * GIB))
     host = float(psutil.virtual_memory().total)
-    return PlannedRun(model, config, Hardware(chip, world.size, world.local_size, memory, host))
+    per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
+    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host))
 
 
 def placement_for(config: TrainConfig, model: PreTrainedConfig, world: World) -> Placement | None:
@@ -54,7 +55,8 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, me
         return _by_measure(config, measured)
     run = planned(config, model, world)
     plan = make_plan(run)
-    head = f"planned memory of a GPU at its peak ({plan.when}):"
+    room = f", {plan.usable_gpu_bytes / GIB:.1f} GiB usable" if math.isfinite(plan.usable_gpu_bytes) else ""
+    head = f"planned memory of a GPU at its peak ({plan.when}{room}):"
     changes = [] if plan.fits else remedies(run)
     if not changes:
         return [head, *plan.parts.lines(), *_by_measure(config, measured or plan.parts)]

@@ -173,7 +173,7 @@ def test_too_little_host_memory_is_said() -> None:
 
 def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "deep" / "plan.jsonl"
-    words = f"plan {WORDS} --model_max_length 1M --gpus 8 --offload activations --output {file}".split()
+    words = f"plan {WORDS} --model-max-length 1M --gpus 8 --offload activations --output {file}".split()
     assert main(words) == main(words) == 0
     shown = capsys.readouterr().out
     assert "kept activations" in shown and "tokens/s" in shown and "layers 0-30 offload, 31 keep" in shown
