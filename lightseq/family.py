@@ -11,7 +11,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig
 
-from lightseq.tokens import first_line
+from lightseq.tokens import MALFORMED, first_line
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
 HUB_SECONDS: Final = 10.0  # that the hub may take to answer
@@ -154,7 +154,7 @@ def _read_config(source: Path | str) -> LlamaConfig:
     try:
         # Told nothing, it would ask whether to run the code that a config names.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
+    except (OSError, *MALFORMED, ArithmeticError, StrictDataclassError) as error:  # what its fields make of it
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"
