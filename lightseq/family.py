@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.architecture import examine, heads_of
+from lightseq.pickles import MALFORMED
 from lightseq.tokens import first_line
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
@@ -184,7 +185,7 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
         # Told nothing, it would ask whether to run the code that a config names.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
+    except (OSError, *MALFORMED, ArithmeticError, StrictDataclassError) as error:  # what its fields make of it
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"

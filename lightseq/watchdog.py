@@ -110,7 +110,8 @@ class Watchdog:
             if asked is not None and time.monotonic() - asked > self._timeout:
                 self._store = None  # not to be asked again
                 waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
-                self._end(f"the store that the ranks meet in {waited}: the host of rank 0 is unreachable")
+                self._end(f"the store that the ranks meet in {waited}: rank 0 or the launcher that holds it is frozen, "
+                          "or its host is unreachable")  # fmt: skip
                 return
 
     def _here(self, number: int) -> Beat:

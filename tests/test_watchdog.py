@@ -137,7 +137,9 @@ def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None
             time.sleep(0.01)
         store.closed.set()
     (text,) = ends
-    assert "has not answered rank 1 on" in text and "(step 7, forward, for" in text and "rank 0 is unreachable" in text
+    assert (
+        "has not answered rank 1 on" in text and "(step 7, forward, for" in text and "its host is unreachable" in text
+    )
 
 
 def test_a_verdict_names_who_is_to_blame() -> None:

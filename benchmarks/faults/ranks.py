@@ -84,7 +84,7 @@ class Run:
 
     @property
     def said(self) -> str:
-        return "".join(log.read_text(errors="replace") for log in self.logs)
+        return "".join(log.read_text(errors="replace") for log in self.logs if log.is_file())
 
     @property
     def step(self) -> int:
