@@ -32,8 +32,8 @@ from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import model_of
+from lightseq.command_line import parse as parse_training
 from lightseq.config import TrainConfig
-from lightseq.config import parse as parse_training
 from lightseq.metrics import read_records
 from lightseq.plan import longest as longest_planned
 from lightseq.plan_rates import CHIPS, GIB, chip_of_device

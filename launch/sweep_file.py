@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import yaml
 
-from lightseq.config import OLDER_SPELLINGS, TrainConfig
+from lightseq.command_line import OLDER_SPELLINGS
+from lightseq.config import TrainConfig
 
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.evaluation_tasks import (
     CHOICES,
     DEPTHS,

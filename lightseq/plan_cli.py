@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from lightseq.config import parse, underscored
+from lightseq.command_line import parse, underscored
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.memory import GIB
 from lightseq.plan import longest, make_plan, remedies

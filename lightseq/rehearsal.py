@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.family import Family
 from lightseq.memory import GIB, Breakdown, advice
 from lightseq.mesh import World, agree, start

@@ -17,7 +17,8 @@ from torch.profiler import record_function
 
 from lightseq import adapters, checkpoint, state_files, weights
 from lightseq.attention import pack
-from lightseq.config import TrainConfig, help_text, parse
+from lightseq.command_line import help_text, parse
+from lightseq.config import TrainConfig
 from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.engine import Engine, FsdpEngine, Update

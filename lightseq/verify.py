@@ -21,7 +21,8 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.architecture import heads_of, with_layers
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.kernels import KernelSpec
 from lightseq.mesh import World, agree, check_sequence_size, start

@@ -15,7 +15,8 @@ from worlds import spawn
 
 from lightseq import adapters, trainer
 from lightseq.__main__ import main as lightseq
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.data import permutation
 from lightseq.flops import model_flops
 from lightseq.metrics import read_records

@@ -19,7 +19,7 @@ import downloadmodel  # noqa: E402
 import finetune  # noqa: E402
 import games  # noqa: E402
 
-from lightseq.config import parse  # noqa: E402
+from lightseq.command_line import parse  # noqa: E402
 from lightseq.metrics import read_records  # noqa: E402
 
 PGN = """[Event "one"]

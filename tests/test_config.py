@@ -6,7 +6,9 @@ import shlex
 
 import pytest
 
-from lightseq.config import CHOICES, TrainConfig, help_text, parse, warmup_steps
+from lightseq.command_line import help_text, parse
+from lightseq.config import TrainConfig, warmup_steps
+from lightseq.config_checks import CHOICES
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"

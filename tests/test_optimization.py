@@ -9,7 +9,8 @@ from torch import nn
 from transformers import get_scheduler
 from worlds import spawn
 
-from lightseq.config import CHOICES, TrainConfig
+from lightseq.config import TrainConfig
+from lightseq.config_checks import CHOICES
 from lightseq.optimization import (
     LearningRate,
     LossScaler,

@@ -11,7 +11,7 @@ from benchmarks.plan_points import Point, line, main, take
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
-from lightseq.config import parse
+from lightseq.command_line import parse
 from lightseq.metrics import read_records
 from lightseq.plan import Plan, make_plan
 from lightseq.plan_rates import GIB, PROCESS_BYTES, chip_of_device

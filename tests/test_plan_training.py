@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from worlds import spawn
 
 from lightseq import offload
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.memory import GIB
 from lightseq.mesh import World
 from lightseq.plan import gpu_memory

@@ -14,7 +14,8 @@ from worlds import spawn
 
 from lightseq.__main__ import BOTH
 from lightseq.attention import attention, make_context
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.family import preset_config
 from lightseq.kernels import KernelSpec
 from lightseq.loss import cross_entropy_sum

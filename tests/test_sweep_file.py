@@ -12,7 +12,7 @@ from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import slurm_command
 from launch.sweep_table import shown_value, table
-from lightseq.config import parse
+from lightseq.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.yaml"))

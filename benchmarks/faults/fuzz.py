@@ -27,10 +27,10 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq import config as flags_module
 from lightseq import manifest, randomness, state_files, trainer, weights
 from lightseq.checkpoint import FACTS, STATE, read_facts
 from lightseq.config import TrainConfig
+from lightseq.config_checks import CHOICES
 from lightseq.data import open_examples
 from lightseq.family import resolve
 from lightseq.mesh import World
@@ -64,8 +64,8 @@ def command(dice: random.Random, folder: Path) -> list[str]:
     for name in dice.sample(sorted(kinds), dice.choice([1, 1, 2, 2, 3, 4, 6])):
         if name in LEFT_OUT:
             values = LEFT_OUT[name]
-        elif name in flags_module.CHOICES:
-            values = [*flags_module.CHOICES[name], *flags_module.CHOICES[name], "nonsense", ""]
+        elif name in CHOICES:
+            values = [*CHOICES[name], *CHOICES[name], "nonsense", ""]
         elif name == "output_dir":
             values = [*outputs, str(folder / "data.pkl"), "", "/proc/no", "x" * 300]
         elif name.endswith(("path", "checkpoint", "tokenizer", "deepspeed")):

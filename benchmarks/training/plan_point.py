@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from analysis.profile import account_of, read
 from lightseq.__main__ import BOTH
-from lightseq.config import TrainConfig, parse
+from lightseq.command_line import parse
+from lightseq.config import TrainConfig
 from lightseq.mesh import World, agree, start
 from lightseq.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
 from lightseq.trainer import Trainer
