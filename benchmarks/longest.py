@@ -143,10 +143,7 @@ def search_of(search: Search, flags: Any, machine: Machine) -> dict[str, Any]:
         return done[-1]
     names = Probe.__dataclass_fields__
     probes = [Probe(**{name: r[name] for name in names}) for r in old]
-    provenance = {
-        "commit": flags.commit or commit_here(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": dict(machine.hardware), "versions": dict(machine.versions),
-    }  # fmt: skip
+    provenance = provenance_of(flags.commit, machine)
     guess = flags.first or planned(search, machine)
     while (tokens := next_length({p.length: p.fits for p in probes}, guess, flags.resolution, flags.step)) is not None:
         probes.append(rehearse(search, tokens, flags.timeout))
@@ -157,6 +154,13 @@ def search_of(search: Search, flags: Any, machine: Machine) -> dict[str, Any]:
     found = {"benchmark": "longest", **key, **limit(search, probes), **provenance}
     write(flags.output, found)
     return found
+
+
+def provenance_of(commit: str | None, machine: Machine) -> dict[str, Any]:
+    return {
+        "commit": commit or commit_here(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": dict(machine.hardware), "versions": dict(machine.versions),
+    }  # fmt: skip
 
 
 def planned(search: Search, machine: Machine) -> int:
@@ -170,21 +174,28 @@ def planned(search: Search, machine: Machine) -> int:
 
 
 def rehearse(search: Search, tokens: int, timeout: float) -> Probe:
-    """Raises ValueError where it ended for anything but its length."""
+    about = f"{search.model} {search.flags} at {shown(tokens)}"
+    words = [*search.words, "--model_max_length", str(tokens)]
+    return rehearsed(words, tokens, about, search.gpus, search.gpu_memory, timeout)
+
+
+def rehearsed(
+    words: Sequence[str], size: int, about: str, gpus: int, gpu_memory: float | None, timeout: float
+) -> Probe:
+    """One rehearsal, of a run that is `size` large. Raises ValueError where it ended for anything but that."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={search.gpus} -m lightseq rehearse".split()
-        words = [*launcher, *search.words, "--model_max_length", str(tokens), "--output_dir", folder]
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={gpus} -m lightseq rehearse".split()
         try:
-            run(words, timeout, Path(folder) / "log.txt")
+            run([*launcher, *words, "--output_dir", folder], timeout, Path(folder) / "log.txt")
         except Failed as why:
             if not any(end in str(why).lower() for end in ENDS):
-                raise ValueError(f"{search.model} {search.flags} at {shown(tokens)}: {why}") from None
-            return Probe(tokens, False, str(why))
+                raise ValueError(f"{about}: {why}") from None
+            return Probe(size, False, str(why))
         record = json.loads((Path(folder) / RECORD).read_text())
     peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, what can be counted
-    room = search.gpu_memory is None or peak <= search.gpu_memory * GIB
-    reason = None if room else f"takes more than {search.gpu_memory:g} GiB"
-    return Probe(tokens, room, reason, peak, record["offloaded_bytes"], record["seconds"])
+    room = gpu_memory is None or peak <= gpu_memory * GIB
+    reason = None if room else f"takes more than {gpu_memory:g} GiB"
+    return Probe(size, room, reason, peak, record["offloaded_bytes"], record["seconds"])
 
 
 def limit(search: Search, probes: Sequence[Probe]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ BOTH = Family(
     "llama2 or llama3",
     {**llama2.FAMILY.presets, **llama3.FAMILY.presets},
     {**llama2.FAMILY.aliases, **llama3.FAMILY.aliases},
+    llama3.FAMILY.grown,
 )
 
 

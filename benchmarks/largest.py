@@ -1,0 +1,196 @@
+"""Finds the largest model that fits, by bisection over `scaled` models: its weights alone, or whole training steps.
+
+python3 benchmarks/largest.py --nproc_per_node 1 --what weights,training --strategies all,n_layers
+python3 benchmarks/largest.py --nproc_per_node 4 --what training --flags "--offload activations"
+
+`weights` holds bfloat16 parameters on one GPU and nothing else; `training` rehearses a step under FSDP2 over all
+GPUs. Every size runs in processes of its own and is written down as it ends: the same command again goes on.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+
+import argparse
+import json
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import llama3
+from benchmarks.flags import Parser, length, listed, one_of, positive
+from benchmarks.longest import Probe, next_length, provenance_of, rehearsed, write
+from benchmarks.training.launch import Failed, run
+from benchmarks.training.records import look_at_machine
+from lightseq.family import preset_config
+from lightseq.flops import total_parameters
+from lightseq.metrics import read_records
+from lightseq.plan_rates import GIB
+from lightseq.weights import build_on_meta
+
+WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
+WEIGHT_BYTES = 2  # bfloat16
+MOST = 512  # of a scale: beyond any GPU, and searches end
+
+
+@dataclass(frozen=True)
+class Search:
+    """One limit to find. `gpu_memory` in GiB; None is what there is."""
+
+    what: str
+    strategy: str
+    tokens: int
+    flags: str
+    gpus: int
+    gpu_memory: float | None
+
+    def name(self, scale: int) -> str:
+        return f"scaled-{self.strategy}-{scale}"
+
+    def words(self, scale: int) -> list[str]:
+        """Of the rehearsal of a model."""
+        precision = ["--bf16"] if torch.cuda.is_available() else []
+        words = ["--model_name_or_path", self.name(scale), "--random_init", *precision, *shlex.split(self.flags)]
+        return [*words, "--model_max_length", str(self.tokens)]
+
+
+def parameters(name: str) -> int:
+    return total_parameters(preset_config(llama3.FAMILY, name))
+
+
+def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        parser().print_help()
+        return 0
+    try:
+        flags = parser().parse_args(words)
+        if flags.hold is not None:
+            return hold(flags.hold)
+        searches = [
+            Search(what, strategy, flags.length if what == "training" else 0,
+                   flags.flags if what == "training" else "", flags.nproc_per_node if what == "training" else 1,
+                   flags.gpu_memory)
+            for what in flags.what
+            for strategy in flags.strategies
+        ]  # fmt: skip
+        provenance = provenance_of(flags.commit, look_at_machine())
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        found = [search_of(search, flags, provenance) for search in searches]
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    Console().print(table(found))
+    print(f"records  {flags.output}")
+    return 0
+
+
+def parser() -> Parser:
+    out = Parser(prog="benchmarks/largest.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    gpus = torch.cuda.device_count() or 2
+    out.add_argument("--what", type=listed(one_of(WHAT), WHAT), default=list(WHAT), help="weights, training or both")
+    out.add_argument(
+        "--strategies", type=listed(one_of(STRATEGIES), STRATEGIES), default=list(STRATEGIES), help="what grows"
+    )
+    out.add_argument("--length", type=length, default=4096, metavar="N", help="tokens of the sequence (default: 4K)")
+    out.add_argument("--flags", default="--torch_compile True", metavar="WORDS", help="training flags")
+    out.add_argument("--nproc_per_node", type=positive, default=gpus, metavar="N", help="GPUs of this host")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="take a GPU to have no more")
+    out.add_argument("--first", type=positive, default=8, metavar="S", help="scale to begin with (default: 8)")
+    out.add_argument("--timeout", type=float, default=600.0, help="seconds one size may take (default: 600)")
+    out.add_argument("--output", type=Path, default=Path("outputs/largest.jsonl"), metavar="FILE", help="JSONL")
+    out.add_argument("--commit", help="what the records name where there is no git to ask")
+    out.add_argument("--hold", help=argparse.SUPPRESS)  # the process that holds one model's weights
+    return out
+
+
+def search_of(search: Search, flags: argparse.Namespace, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Goes on with what the file knows of this limit; the record of the limit, written once it is found."""
+    key = asdict(search)
+    old = [r for r in read_records(flags.output) if all(r.get(name) == value for name, value in key.items())]
+    if done := [r for r in old if r["benchmark"] == "largest"]:
+        return done[-1]
+    probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]
+    while (scale := next_length({p.length: p.fits for p in probes}, flags.first, 0.0, 1)) is not None:
+        if scale > MOST or any(p.length == 1 and not p.fits for p in probes):
+            break
+        probes.append(try_out(search, scale, flags.timeout))
+        write(flags.output, {"benchmark": "largest-probe", **key, **asdict(probes[-1]), **provenance})
+        print(line(search, probes[-1]), flush=True)
+    found = {"benchmark": "largest", **key, **limit(search, probes), **provenance}
+    write(flags.output, found)
+    return found
+
+
+def try_out(search: Search, scale: int, timeout: float) -> Probe:
+    """Whether a model of that scale fits. `Probe.length` is the scale."""
+    if search.what == "training":
+        return rehearsed(search.words(scale), scale, search.name(scale), search.gpus, search.gpu_memory, timeout)
+    taken = WEIGHT_BYTES * parameters(search.name(scale))
+    if search.gpu_memory is not None and taken > search.gpu_memory * GIB:
+        return Probe(scale, False, f"takes more than {search.gpu_memory:g} GiB")
+    if not torch.cuda.is_available():
+        return Probe(scale, True, None, taken)  # what can be counted
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run([str(Path(__file__).resolve()), "--hold", search.name(scale)], timeout, Path(folder) / "log.txt")
+        except Failed as why:
+            if "out of memory" not in str(why).lower():
+                raise ValueError(f"{search.name(scale)}: {why}") from None
+            return Probe(scale, False, "out of memory")
+        held = json.loads((Path(folder) / "log.txt").read_text().splitlines()[-1])
+    return Probe(scale, True, None, held["peak_bytes"])
+
+
+def hold(name: str) -> int:
+    """Puts one model's weights on the GPU, and says in JSON what that took."""
+    model = build_on_meta(preset_config(llama3.FAMILY, name)).to(torch.bfloat16).to_empty(device="cuda")
+    torch.cuda.synchronize()
+    print(json.dumps({"peak_bytes": torch.cuda.max_memory_allocated(), "tensors": len(list(model.parameters()))}))
+    return 0
+
+
+def limit(search: Search, probes: Sequence[Probe]) -> dict[str, Any]:
+    best = max((p for p in probes if p.fits), key=lambda p: p.length, default=None)
+    worst = min((p for p in probes if not p.fits), key=lambda p: p.length, default=None)
+    return {
+        "largest": best.length if best else 0,
+        "parameters": parameters(search.name(best.length)) if best else 0,
+        "peak_bytes": best.peak_bytes if best else None,
+        "too_large": worst.length if worst else None,
+        "too_many_parameters": parameters(search.name(worst.length)) if worst else None,
+        "reason": worst.reason if worst else None,
+        "probes": len(probes),
+    }
+
+
+def line(search: Search, probe: Probe) -> str:
+    ending = f"fits, {probe.peak_bytes / GIB:.2f} GiB a GPU" if probe.fits and probe.peak_bytes else probe.reason
+    return (
+        f"{search.what} of {search.name(probe.length)}, {parameters(search.name(probe.length)):,} parameters: {ending}"
+    )
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD)
+    numbers = ("GPUs", "scale", "parameters", "GiB a GPU", "too large")
+    for name in ("what", "grows", "flags", *numbers):
+        out.add_column(name, justify="right" if name in numbers else "left")
+    for row in found:
+        peak = f"{row['peak_bytes'] / GIB:.2f}" if row["peak_bytes"] else "-"
+        above = f"{row['too_many_parameters']:,}" if row["too_many_parameters"] else "-"
+        cells = [row["what"], row["strategy"], row["flags"] or "-", str(row["gpus"]), str(row["largest"])]
+        out.add_row(*cells, f"{row['parameters']:,}", peak, above)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
