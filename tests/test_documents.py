@@ -301,7 +301,7 @@ def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> No
                     assert error < 1e-12, f"{context.schedule}, {kernel}, {length}, {boundaries}: off by {error}"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])  # 2: with a kernel that takes documents in one call, above
 def test_packed_documents_equal_each_one_alone(world: int) -> None:
     spawn(world, _parity, (150,), ("cpu",))
 

@@ -297,5 +297,5 @@ def test_training_on_packed_documents_equals_training_on_each_alone(world: int, 
         cases += [{"schedule": "striped", "offload": "activations"}, {"schedule": "ulysses", "remat": "none"}]
     if world == 4:
         cases = [{"schedule": "usp"}, {"schedule": "balanced", "sequence_parallel_size": 2}, *cases[:1]]
-    wrong = spawn(world, _train, str(tmp_path), cases, 3)[0]
+    wrong = spawn(world, _train, str(tmp_path), cases, 2)[0]
     assert not wrong, "\n".join(wrong)
