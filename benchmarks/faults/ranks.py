@@ -102,13 +102,13 @@ _context = mp.get_context("forkserver")
 
 def start(
     output: Path, command: list[str], plants: tuple[Plant, ...] = (), size: int = RANKS, address: str = "127.0.0.1",
-    spaces: tuple[str, ...] = (),
+    spaces: tuple[str, ...] = (), name: str = "",
 ) -> Run:  # fmt: skip
-    """Starts the ranks of a run; `spaces` are network namespaces, one a rank."""
+    """Starts the ranks of a run; `spaces` are network namespaces, one a rank, `name` tells its logs from another's."""
     _context.set_forkserver_preload(["benchmarks.faults.child"])
     output.parent.mkdir(parents=True, exist_ok=True)
     port = _free_port()
-    logs = [output.parent / f"{output.name}.rank{rank}.log" for rank in range(size)]
+    logs = [output.parent / f"{output.name}{name}.rank{rank}.log" for rank in range(size)]
     processes = []
     for rank in range(size):
         environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}

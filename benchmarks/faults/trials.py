@@ -71,6 +71,13 @@ def ended(run: Run, ranks: range, culprits: tuple[int, ...] = ()) -> list[int | 
     return statuses
 
 
+def error_of(run: Run) -> str:
+    """The line that said what was wrong."""
+    lines = [line for line in run.said.splitlines() if line.startswith("error: ")]
+    assert lines, f"nothing was said:\n{run.said}"
+    return lines[0]
+
+
 def kill(bench: Bench, kills: int) -> Iterator[Record]:
     """SIGKILL at random moments of a run that is started again each time, every second one while it saves."""
     output, more, count = bench.output(), "", 0
@@ -164,7 +171,7 @@ def full_disk(bench: Bench) -> Iterator[Record]:
         output = place / "run"
         run = bench.run(output, "--save_total_limit 100", SLOW_DISK)
         statuses = ended(run, range(RANKS))
-        line = next(line for line in run.said.splitlines() if line.startswith("error: "))
+        line = error_of(run)
         assert statuses == [1] * RANKS and "No space left on device" in line and "Traceback" not in run.said, run.said
         assert not list(output.glob("*.partial")) and all(complaint(path) is None for path in checkpoints(output))
         lost = run.step - newest(output)
@@ -178,7 +185,7 @@ def short_files(bench: Bench) -> Iterator[Record]:
     output, culprit = bench.output(), bench.dice.randrange(RANKS)
     run = bench.run(output, "", (child.short_files, (culprit, 200_000)))
     statuses = ended(run, range(RANKS))
-    line = next(line for line in run.said.splitlines() if line.startswith("error: "))
+    line = error_of(run)
     assert statuses == [1] * RANKS and "File too large" in line and f"(rank {culprit} on " in line, run.said
     yield {"rank": culprit, "said": line.replace(str(output), "OUTPUT"), "steps_lost": run.step - newest(output)}
     bench.finish(output)
@@ -197,7 +204,7 @@ def freeze(bench: Bench) -> Iterator[Record]:
     seconds = time.monotonic() - begin
     run.end()  # as a launcher does
     assert statuses == [STATUS] and seconds < STEP_TIMEOUT + 10, (statuses, seconds)
-    line = next(line for line in run.said.splitlines() if line.startswith("error: "))
+    line = error_of(run)
     # Here, without a launcher, rank 0 holds the store in which the others look for a sign of life.
     words = rf"no sign of life from rank {culprit} on \S+ \(step \d+, \w+" if culprit else r"store .*: rank 0 or"
     assert re.search(words, line), line
@@ -260,7 +267,7 @@ def sick_numbers(bench: Bench) -> Iterator[Record]:
     output = bench.output()
     run = bench.run(output, "--save_total_limit 100", (child.sick, (culprit, at, STEPS, 4)))
     ended(run, range(RANKS))
-    line = next(line for line in run.said.splitlines() if line.startswith("error: "))
+    line = error_of(run)
     first = re.search(r"before step (\d+)", line)
     assert "4 steps in a row were skipped" in line and first and int(first[1]) == at, run.said
     whole = [path for path in checkpoints(output) if int(path.name.split("-")[1]) < at and complaint(path) is None]
@@ -277,11 +284,10 @@ def two_runs(bench: Bench) -> Iterator[Record]:
     assert until(lambda: first.step >= 1)
     time.sleep(bench.dice.uniform(0.0, 1.0))
     more = bench.dice.choice(["--overwrite_output_dir", GO_ON])
-    second = start(output, words(bench.folder, output, STEPS, f"{SAVING} {more}"))
-    second.logs = [log.rename(log.with_suffix(".second")) for log in second.logs]
+    second = start(output, words(bench.folder, output, STEPS, f"{SAVING} {more}"), name=".second")
     statuses = second.wait()
     assert statuses == [2] * RANKS, second.said
-    line = next(line for line in second.said.splitlines() if line.startswith("error: "))
+    line = error_of(second)
     assert "is being written to by process" in line
     assert first.wait() == [0] * RANKS and outcome(output, STEPS) == bench.undisturbed
     yield {"flags": more, "said": line.split(" is being")[1], "steps_lost": 0}
