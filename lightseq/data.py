@@ -231,13 +231,16 @@ def open_examples(
         if lazy and Path(path).is_file():
             from lightseq.lazy_texts import open_lazily  # which builds on this module, as the next does
 
-            return open_lazily(Path(path), length, vocab_size, loaded, reading.text_column)
+            return open_lazily(Path(path), length, vocab_size, loaded, reading)
         from lightseq.corpus import open_rows
 
         return open_rows(path, length, vocab_size, loaded, reading, progress)
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+    if reading.limit is not None or reading.text_column != "text":
+        given = f"--max_train_samples {reading.limit}" if reading.limit else f"--text_column {reading.text_column}"
+        raise ValueError(f"{given} is about rows, and {path} holds none; leave it out")
     if path.is_dir():
         return open_windows(path, length, vocab_size)
     if path.suffix == ".pkl":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lightseq.data import Example, check_ids, window
 from lightseq.rows import texts_of
-from lightseq.tokens import Tokenizer, plural
+from lightseq.tokens import Reading, Tokenizer, plural
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class TextExamples:
         return window(ids, ids, 0, self.length)
 
 
-def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, column: str) -> TextExamples:
-    rows = list(texts_of(path, column))
+def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading) -> TextExamples:
+    rows = list(islice(texts_of(path, reading.text_column), reading.limit))
     texts = [text for text in rows if text]
     if not texts:
         raise ValueError(f"{path} holds no text")

@@ -146,6 +146,16 @@ def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
         assert any(f"{barren} window" in note and "without a target" in note for note in examples.notes) is (barren > 0)
 
 
+def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    reading = Reading(limit=1, cache=tmp_path / "cache")
+    assert len(open_examples(path, 9, 300, "byte", lazy=True, reading=reading)) == 1
+    tokens = opened(path).source.path
+    for given, line in ((reading, "--max_train_samples 1"), (Reading(text_column="body"), "--text_column body")):
+        with pytest.raises(ValueError, match=f"{line} is about rows"):
+            open_examples(tokens, 9, 300, reading=given)
+
+
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
