@@ -109,7 +109,8 @@ def placement_of(run: PlannedRun) -> Placement:
         return Placement((here,) * run.layers)
     size = host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
     inside = (run.group - 1) * host_by_layer(run, away) if run.group > 1 else 0.0
-    leave = min(run.groups - 1, max(0, int((host_budget(run) - inside) // size)))
+    room = (host_budget(run) - inside) / size
+    leave = min(run.groups - 1, int(room) if 0 < room < run.groups else run.groups * (room > 0))
     return Placement(tuple(away if i // run.group < leave else here for i in range(run.layers)))
 
 

@@ -5,7 +5,6 @@ python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile -
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -84,8 +83,7 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *_in_tokens(others)], PROGRAM)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
-    config = dataclasses.replace(config, random_init=True)  # the architecture is enough
-    source = resolve(family, config.model_name, random_init=True)
+    source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     for name in ("gpus", "gpus_per_host"):
         if getattr(mine, name) < 1:

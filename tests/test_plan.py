@@ -163,6 +163,18 @@ def test_every_remedy_makes_the_run_fit() -> None:
     assert found[0].words.startswith("--") and found[2].plan.run.config.model_max_length == longest(run)
 
 
+def test_adapters_leave_the_weights_without_gradients_and_hosts_need_no_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"plan {WORDS.partition(' --host')[0]} --model_max_length 32K --gpus 2 --offload activations --json".split()
+    assert main(words) == 0 and main([*words, "--lora_rank", "16"]) == 0
+    whole, adapted = (json.loads(text + "}") for text in capsys.readouterr().out.split("\n}\n")[:2])
+    assert whole["placement"] == adapted["placement"] == [OFFLOAD] * 31 + [KEEP]
+    assert adapted["parts"]["parameters"] == pytest.approx(whole["parts"]["parameters"] / 2, rel=0.02)
+    assert adapted["parts"]["optimizer"] < 0.02 * whole["parts"]["optimizer"]
+    assert adapted["step_seconds"] < whole["step_seconds"] and adapted["longest_length"] > whole["longest_length"]
+
+
 def test_too_little_host_memory_is_said() -> None:
     run = planned_run(LLAMA, "--bf16 --offload optimizer", 8, gpu=140 * GIB, host=64 * GIB)
     assert make_plan(run).lacks[0].startswith("host memory, by ")
