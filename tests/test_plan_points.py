@@ -14,8 +14,10 @@ from benchmarks.training.trials import model_of
 from lightseq.command_line import parse
 from lightseq.metrics import read_records
 from lightseq.plan import Plan, make_plan
+from lightseq.plan_attention import attention_memory
 from lightseq.plan_rates import GIB, PROCESS_BYTES, chip_of_device
 from lightseq.plan_run import Hardware, PlannedRun
+from lightseq.schedule_choice import Choice
 
 RESULTS = Path(plan_points.__file__).parent / "results"
 MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]
@@ -45,6 +47,23 @@ def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[
     if "offloaded_bytes" in record:
         handed_over = plan.host_bytes / plan.run.hardware.ranks_per_host - PROCESS_BYTES
         assert handed_over == pytest.approx(record["offloaded_bytes"], rel=0.05)
+
+
+def test_attention_layers_take_what_was_measured_of_them_alone() -> None:
+    """Forward and backward of a layer; nothing in the plan was fitted to these."""
+    files = [read_records(file) for file in sorted(RESULTS.glob("attention-*.jsonl"))]
+    layers = [r for records in files for r in records if r.get("implementation") == "lightseq" and r["seconds_median"]]
+    long = [r for r in layers if r["length"] >= 65536]  # below, what the benchmark holds beside counts
+    assert len({(r["schedule"], r["head_groups"]) for r in long}) >= 7
+    for r in long:
+        ulysses = r["ulysses_size"] if r["schedule"] == "usp" else None
+        q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
+        found = attention_memory(
+            Choice(r["schedule"], ulysses, r["head_groups"]), r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2
+        )
+        held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
+        planned_bytes = (held + found.backward + found.buffers) * r["length"] / r["world"]
+        assert planned_bytes == pytest.approx(r["peak_memory_bytes"], rel=0.05), r["request"]
 
 
 def test_a_point_is_measured_once_and_what_failed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
