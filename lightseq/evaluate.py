@@ -31,6 +31,7 @@ from lightseq.family import Family
 from lightseq.mesh import World, agree, is_main_process, start
 from lightseq.metrics import hardware, versions
 from lightseq.prepare import find_model
+from lightseq.run_facts import describe
 from lightseq.trainer import Trainer
 
 RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
@@ -160,7 +161,7 @@ def _prepare(asked: Asked, config: TrainConfig, family: Family, world: World) ->
 
 
 def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
-    known = trainer.describe()
+    known = describe(trainer)
     chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
     return {
         "model": chosen.pop("model"),

@@ -3,9 +3,8 @@
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq import adapters, checkpoint, state_files, weights
+from lightseq import checkpoint
+from lightseq.adapters import adapter_parameters
 from lightseq.attention import pack
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
 from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
+from lightseq.endings import end_for_skipped_steps, explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine, Update
 from lightseq.family import Family
-from lightseq.flops import total_parameters
 from lightseq.hf import local_positions, packed_positions
 from lightseq.layout import shard
 from lightseq.loss import IGNORE_INDEX
@@ -32,31 +32,28 @@ from lightseq.mesh import (
     Meshes,
     World,
     agree,
-    first_to,
     free_host_memory,
     is_main_process,
-    leave,
     make_deterministic,
     make_meshes,
     secrets,
     start,
 )  # fmt: skip
-from lightseq.metrics import MIRRORS, MetricsFile, hardware, scalar, write_run
+from lightseq.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
 from lightseq.perplexity import Perplexity, Shard, measure
-from lightseq.plan_training import out_of_memory, placement_for
+from lightseq.plan_training import placement_for
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
-from lightseq.saver import SaveError, Saver
+from lightseq.run_facts import describe, facts
+from lightseq.saving import Saving
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
-RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
-PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -85,11 +82,6 @@ def _timeout(words: list[str], program: str) -> float:
         return parse(words, program).step_timeout
     except ValueError:
         return TrainConfig.step_timeout
-
-
-def _fp8(config: TrainConfig) -> str:
-    emulated = ", emulated" if config.fp8_emulate else ""
-    return f"linear layers in FP8 ({config.fp8}{emulated}), " if config.fp8 else ""
 
 
 class Trainer:
@@ -139,7 +131,7 @@ class Trainer:
         with self.explained_out_of_memory():
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
-        self.adapter_parameters = adapters.adapter_parameters(inputs.lora, inputs.model_config)
+        self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = inputs.stream.first_step
@@ -148,10 +140,8 @@ class Trainer:
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
-        self.saver: Saver | None = None
-        if command is not None and config.save_strategy != "no":
-            kept = (config.save_total_limit, config.keep_best)
-            self.saver = Saver(self.output_dir, world, *kept, config.async_save, 2 * config.step_timeout)
+        saves = command is not None and config.save_strategy != "no"
+        self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
         self._skipped = 0  # steps in a row, up to the last record
@@ -175,75 +165,20 @@ class Trainer:
         checkpoint.sweep(self.output_dir, checkpoint.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoint.set_aside(broken, checkpoint.BROKEN)
-        write_run(self.output_dir, self._facts(command), secrets())
-        self.terminal.header(self.describe(), self.inputs.notes)
+        write_run(self.output_dir, facts(self, command), secrets())
+        self.terminal.header(describe(self), self.inputs.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         return MetricsFile(self.output_dir, self.first_step, sinks)
-
-    def _facts(self, command: str) -> dict[str, Any]:
-        """run.json: what it takes to run this again, and to judge its figures."""
-        return {
-            "command": command,
-            "schedule": self.context.schedule.name,
-            "kernel": self.context.selection.kernel.name,
-            "kernels_passed_over": dict(self.context.selection.passed_over),
-            "transport": self.context.transport.name,
-            "transport_passed_over": self.context.transport.passed_over,
-            "head_groups": self.context.schedule.turns,
-            "ulysses_size": self.context.schedule.ulysses_size,
-            "remat": self.config.remat_policy,
-            "layers_per_checkpoint": self.config.layers_per_checkpoint,
-            "placement": self.placement.layers if self.placement else None,
-            "host_memory_bytes": self.engine.offload.memory.limit_bytes if self.engine.offload else None,
-            "fp8": self.config.fp8,
-            "fp8_emulated": self.config.fp8_emulate,
-            "parameters": self.engine.parameters,
-            "deepspeed": self.inputs.deepspeed.settings if self.inputs.deepspeed else None,
-            "world_size": self.world.size,
-            "data_ranks": self.meshes.data_ranks,
-            "sequence_ranks": self.inputs.sequence_size,
-            "total_steps": self.inputs.total_steps,
-            "resumed_from": str(self.inputs.resume_from) if self.inputs.resume_from else None,
-            "notes": list(self.inputs.notes),
-            "hardware": hardware(self.world.device),
-            "config": self.config.to_json(),
-            "model_config": self.inputs.model_config.to_dict(),
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """What was chosen, in the order in which a reader asks."""
-        c, m = self.config, self.inputs.model_config
-        passed_over = self.context.transport.passed_over
-        start_weights = self.inputs.resume_from or self.inputs.weights or f"random, seed {c.seed}"
-        return {
-            "model": f"{c.model_name}, {total_parameters(m):,} parameters, {start_weights}",
-            "data": f"{c.data_path}, {len(self.inputs.stream.examples):,} examples",
-            "ranks": f"{self.world.size} ({self.meshes.data_ranks} data x {self.inputs.sequence_size} sequence) on "
-            f"{hardware(self.world.device)['device']}",
-            "sequence": f"{c.model_max_length:,} tokens, {self.inputs.stream.sequences_per_step} a step",
-            "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
-            "schedule": str(self.context.schedule),
-            "kernel": str(self.context.selection),
-            "transport": self.context.transport.name + (f" ({passed_over})" if passed_over else ""),
-            "remat": c.remat_policy
-            + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
-            + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
-            + (f", {self.placement.words}" if self.placement else ""),
-            "parameters": self.engine.parameters + self._adapters(),
-        }  # fmt: skip
-
-    def _adapters(self) -> str:
-        lora, count = self.inputs.lora, self.adapter_parameters
-        if lora is None:
-            return ""
-        share = 100 * count / total_parameters(self.inputs.model_config)
-        return f"; {count:,} of adapters train ({share:.2g}%), rank {lora.rank} on {', '.join(lora.targets)}"
 
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
         with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
-            with StopRequest() as stop, self.explained_out_of_memory(), self._saving():
-                saved, stopped_by = self._run_steps(stop)
+            around = self.saving.around() if self.saving is not None else nullcontext()
+            with StopRequest() as stop, self.explained_out_of_memory(), around:
+                try:
+                    saved, stopped_by = self._run_steps(stop)
+                finally:
+                    self._mark(None, "saving")
         self.terminal.close()
         if self.metrics is not None:
             best = checkpoint.best(self.output_dir) if self.config.keep_best else None
@@ -268,25 +203,25 @@ class Trainer:
                 window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            stopped_by, save_failed = stop.agreed(self.saver is not None and self.saver.failed)
-            if save_failed and self.saver is not None:
-                self.saver.wait()
+            stopped_by, save_failed = stop.agreed(self.saving is not None and self.saving.failed)
             ends = done == last or stopped_by is not None
-            saves |= ends and self.config.save_strategy != "no"
+            saves |= ends and self.saving is not None
             evaluates |= saves and self.config.keep_best
             if evaluates or saves or ends:
                 self._record(closed)
                 closed = None
             with window.paused():
-                if done == self.first_step + 1:
-                    self._prepare_to_save()
+                if self.saving is not None and save_failed:
+                    self.saving.wait()  # which raises
+                if self.saving is not None and done == self.first_step + 1:
+                    self.saving.prepare()
                 found = self.evaluate() if evaluates else None
                 if found is not None:
                     self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
-            if saves:
+            if saves and self.saving is not None:
                 self._mark(done, "saving")
                 with window.paused(saves=True):
-                    saved = self._save(done, found.loss if found is not None else None)
+                    saved = self.saving.save(done, found.loss if found is not None else None)
             if ends:
                 break
         profile.close()
@@ -314,24 +249,9 @@ class Trainer:
         working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
         return Breakdown(*states, kept, logits + gradients, buffers, working)
 
-    @contextmanager
-    def explained_out_of_memory(self) -> Iterator[None]:
-        """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
-
-        Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            self.terminal.close()
-            if not self.world.is_main:
-                time.sleep(RANK_0_SECONDS)
-            if first_to("explain"):
-                what = ". ".join(str(error).split(". ")[:2])  # what happened, and for how many bytes
-                *parts, remedy = out_of_memory(self.config, self.inputs.model_config, self.world, self._measured())
-                lines = [*parts, f"error: rank {self.world.rank}: {what}", remedy]
-                print("\n".join(lines), file=sys.stderr, flush=True)
-            leave(1)
+    def explained_out_of_memory(self) -> AbstractContextManager[None]:
+        model = self.inputs.model_config
+        return explained_out_of_memory(self.config, model, self.world, self.terminal, self._measured)
 
     def _window(self) -> Window:
         return Window(self.world, self.context.transport, self.engine.offload)
@@ -347,7 +267,7 @@ class Trainer:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
         begin = time.perf_counter()
         self._mark(step + 1, "data")
-        with self._explained_data():
+        with explained_data(self.world, self.terminal):
             batches = [
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
@@ -366,22 +286,11 @@ class Trainer:
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
-            if self.saver is not None:
-                self.saver.before_overwriting()
+            if self.saving is not None:
+                self.saving.before_overwriting()
             norm, sick = self._update()
         squares = sum(batch.squares for batch in batches)
         return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
-
-    @contextmanager
-    def _explained_data(self) -> Iterator[None]:
-        """What is wrong with an example shows when it is read: one line, and this rank ends."""
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            self.terminal.close()
-            if first_to("explain the data"):
-                print(f"error: rank {self.world.rank}: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from error
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -447,19 +356,11 @@ class Trainer:
             too_high_a_scale = self.config.fp16 and self._skipped < MOST_SKIPPED  # of the loss, halved each time
             if sick is not None and not too_high_a_scale:
                 names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-                self._look(record.step, f"the gradient of {names[sick]} is not finite")
-
-    def _look(self, step: int, what: str) -> None:
-        """Says that a step was skipped; after too many in a row, ends the run on every rank."""
-        if self.world.is_main:
-            self.terminal.note(f"step {step}: {what}; the step was skipped")
-        if self._skipped >= MOST_SKIPPED:
-            if self.world.is_main:
-                self.terminal.close()
-                line = f"error: {self._skipped} steps in a row were skipped, the last because {what}; resume from a"
-                print(f"{line} checkpoint before step {step - self._skipped + 1} with other data or a lower "
-                      "--learning_rate", file=sys.stderr, flush=True)  # fmt: skip
-            raise SystemExit(1)
+                what = f"the gradient of {names[sick]} is not finite"
+                if self.world.is_main:
+                    self.terminal.note(f"step {record.step}: {what}; the step was skipped")
+                if self._skipped >= MOST_SKIPPED:
+                    end_for_skipped_steps(record.step, self._skipped, what, self.world, self.terminal)
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:
@@ -472,55 +373,3 @@ class Trainer:
             return done % every == 0
         epochs = self.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
-
-    def _prepare_to_save(self) -> None:
-        """Once the optimizer has its state: what a save will copy is known."""
-        tensors = self.engine.tensors()
-        note = self.saver.prepare(tensors) if self.saver is not None and tensors is not None else None
-        if note is not None and self.world.is_main:
-            self.terminal.note(note)
-
-    def _save(self, step: int, eval_loss: float | None) -> Path:
-        assert self.saver is not None
-        facts = {checkpoint.DATA: self.inputs.stream.state(step), "total_steps": self.inputs.total_steps}
-        facts |= {**self.engine.facts(), "config": self.config.to_json(), checkpoint.LOSS: eval_loss}
-        tensors = self.engine.tensors()
-        if tensors is None:
-            return self.saver.save_now(step, facts, self._write_now)
-        return self.saver.save(step, facts, tensors, self._write_model)
-
-    def _write_now(self, directory: Path) -> None:
-        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, self.engine.whole_parameters())
-        self.engine.save_state(directory / checkpoint.STATE)
-
-    def _write_model(self, directory: Path, state: Path) -> None:
-        whole = state_files.whole_tensors(state, "model.")
-        if self.inputs.lora is not None:
-            base = self.config.model_name_or_path
-            return adapters.save(whole, directory, self.inputs.lora, base, self.inputs.weights)
-        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Around the steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
-        if self.saver is None:
-            yield
-            return
-        try:
-            try:
-                yield
-            finally:
-                self._mark(None, "saving")
-            self.saver.wait()
-        except SaveError as error:
-            if self.world.is_main:
-                self.terminal.close()
-                print(f"error: {error}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr)
-            raise SystemExit(1) from error
-        except BaseException:
-            # A rank that fails alone leaves the others' threads to write: let them finish what they can.
-            if not self.saver.abandon(min(self.config.step_timeout / 2, PATIENCE_SECONDS)):
-                traceback.print_exc()
-                leave(1)
-            raise
-        self.saver.close()
