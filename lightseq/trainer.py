@@ -3,9 +3,8 @@
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq import checkpoint, state_files, weights
+from lightseq import checkpoint
 from lightseq.config import TrainConfig, help_text, parse
 from lightseq.data import Batch, track
 from lightseq.deepspeed_engine import DeepSpeedEngine
@@ -46,13 +45,12 @@ from lightseq.perplexity import Perplexity, measure
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
-from lightseq.saver import SaveError, Saver
+from lightseq.saving import Saving
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import Closed, StepResult, Window, Work
 
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
-PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
 
 
 def main(family: Family, argv: Sequence[str] | None = None) -> None:
@@ -132,10 +130,8 @@ class Trainer:
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
-        self.saver: Saver | None = None
-        if command is not None and config.save_strategy != "no":
-            kept = (config.save_total_limit, config.keep_best)
-            self.saver = Saver(self.output_dir, world, *kept, config.async_save, 2 * config.step_timeout)
+        saves = command is not None and config.save_strategy != "no"
+        self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         self.losses: list[float] = []  # logged
         self.watchdog: Watchdog | None = None  # while it trains
         self._skipped = 0  # steps in a row, up to the last record
@@ -217,7 +213,8 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
         with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
-            with StopRequest() as stop, self._saving():
+            around = self.saving.around(lambda: self._mark(None, "saving")) if self.saving else nullcontext()
+            with StopRequest() as stop, around:
                 saved, stopped_by = self._run_steps(stop)
         self.terminal.close()
         if self.metrics is not None:
@@ -243,9 +240,9 @@ class Trainer:
                 window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            stopped_by, save_failed = stop.agreed(self.saver is not None and self.saver.failed)
-            if save_failed and self.saver is not None:
-                self.saver.wait()
+            stopped_by, save_failed = stop.agreed(self.saving is not None and self.saving.failed)
+            if save_failed and self.saving is not None:
+                self.saving.fail()
             ends = done == last or stopped_by is not None
             saves |= ends and self.config.save_strategy != "no"
             evaluates |= saves and self.config.keep_best
@@ -253,15 +250,15 @@ class Trainer:
                 self._record(closed)
                 closed = None
             with window.paused():
-                if done == self.first_step + 1:
-                    self._prepare_to_save()
+                if done == self.first_step + 1 and self.saving is not None:
+                    self.saving.make_room()
                 found = self.evaluate() if evaluates else None
                 if found is not None:
                     self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
-            if saves:
+            if saves and self.saving is not None:
                 self._mark(done, "saving")
                 with window.paused(saves=True):
-                    saved = self._save(done, found.loss if found is not None else None)
+                    saved = self.saving.save(done, found.loss if found is not None else None)
             if ends:
                 break
         profile.close()
@@ -333,8 +330,8 @@ class Trainer:
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
-            if self.saver is not None:
-                self.saver.before_overwriting()
+            if self.saving is not None:
+                self.saving.before_overwriting()
             norm, sick = self._update()
         return StepResult(loss, norm, sick, rate, valid, data_seconds)
 
@@ -430,54 +427,3 @@ class Trainer:
             return done % every == 0
         epochs = self.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
-
-    def _prepare_to_save(self) -> None:
-        """Once the optimizer has its state: what a save will copy is known."""
-        tensors = self.engine.tensors()
-        note = self.saver.prepare(tensors) if self.saver is not None and tensors is not None else None
-        if note is not None and self.world.is_main:
-            self.terminal.note(note)
-
-    def _save(self, step: int, eval_loss: float | None) -> Path:
-        assert self.saver is not None
-        stream = self.inputs.stream
-        data = {"places": stream.places_before(step), "examples": len(stream.examples), "seed": stream.seed}
-        facts = {"data": data, "total_steps": self.inputs.total_steps, checkpoint.LOSS: eval_loss}
-        facts |= {**self.engine.facts(), "config": self.config.to_json()}
-        tensors = self.engine.tensors()
-        if tensors is None:
-            return self.saver.save_now(step, facts, self._write_now)
-        return self.saver.save(step, facts, tensors, self._write_model)
-
-    def _write_now(self, directory: Path) -> None:
-        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, self.engine.whole_parameters())
-        self.engine.save_state(directory / checkpoint.STATE)
-
-    def _write_model(self, directory: Path, state: Path) -> None:
-        whole = state_files.whole_tensors(state, "model.")
-        weights.save_pretrained(self.model, directory, self.dtype, self.inputs.weights, whole)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Around the steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
-        if self.saver is None:
-            yield
-            return
-        try:
-            try:
-                yield
-            finally:
-                self._mark(None, "saving")
-            self.saver.wait()
-        except SaveError as error:
-            if self.world.is_main:
-                self.terminal.close()
-                print(f"error: {error}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr)
-            raise SystemExit(1) from error
-        except BaseException:
-            # A rank that fails alone leaves the others' threads to write: let them finish what they can.
-            if not self.saver.abandon(min(self.config.step_timeout / 2, PATIENCE_SECONDS)):
-                traceback.print_exc()
-                leave(1)
-            raise
-        self.saver.close()

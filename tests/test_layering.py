@@ -58,6 +58,7 @@ LAYERS = {
     "lightseq.terminal": 4,
     "lightseq.checkpoint": 4,
     "lightseq.saver": 4,
+    "lightseq.saving": 4,
     "lightseq.disk": 4,
     "lightseq.manifest": 3,
     "lightseq.randomness": 3,
