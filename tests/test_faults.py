@@ -54,6 +54,7 @@ def test_random_flags_are_taken_or_refused_in_one_line(bench: Bench) -> None:
     assert sum(record["statuses"].values()) == 20 and record["statuses"].get("status 2")
 
 
+@pytest.mark.slow
 def test_a_planted_fault_that_is_not_survived_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness tells: a run whose step was left out does not pass for an undisturbed one."""
     monkeypatch.setattr(trials, "STEPS", 6)
