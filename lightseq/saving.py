@@ -20,40 +20,36 @@ PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being writte
 
 
 class Saving:
-    """The checkpoints of one run; with `--save_strategy no`, none."""
+    """The checkpoints of one run, on one rank."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, terminal: Terminal) -> None:
         self._config, self._inputs, self._world, self._engine = config, inputs, world, engine
-        self._terminal = terminal
-        self._saver: Saver | None = None
-        if config.save_strategy != "no":
-            kept = (config.save_total_limit, config.keep_best)
-            patience = 2 * config.step_timeout
-            self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, patience)
+        self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
+        kept = (config.save_total_limit, config.keep_best)
+        self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
 
     @property
     def failed(self) -> bool:
-        return self._saver is not None and self._saver.failed
+        """Whether a save that was begun has failed here; the others will know once they have been asked."""
+        return self._saver.failed
 
-    def wait(self) -> None:
-        """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed."""
-        if self._saver is not None:
-            self._saver.wait()
+    def fail(self) -> None:
+        """Ends the run on every rank, once they have agreed that one of them failed. Raises SaveError."""
+        self._saver.wait()
+        raise SaveError("a checkpoint could not be saved on another rank")
 
     def before_overwriting(self) -> None:
         """To be called before weights change: they may still be on their way to the host."""
-        if self._saver is not None:
-            self._saver.before_overwriting()
+        self._saver.before_overwriting()
 
     def prepare(self) -> None:
         """Once the optimizer has its state: what a save will copy is known."""
         tensors = self._engine.tensors()
-        note = self._saver.prepare(tensors) if self._saver is not None and tensors is not None else None
+        note = self._saver.prepare(tensors) if tensors is not None else None
         if note is not None and self._world.is_main:
             self._terminal.note(note)
 
     def save(self, step: int, eval_loss: float | None) -> Path:
-        assert self._saver is not None
         facts = {checkpoint.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoint.LOSS: eval_loss}
         tensors = self._engine.tensors()
@@ -62,23 +58,20 @@ class Saving:
         return self._saver.save(step, facts, tensors, self._write_model)
 
     def _write_now(self, directory: Path) -> None:
-        engine, dtype = self._engine, getattr(torch, self._config.compute_dtype)
-        weights.save_pretrained(engine.model, directory, dtype, self._inputs.weights, engine.whole_parameters())
+        engine, source = self._engine, self._inputs.weights
+        weights.save_pretrained(engine.model, directory, self._dtype, source, engine.whole_parameters())
         engine.save_state(directory / checkpoint.STATE)
 
     def _write_model(self, directory: Path, state: Path) -> None:
-        whole, dtype = state_files.whole_tensors(state, "model."), getattr(torch, self._config.compute_dtype)
+        whole = state_files.whole_tensors(state, "model.")
         if self._inputs.lora is not None:
             base = self._config.model_name_or_path
             return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.weights)
-        weights.save_pretrained(self._engine.model, directory, dtype, self._inputs.weights, whole)
+        weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.weights, whole)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """The steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
-        if self._saver is None:
-            yield
-            return
         try:
             yield
             self._saver.wait()

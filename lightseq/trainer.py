@@ -212,7 +212,7 @@ class Trainer:
                 closed = None
             with window.paused():
                 if self.saving is not None and save_failed:
-                    self.saving.wait()  # which raises
+                    self.saving.fail()
                 if self.saving is not None and done == self.first_step + 1:
                     self.saving.prepare()
                 found = self.evaluate() if evaluates else None
