@@ -19,6 +19,7 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Search:
         return [*words, "--model_max_length", str(self.tokens)]
 
 
+@lru_cache
 def parameters(name: str) -> int:
     return total_parameters(preset_config(llama3.FAMILY, name))
 

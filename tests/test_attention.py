@@ -16,7 +16,7 @@ from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES
 from lightseq.schedule_cost import AttentionShape
 
-WORLDS = [1, 2, 3, 4, 5, 8]
+WORLDS = [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (5, 8))]
 
 
 def _context(

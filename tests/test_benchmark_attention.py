@@ -166,6 +166,7 @@ def test_repeats_fit_the_budget_between_their_bounds() -> None:
     assert [effort.repeats(each) for each in (0.001, 1.0, 60.0, 0.0)] == [20, 10, 3, 20]
 
 
+@pytest.mark.slow
 def test_errors_are_measured_against_float64_for_every_schedule(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     words = f"--check --lengths 50 {SMALL} --schedules all --peers ulysses-sdpa --dtype bfloat16 --output {file}"

@@ -110,7 +110,10 @@ def test_trainer_and_accelerate_equal_plain_transformers_on_every_rank(world: in
 # ---- as scripts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@pytest.mark.parametrize("launcher", [[], pytest.param(LAUNCHER, marks=pytest.mark.slow)])
 def test_the_script_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[float]) -> None:
     command = [sys.executable, *launcher, "examples/train_loop.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

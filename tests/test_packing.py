@@ -289,7 +289,7 @@ def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> No
         shortened(config, tmp_path, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_on_packed_documents_equals_training_on_each_alone(world: int, tmp_path: Path) -> None:
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [x.tolist() for x in _documents()]}))
     cases: list[dict[str, Any]] = [{}, {"schedule": "zigzag", "gradient_accumulation_steps": 2, "remat": "full"}]

@@ -305,6 +305,7 @@ def test_differences_name_the_ranks_that_share_them() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_of_80_columns_and_leaves_only_its_record(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightseq", "verify"]
     flags = f"{TINY3} 100 --schedule zigzag"
