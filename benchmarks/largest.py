@@ -18,20 +18,19 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 import llama3
 from benchmarks.flags import Parser, length, listed, one_of, positive
-from benchmarks.longest import Probe, next_length, provenance_of, rehearsed, write
+from benchmarks.longest import Probe, next_length, provenance_of, rehearsed, run_searches, write
 from benchmarks.training.launch import Failed, run
-from benchmarks.training.records import look_at_machine
+from benchmarks.training.records import Machine
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.metrics import read_records
@@ -70,29 +69,19 @@ def parameters(name: str) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(words):
-        parser().print_help()
-        return 0
-    try:
-        flags = parser().parse_args(words)
-        if flags.hold is not None:
-            return hold(flags.hold)
-        searches = [
-            Search(what, strategy, flags.length if what == "training" else 0,
-                   flags.flags if what == "training" else "", flags.nproc_per_node if what == "training" else 1,
-                   flags.gpu_memory)
-            for what in flags.what
-            for strategy in flags.strategies
-        ]  # fmt: skip
-        provenance = provenance_of(flags.commit, look_at_machine())
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
-        found = [search_of(search, flags, provenance) for search in searches]
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    Console().print(table(found))
-    print(f"records  {flags.output}")
-    return 0
+    if list(words[:1]) == ["--hold"]:
+        return hold(words[1])
+    return run_searches(words, parser(), searches_of, search_of, table)
+
+
+def searches_of(flags: argparse.Namespace) -> list[Search]:
+    """Weights alone are one GPU's, whatever the flags of training are."""
+    found = [
+        Search(what, strategy, flags.length, flags.flags, flags.nproc_per_node, flags.gpu_memory)
+        for what in flags.what
+        for strategy in flags.strategies
+    ]
+    return [replace(s, tokens=0, flags="", gpus=1) if s.what == "weights" else s for s in found]
 
 
 def parser() -> Parser:
@@ -110,13 +99,12 @@ def parser() -> Parser:
     out.add_argument("--timeout", type=float, default=600.0, help="seconds one size may take (default: 600)")
     out.add_argument("--output", type=Path, default=Path("outputs/largest.jsonl"), metavar="FILE", help="JSONL")
     out.add_argument("--commit", help="what the records name where there is no git to ask")
-    out.add_argument("--hold", help=argparse.SUPPRESS)  # the process that holds one model's weights
     return out
 
 
-def search_of(search: Search, flags: argparse.Namespace, provenance: Mapping[str, Any]) -> dict[str, Any]:
+def search_of(search: Search, flags: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     """Goes on with what the file knows of this limit; the record of the limit, written once it is found."""
-    key = asdict(search)
+    key, provenance = asdict(search), provenance_of(flags.commit, machine)
     old = [r for r in read_records(flags.output) if all(r.get(name) == value for name, value in key.items())]
     if done := [r for r in old if r["benchmark"] == "largest"]:
         return done[-1]
@@ -153,7 +141,7 @@ def try_out(search: Search, scale: int, timeout: float) -> Probe:
 
 
 def hold(name: str) -> int:
-    """Puts one model's weights on the GPU, and says in JSON what that took."""
+    """A process of its own: puts one model's weights on the GPU, and says in JSON what that took."""
     model = build_on_meta(preset_config(llama3.FAMILY, name)).to(torch.bfloat16).to_empty(device="cuda")
     torch.cuda.synchronize()
     print(json.dumps({"peak_bytes": torch.cuda.max_memory_allocated(), "tensors": len(list(model.parameters()))}))

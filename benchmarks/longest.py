@@ -15,10 +15,10 @@ if __name__ == "__main__":
 import json
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -41,6 +41,7 @@ from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.rehearsal import RECORD
 
 ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too long; anything else is an error
+S = TypeVar("S")
 FIRST_STEP = 1.25  # from the first guess on, until it is known on which side of the limit it was
 
 
@@ -93,20 +94,34 @@ def next_length(known: Mapping[int, bool], guess: int, resolution: float, step: 
 
 
 def main(words: Sequence[str]) -> int:
+    return run_searches(words, parser(), searches_of, search_of, table)
+
+
+def searches_of(flags: Any) -> list[Search]:
+    return [
+        Search(model, given, flags.nproc_per_node, flags.gpu_memory, host)
+        for model in flags.models
+        for given in flags.flags or [""]
+        for host in flags.host_memory or [None]
+    ]
+
+
+def run_searches(
+    words: Sequence[str],
+    parser: Parser,
+    searches_of: Callable[[Any], Sequence[S]],
+    search_of: Callable[[S, Any, Machine], dict[str, Any]],
+    table: Callable[[Sequence[Mapping[str, Any]]], Table],
+) -> int:
+    """A program that searches for limits: every one that the flags ask for, then the table of them."""
     if {"-h", "--help"} & set(words):
-        parser().print_help()
+        parser.print_help()
         return 0
     try:
-        flags = parser().parse_args(words)
-        searches = [
-            Search(model, given, flags.nproc_per_node, flags.gpu_memory, host)
-            for model in flags.models
-            for given in flags.flags or [""]
-            for host in flags.host_memory or [None]
-        ]
+        flags = parser.parse_args(words)
         machine = look_at_machine()
         flags.output.parent.mkdir(parents=True, exist_ok=True)
-        found = [search_of(search, flags, machine) for search in searches]
+        found = [search_of(search, flags, machine) for search in searches_of(flags)]
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

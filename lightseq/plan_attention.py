@@ -5,7 +5,7 @@ few tokens stands for every length.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightseq.comm import Outbox, Receive, Send
+from lightseq.comm import NoTransport, Outbox
 from lightseq.executor import attention_backward, attention_forward
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
@@ -104,12 +104,11 @@ class _Silent(Launches):
     def add(self, key: Any, build: Any, fresh: bool) -> None: ...
 
 
-class _Counting:
-    """A transport that moves nothing; its outbox counts as what peers map, and not as what is made."""
-
-    name, passed_over, buffer_bytes, bytes_sent = "counting", "", 0, 0
+class _Counting(NoTransport):
+    """Its outbox counts as what peers map, and not as what is made."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("meta"))
         self.largest = 0
 
     @contextmanager
@@ -118,16 +117,3 @@ class _Counting:
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.empty(size, dtype=torch.uint8, device="meta")
         yield Outbox(memory, {Launches: _Silent()})
-
-    def at(self, rank: int, here: Tensor) -> Tensor:
-        return here
-
-    def exchange(
-        self,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        then: Callable[[list[Tensor]], None] | None = None,
-        fresh: bool = True,
-    ) -> Callable[[], None]:
-        received = [r.there if r.into is None else r.into for r in receives]
-        return lambda: then(received) if then is not None else None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import largest
+from benchmarks import largest, longest
 from benchmarks.largest import Search, main, parameters
 from benchmarks.longest import Probe
 from benchmarks.training.records import Machine
@@ -34,7 +34,7 @@ def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytes
         return Probe(size, size <= 5, None if size <= 5 else "out of memory", size * 2**30)
 
     monkeypatch.setattr(largest, "rehearsed", rehearsed)
-    monkeypatch.setattr(largest, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
+    monkeypatch.setattr(longest, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
     file = tmp_path / "largest.jsonl"
     words = ["--what", "training", "--strategies", "all", "--nproc_per_node", "4", "--output", str(file)]
     assert main([*words, "--flags", "--remat full", "--length", "2K"]) == 0
