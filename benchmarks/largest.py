@@ -31,6 +31,7 @@ from benchmarks.flags import Parser, length, listed, one_of, positive
 from benchmarks.longest import Probe, next_length, provenance_of, rehearsed, run_searches, write
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine
+from lightseq.architecture import with_layers
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.metrics import read_records
@@ -65,7 +66,10 @@ class Search:
 
 @lru_cache
 def parameters(name: str) -> int:
-    return total_parameters(preset_config(llama3.FAMILY, name))
+    """Of a model all of whose layers are alike: two of them tell what hundreds have."""
+    config = preset_config(llama3.FAMILY, name)
+    one, two = (total_parameters(with_layers(config, layers)) for layers in (1, 2))
+    return one + (config.num_hidden_layers - 1) * (two - one)
 
 
 def main(words: Sequence[str]) -> int:

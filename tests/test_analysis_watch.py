@@ -59,7 +59,7 @@ def test_a_frame_holds_the_last_numbers_and_the_time_left_in_80_columns(tmp_path
         *("zigzag", "fa4", "gloo", "attention", "evaluation  loss 2.5000 at step 20", "checkpoint-10"),
         *("checkpoint-20 is being written", "NVIDIA H200", "0.5 s"),
     ):
-        assert word in text, word
+        assert word in text.replace("\n", ""), word  # a long path folds
 
 
 def test_without_a_gpu_memory_is_the_hosts_and_arithmetic_takes_the_place_of_mfu(tmp_path: Path) -> None:

@@ -11,6 +11,11 @@ from benchmarks.training.records import Machine
 from lightseq.metrics import read_records
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
+
+
 def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: Path) -> None:
     """48,185,937,920 parameters, growing layers alone, were found by bisection on a GPU of 94.5 GB."""
     file = tmp_path / "largest.jsonl"
@@ -34,7 +39,6 @@ def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytes
         return Probe(size, size <= 5, None if size <= 5 else "out of memory", size * 2**30)
 
     monkeypatch.setattr(largest, "rehearsed", rehearsed)
-    monkeypatch.setattr(longest, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
     file = tmp_path / "largest.jsonl"
     words = ["--what", "training", "--strategies", "all", "--nproc_per_node", "4", "--output", str(file)]
     assert main([*words, "--flags", "--remat full", "--length", "2K"]) == 0
