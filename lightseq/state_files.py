@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from lightseq.pickles import MALFORMED
 from lightseq.tokens import first_line, is_plain_name
@@ -35,8 +40,17 @@ MADE_OF: Final = frozenset(  # what an index may build
 )  # fmt: skip
 
 
+def _memory_format(kind: Any, name: Any) -> Any:
+    """getattr as an index may use it: some versions of Python (3.11.2 is one) name an enum's members so."""
+    if kind is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
+        return _MEM_FORMAT_ENCODING[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index of tensors is made of")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) in MADE_OF or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks to build {module}.{name}, which no index of tensors is made of")

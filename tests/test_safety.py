@@ -3,14 +3,17 @@
 import ast
 import json
 import os
+import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightseq import weights
+from lightseq import state_files, weights
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.masking import masked
@@ -169,3 +172,30 @@ def test_deepspeed_files_build_nothing_strange(tmp_path: Path) -> None:
     torch.save({"module": torch.zeros(2)}, tmp_path / "states.pt")
     check_harmless(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+class _Getting:
+    """Pickles as getattr(of, name)."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self._asked = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._asked
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "line"),
+    [
+        (metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", "no index of tensors; name"),  # read, and no index
+        (metadata._MEM_FORMAT_ENCODING, "mro", "asks for 'mro' of"),
+        (metadata.Metadata, "__init__", "asks for '__init__' of"),
+    ],
+)
+def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(
+    tmp_path: Path, of: object, name: str, line: str
+) -> None:
+    """Python 3.11.2 pickles members of an enum so, 3.11.7 does not."""
+    (tmp_path / state_files.INDEX).write_bytes(pickle.dumps(_Getting(of, name)))
+    with pytest.raises(ValueError, match=line):
+        state_files.read_index(tmp_path)
