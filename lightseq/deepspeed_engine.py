@@ -5,6 +5,7 @@ divided by the global number of valid tokens already, so that gradients must add
 """
 
 import copy
+import copyreg
 import logging
 import pickle
 import warnings
@@ -180,6 +181,10 @@ def _import(world: World) -> Any:
     """DeepSpeed, on this device, speaking on rank 0 alone."""
     ready_for_deepspeed(world)
     import deepspeed
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    # Some versions of Python (3.11.2 is one) would name it by getattr, which no file may ask for.
+    copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
     warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
     if not world.is_main:
