@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def usable_gpu_bytes(self) -> float:
-        return usable(self.run.hardware)
+        return usable(self.run)
 
     @property
     def fits(self) -> bool:
@@ -90,14 +90,10 @@ def make_plan(run: PlannedRun) -> Plan:
     return Plan(run, placement, moment.when, moment.parts, host, step_seconds(run, placement))
 
 
-def usable(hardware: Hardware) -> float:
+def usable(run: PlannedRun) -> float:
     """Of a GPU's memory, what tensors can have: less what drivers and libraries take, and what lies in gaps."""
-    return (hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
-
-
-def gpu_memory(bytes_of_tensors: float) -> float:
-    """That a GPU needs for tensors to have so many bytes of it."""
-    return bytes_of_tensors / (1 - SLACK) + OUTSIDE_BYTES
+    there, asked = (run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK), run.config.device_memory_budget
+    return there if asked is None else min(there, asked * 2**30)
 
 
 def placement_of(run: PlannedRun) -> Placement:
@@ -137,9 +133,13 @@ def states_of(run: PlannedRun) -> dict[str, State]:
 
 
 def _fastest(run: PlannedRun) -> Placement:
-    room = usable(run.hardware) - at_backward_begin(run)
-    found = place(run.layers, states_of(run), room, host_budget(run))
-    return found or Placement((RECOMPUTE_OFFLOAD,) * (run.layers - 1) + (RECOMPUTE,))
+    states, room = states_of(run), usable(run) - at_backward_begin(run)
+    while (found := place(run.layers, states, room, host_budget(run))) is not None:
+        over = peak(run, found).parts.total - usable(run)
+        if over <= 0:
+            return found
+        room -= max(over, states[KEEP].device_bytes / 4)  # the peak is later, when gradients are there
+    return Placement((RECOMPUTE_OFFLOAD,) * (run.layers - 1) + (RECOMPUTE,))
 
 
 def longest(run: PlannedRun) -> int | None:
@@ -167,6 +167,7 @@ class Remedy:
 
 def remedies(run: PlannedRun) -> list[Remedy]:
     """The fewest flags that make it fit (of as many, the fastest), the fewest GPUs, the longest length."""
+    run = _bound_by_hardware(run)
     found = []
     options = [(len(changes), make_plan(changed)) for changes, changed in _changes(run)]
     fit = [(count, plan) for count, plan in options if plan.fits]
@@ -184,6 +185,13 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     if length is not None:
         found.append(Remedy(f"--model_max_length {length}", make_plan(run.at(length))))
     return found
+
+
+def _bound_by_hardware(run: PlannedRun) -> PlannedRun:
+    """The same bounds without `--device_memory_budget`, which goes with `--offload auto` alone."""
+    memory = usable(run) / (1 - SLACK) + OUTSIDE_BYTES
+    config = dataclasses.replace(run.config, device_memory_budget=None)
+    return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu_memory=memory))
 
 
 def _with_gpus(hardware: Hardware, gpus: int) -> Hardware:

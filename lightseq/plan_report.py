@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB
-from lightseq.plan import Plan, Remedy, placement_words, usable
+from lightseq.plan import Plan, Remedy, placement_words
 
 
 def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[
         "peak_bytes": plan.parts.total,
         "peak_when": plan.when,
         "parts": asdict(plan.parts),
-        "usable_gpu_bytes": int(usable(hardware)),
+        "usable_gpu_bytes": int(plan.usable_gpu_bytes),
         "host_bytes": int(plan.host_bytes),
         "host_bytes_per_rank": int(plan.host_bytes / hardware.ranks_per_host),
         "step_seconds": plan.step_seconds,
@@ -85,7 +85,7 @@ def _memory(plan: Plan) -> Table:
         out.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
     out.add_section()
     out.add_row("together", f"{plan.parts.total / GIB:.2f}")
-    out.add_row("usable", f"{usable(hardware) / GIB:.2f}")
+    out.add_row("usable", f"{plan.usable_gpu_bytes / GIB:.2f}")
     room = f" of {hardware.host_memory / GIB:,.0f}" if math.isfinite(hardware.host_memory) else ""
     out.add_row(f"a host, {hardware.ranks_per_host} ranks", f"{plan.host_bytes / GIB:.2f}{room}")
     return out

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB, Breakdown, advice
 from lightseq.mesh import World, free_host_memory
-from lightseq.plan import gpu_memory, make_plan, placement_of, remedies
-from lightseq.plan_layers import Placement
+from lightseq.plan import Plan, make_plan, remedies
 from lightseq.plan_rates import CHIPS, chip_of_device
 from lightseq.plan_run import Hardware, PlannedRun
 
@@ -23,15 +22,13 @@ def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plann
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
         chip, memory = chip_of_device(about.name) or chip, float(about.total_memory)
-    if config.device_memory_budget is not None:
-        memory = min(memory, gpu_memory(config.device_memory_budget * GIB))
     host = float(psutil.virtual_memory().total)
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
     return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host))
 
 
-def placement_for(config: TrainConfig, model: PreTrainedConfig, world: World) -> Placement | None:
-    """With `--offload auto` the state of every layer: rank 0's choice, for the least memory that any rank has."""
+def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plan | None:
+    """With `--offload auto`, which needs the state of every layer: rank 0's plan, for the least memory of any rank."""
     if config.offload != "auto":
         return None
     run = planned(config, model, world)
@@ -41,7 +38,7 @@ def placement_for(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     gpu, host = least.tolist()
     hardware = dataclasses.replace(run.hardware, gpu_memory=gpu)
     config = dataclasses.replace(config, host_memory_budget=host)
-    found = [placement_of(PlannedRun(model, config, hardware))]
+    found = [make_plan(PlannedRun(model, config, hardware))]
     dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
     return found[0]
 

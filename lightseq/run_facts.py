@@ -36,7 +36,7 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
         "sequence_ranks": trainer.inputs.sequence_size,
         "total_steps": trainer.inputs.total_steps,
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
-        "notes": list(trainer.inputs.notes),
+        "notes": list(trainer.notes),
         "hardware": hardware(trainer.world.device),
         "config": trainer.config.to_json(),
         "model_config": trainer.inputs.model_config.to_dict(),

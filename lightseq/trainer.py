@@ -43,7 +43,7 @@ from lightseq.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
 from lightseq.perplexity import Perplexity, Shard, measure
-from lightseq.plan_training import placement_for
+from lightseq.plan_training import plan_of_layers
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
@@ -103,7 +103,10 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         self.meshes: Meshes = make_meshes(world, inputs.sequence_size, config.fsdp_mode)
-        self.placement = placement_for(config, inputs.model_config, world)
+        plan = plan_of_layers(config, inputs.model_config, world)
+        self.placement = plan.placement if plan else None
+        lacks = plan.lacks if plan else ()
+        self.notes = (*inputs.notes, *(f"warning: --offload auto plans with too little {lack}" for lack in lacks))
         techniques = Techniques(
             length=config.model_max_length,
             stands_for=stands_for,
@@ -166,7 +169,7 @@ class Trainer:
         for broken in self.inputs.passed_over:
             checkpoint.set_aside(broken, checkpoint.BROKEN)
         write_run(self.output_dir, facts(self, command), secrets())
-        self.terminal.header(describe(self), self.inputs.notes)
+        self.terminal.header(describe(self), self.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         return MetricsFile(self.output_dir, self.first_step, sinks)
 

@@ -146,6 +146,13 @@ def test_auto_is_as_long_as_either_and_keeps_what_has_room() -> None:
     assert set(placement_of(short).layers) == {KEEP}
 
 
+def test_the_budget_of_a_gpu_bounds_what_auto_keeps_there() -> None:
+    words = "--bf16 --torch_compile --model_max_length 1048576 --offload auto"
+    free, bound = (make_plan(planned_run(LLAMA, f"{words} {x}", 8)) for x in ("", "--device_memory_budget 50"))
+    assert set(free.placement.layers) == {KEEP} and free.parts.total > 50 * GIB
+    assert bound.fits and bound.parts.total <= bound.usable_gpu_bytes == 50 * GIB
+
+
 def test_host_memory_bounds_the_length_as_the_gpus_does() -> None:
     lengths = [
         longest(planned_run(LLAMA, "--bf16 --torch_compile --offload activations", 4, gpu=80 * GIB, host=host * GIB))
@@ -231,5 +238,5 @@ def test_chips_are_found_by_the_name_that_torch_gives_them() -> None:
     for chip in CHIPS.values():
         assert chip_of_device(chip.device) == chip and chip.peak_flops > 1e14
     assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None
-    assert usable(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB).hardware) == pytest.approx(10 * GIB)
+    assert usable(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB)) == pytest.approx(10 * GIB)
     assert chip_named("h200").memory_bytes > 139 * GIB
