@@ -1,7 +1,6 @@
 """Draws what `python3 -m lightseq plan --attention` predicted: `python3 -m analysis cluster FILE [--output DIR]`."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 
 from .figures import COLORS, GREY, STYLE
 from .pictures import add_format, save
+from .points import objects
 
 MARKERS = "osD^vP*"
 KEYS = ("gpus", "schedule", "head_groups", "ulysses_size", "efficiency", "fastest", "skipped")
@@ -50,13 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 def read(path: Path) -> tuple[Record, list[Record]]:
     """The header and the points of a plan."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    try:
-        values = [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSONL ({error.msg}); make it with python3 -m lightseq plan") from None
-    whole = values and all(isinstance(v, dict) for v in values) and values[0].get("plan") == "attention"
-    if not whole or not all(key in value for value in values[1:] for key in KEYS):
+    values = [value for _, value in objects(path)]
+    if (
+        not values
+        or values[0].get("plan") != "attention"
+        or not all(key in value for value in values[1:] for key in KEYS)
+    ):
         raise ValueError(f"{path} is no plan of attention; make it with python3 -m lightseq plan --attention")
     if not any(value["efficiency"] for value in values[1:]):
         raise ValueError(f"{path} holds no schedule that can be had; plan more schedules or other numbers of GPUs")

@@ -4,7 +4,6 @@ perplexity.png has a line for every evaluation by position, needle.png a map of 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMeth
 
 from .figures import GREY, STYLE, colors
 from .markdown import table_lines
-from .points import shown
+from .pictures import add_format, save
+from .points import objects, shown
 from .runs import labels
 
 KEYS = {"loss": ("first", "last", "loss", "perplexity", "valid_tokens"), "needle": ("length", "depth", "accuracy")}
@@ -57,10 +57,11 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis evaluate",
         usage="python3 -m analysis evaluate OUT... [--output DIR]",
-        description="Draws perplexity.png and needle.png from evaluation.jsonl files, and prints a Markdown table.",
+        description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
     )
     out.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUT)")
+    add_format(out)
     return out
 
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         names = labels(arguments.paths)
         found = [read(path, label) for path, label in zip(arguments.paths, names, strict=True)]
-        pictures = draw(found, arguments.output or arguments.paths[0])
+        pictures = draw(found, arguments.output or arguments.paths[0], arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -83,13 +84,8 @@ def read(directory: Path, label: str) -> Evaluation:
     path = directory / "evaluation.jsonl"
     if not path.is_file():
         raise ValueError(f"no evaluation.jsonl in {directory}; name the --output_dir of python3 -m lightseq evaluate")
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSONL ({error.msg}); evaluate again") from None
-    whole = len(records) > 1 and all(isinstance(record, dict) for record in records)
-    keys = KEYS.get(records[0].get("evaluation"), ()) if whole else ()
+    records = [record for _, record in objects(path)]
+    keys = KEYS.get(records[0].get("evaluation", ""), ()) if len(records) > 1 else ()
     if not keys or not all(key in row for row in records[1:] for key in keys):
         raise ValueError(f"{path} is no evaluation; make it with python3 -m lightseq evaluate")
     return Evaluation(label, records[0], tuple(records[1:]))
@@ -142,18 +138,16 @@ def scored(e: Evaluation) -> str:
 # ---- the figures ----------------------------------------------------------------------------------------------------
 
 
-def draw(found: Sequence[Evaluation], output: Path) -> list[Path]:
-    """A PNG for what there is of each kind in `output`, which is made where it is missing."""
+def draw(found: Sequence[Evaluation], output: Path, form: str = "png") -> list[Path]:
+    """A picture for what there is of each kind in `output`, which is made where it is missing."""
     output.mkdir(parents=True, exist_ok=True)
     by_kind = {kind: [e for e in found if e.kind == kind] for kind in KEYS}
-    paths = []
+    paths: list[Path] = []
     with matplotlib.rc_context(dict(STYLE)):
         if by_kind["loss"]:
-            paths.append(output / "perplexity.png")
-            perplexity_figure(by_kind["loss"]).savefig(paths[-1])
+            paths += save(perplexity_figure(by_kind["loss"]), output, "perplexity", form)
         if by_kind["needle"]:
-            paths.append(output / "needle.png")
-            needle_figure(by_kind["needle"]).savefig(paths[-1])
+            paths += save(needle_figure(by_kind["needle"]), output, "needle", form)
     return paths
 
 

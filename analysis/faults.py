@@ -1,7 +1,6 @@
 """Prints what `make faults` did to runs, and what that cost them: `python3 -m analysis faults FILE...`."""
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .markdown import table_lines
+from .points import objects
 
 Record = Mapping[str, Any]
 HEAD = ("fault", "tried", "survived", "most steps lost", "seen")
@@ -18,12 +18,8 @@ HEAD = ("fault", "tried", "survived", "most steps lost", "seen")
 def read(paths: Sequence[Path]) -> list[Record]:
     found: list[Record] = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number} is not JSON ({error}); write it again") from error
-            if not isinstance(record, dict) or "kind" not in record:
+        for number, record in objects(path):
+            if "kind" not in record:
                 raise ValueError(f"{path} line {number} is no record of a fault; give what make faults wrote")
             found.append(record)
     return found

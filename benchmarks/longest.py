@@ -16,7 +16,7 @@ import json
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -59,9 +59,13 @@ class Search:
     def words(self) -> list[str]:
         precision = ["--bf16"] if torch.cuda.is_available() else []
         words = ["--model_name_or_path", self.model, "--random_init", *precision, *shlex.split(self.flags)]
-        if self.host_memory is not None and self.config(words).offload in ("activations", "both", "auto"):
+        if self.host_memory is not None:
             words += ["--host_memory_budget", f"{self.host_memory / self.gpus:.9f}"]
         return words
+
+    @property
+    def offloads(self) -> bool:
+        return self.config(replace(self, host_memory=None).words).offload in ("activations", "both", "auto")
 
     def config(self, words: Sequence[str]) -> TrainConfig:
         return parse_training([*NEEDED, *words], "")
@@ -98,12 +102,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def searches_of(flags: Any) -> list[Search]:
-    return [
+    """Host memory bounds what layers hand over, and nothing else."""
+    found = [
         Search(model, given, flags.nproc_per_node, flags.gpu_memory, host)
         for model in flags.models
         for given in flags.flags or [""]
         for host in flags.host_memory or [None]
     ]
+    return list(dict.fromkeys(s if s.offloads else replace(s, host_memory=None) for s in found))
 
 
 def run_searches(

@@ -59,7 +59,7 @@ for stage in $stages; do
     fi
     data_of_stage=DATA_$name
     mapfile -t more < <(rope_flags "$length")
-    compgen -G "$output/checkpoint-*/trainer_state.json" >/dev/null && more+=(--resume_from_checkpoint True)
+    more+=(--resume_from_checkpoint auto)  # begins anew where nothing was saved
     command=("$root/launch/local.sh" llama3 --model_name_or_path "$model" --data_path "${!data_of_stage:-$DATA}"
         --model_max_length "$length" --max_steps "$steps" --output_dir "$output" "${more[@]}" "$@")
     echo "stage $name: $length tokens, $steps steps, from $model" >&2

@@ -23,7 +23,7 @@ from lightseq.plan_layers import (
 from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, peak
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.plan_time import attention_seconds, copy_seconds, step_seconds
+from lightseq.plan_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
 
 K = 2**10
 MOST_LENGTH, MOST_GPUS = 2**30, 4096
@@ -120,7 +120,7 @@ def host_budget(run: PlannedRun) -> float:
 def states_of(run: PlannedRun) -> dict[str, State]:
     """What a layer costs in each state."""
     forward, _ = attention_seconds(run)
-    busy = sum(step_seconds(run, Placement((KEEP,) * run.layers)).values()) / run.layers
+    busy = layer_seconds(run, Placement((KEEP,) * run.layers))
     kept, layer_input = kept_by_layer(run, KEEP), kept_by_layer(run, RECOMPUTE)
     return {
         KEEP: State(kept, 0.0, 0.0),
@@ -178,7 +178,7 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
         plan = make_plan(dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus)))
         if plan.fits:
-            found.append(Remedy(f"--gpus {gpus}", plan))
+            found.append(Remedy(f"{plan.run.hardware.gpus} GPUs", plan))
             break
         gpus *= 2
     length = longest(run)

@@ -66,11 +66,6 @@ def in_order(counts: Mapping[str, int]) -> Placement:
     return Placement(tuple(state for state in STATES for _ in range(counts.get(state, 0))))
 
 
-def cost(placement: Placement, states: Mapping[str, State], in_flight: int = 2) -> State:
-    """All layers together."""
-    return _cost({state: placement.count(state) for state in STATES}, states, in_flight)
-
-
 def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int) -> State:
     sums = [0.0, 0.0, 0.0]
     for name, number in counts.items():

@@ -67,7 +67,8 @@ class PlannedRun:
 
     @property
     def transport(self) -> str:
-        return "symmetric" if 1 < self.sequence_ranks <= self.hardware.gpus_per_host else "nccl"
+        inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
+        return "symmetric" if inside and self.config.transport in ("auto", "symmetric") else "nccl"
 
     @cached_property
     def tokens(self) -> int:

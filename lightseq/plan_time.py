@@ -37,23 +37,31 @@ Seconds = Mapping[str, float]
 
 def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     """By part; they add up to the step."""
-    passes, again = run.config.gradient_accumulation_steps, _attention_again(run, placement)
-    forward, backward = attention_seconds(run)
-    of_attention = run.layers * (forward + backward) + again * forward
-    parts = {
-        "matrix products": passes * matrix_seconds(run),
-        "attention": passes * of_attention,
-        "norms, rotation, activation": passes * run.layers * run.tokens * _glue_bytes(run) / memory_rate(run),
-        "loss": passes * run.tokens * run.model.vocab_size * run.element * LOGIT_PASSES / memory_rate(run),
-        "weights: cast and copied": passes * _weight_copies(run) / memory_rate(run),
-    }
-    busy = sum(parts.values()) / passes / run.layers  # of a layer, forward and backward
+    passes, busy = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
+    parts = {name: passes * seconds for name, seconds in _computing(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * exposed_collectives(run, busy)
     parts["offloading, exposed"] = passes * exposed_copies(run, placement, busy)
     parts["optimizer"] = update_seconds(run)
     launched = passes * run.layers * HOST_SECONDS[run.config.torch_compile]
     parts["waiting for the host"] = max(0.0, launched - sum(parts.values()))
     return parts
+
+
+def layer_seconds(run: PlannedRun, placement: Placement) -> float:
+    """Of a layer's computing, forward and backward."""
+    return sum(_computing(run, placement).values()) / run.layers
+
+
+def _computing(run: PlannedRun, placement: Placement) -> dict[str, float]:
+    """What one forward and backward pass keeps a GPU busy with."""
+    forward, backward = attention_seconds(run)
+    return {
+        "matrix products": matrix_seconds(run),
+        "attention": run.layers * (forward + backward) + _attention_again(run, placement) * forward,
+        "norms, rotation, activation": run.layers * run.tokens * _glue_bytes(run) / memory_rate(run),
+        "loss": run.tokens * run.model.vocab_size * run.element * LOGIT_PASSES / memory_rate(run),
+        "weights: cast and copied": _weight_copies(run) / memory_rate(run),
+    }
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def test_greedy_answers_have_their_own_words() -> None:
     ("content", "words"),
     [
         (None, "no evaluation.jsonl in"),
-        ("{", "is not JSONL"),
+        ("{", "is no evaluation"),
         ('{"evaluation": "loss"}\n', "is no evaluation"),
         ('{"evaluation": "loss"}\n{"first": 0}\n', "is no evaluation"),
         ('{"evaluation": "taste"}\n{"first": 0}\n', "is no evaluation"),
