@@ -42,6 +42,7 @@ class Architecture:
     layers: int
     heads: Heads
     total: int  # each once, however often it is used
+    tensors: int  # that the parameters are in
     layer_linears: int  # weights of the linears in all layers
     ending_linears: int  # of them, those with which a layer ends: a backward pass never needs what they give out
     head: int  # weights of the LM head, tied or not
@@ -130,6 +131,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         layers=len(layers),
         heads=heads,
         total=sum(p.numel() for p in model.parameters()),
+        tensors=len([*model.parameters()]),
         layer_linears=sum(linear.weight.numel() for linear in _linears(layers)),
         ending_linears=sum(linear.weight.numel() for linear in ends),
         head=head.weight.numel(),

@@ -16,19 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
-ALIGNMENT, SLAB_BUFFERS = 512, 4  # of pinned buffers, in bytes; and how many of one size a slab holds at least
+ALIGNMENT, MOST_LOST = 512, 1 / 8  # of pinned buffers, in bytes; and of a slab, where its last buffer ends before it
 IN_FLIGHT = 2  # layers whose tensors are leaving
 
 
 class HostMemory:
     """Buffers on the host, made once and used again, `limit_bytes` of them in all.
 
-    torch rounds every piece of pinned memory up to a power of two, which can double it: buffers are cut out of slabs.
+    torch rounds every piece of pinned memory up to a power of two, which can double it: buffers of one size are cut out
+    of slabs.
     """
 
     def __init__(self, limit_bytes: float, pinned: bool) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
-        self._pinned, self._slab = pinned, torch.empty(0, dtype=torch.uint8)
+        self._pinned, self._slabs = pinned, defaultdict[int, Tensor](partial(torch.empty, 0, dtype=torch.uint8))
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
@@ -37,13 +38,13 @@ class HostMemory:
             return free.pop()
         size = elements * dtype.itemsize
         room = -(-size // ALIGNMENT) * ALIGNMENT if self._pinned else size
-        if room > self._slab.numel():
+        if room > self._slabs[room].numel():
             slab = slab_bytes(room, self.limit_bytes - self.allocated_bytes) if self._pinned else room
             if self.allocated_bytes + slab > self.limit_bytes or slab < room:
                 return None
             self.allocated_bytes += slab
-            self._slab = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
-        buffer, self._slab = self._slab[:size], self._slab[room:]
+            self._slabs[room] = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
+        buffer, self._slabs[room] = self._slabs[room][:size], self._slabs[room][room:]
         return buffer.view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -51,18 +52,19 @@ class HostMemory:
 
 
 def slab_bytes(size: int, left: float) -> int:
-    """A power of two for some buffers of a size, within what is left; 0 where not one of them fits."""
-    if left < size:
-        return 0
-    wanted = 1 << (SLAB_BUFFERS * size - 1).bit_length()
-    return wanted if left >= wanted else 1 << (int(left).bit_length() - 1)
+    """A power of two for buffers of a size, an eighth of it lost at most, within what is left; 0 where not one fits."""
+    slab = 1 << (size - 1).bit_length()
+    while slab % size > slab * MOST_LOST:
+        slab *= 2
+    found = slab if left >= slab else 1 << (max(1, int(left)).bit_length() - 1)
+    return found if found >= size else 0
 
 
-def taken_bytes(size: int) -> float:
-    """What one of many buffers of a size takes of pinned slabs."""
+def slabs_for(size: int, buffers: int) -> int:
+    """Pinned bytes that so many buffers of a size take."""
     room = -(-size // ALIGNMENT) * ALIGNMENT
     slab = slab_bytes(room, float("inf"))
-    return slab / (slab // room)
+    return -(-buffers // (slab // room)) * slab
 
 
 class Kept:

@@ -1,11 +1,12 @@
 """Predicts a rank's memory: what a step holds at each of the moments at which it may hold most."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
-from lightseq.offload import taken_bytes
+from lightseq.offload import slabs_for
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
     AGAIN,
@@ -82,31 +83,35 @@ def kept_by_layer(run: PlannedRun, state: str) -> float:
 
 
 def host_by_layer(run: PlannedRun, state: str) -> float:
-    """Of pinned slabs, what one layer that hands over what it keeps takes."""
+    """Of pinned slabs, what one of all layers takes if all hand over what they keep."""
+    return sum(slabs_for(size, run.layers) for size in _leaving(run, state)) / run.layers
+
+
+def _leaving(run: PlannedRun, state: str) -> list[int]:
+    """Bytes of each tensor that a layer hands over."""
     hidden, attention, _, _ = run.widths
-    sizes = [hidden * run.element]
     if run.config.remat_policy == "none":
-        sizes = [int(kept_by_layer(run, state) / run.tokens)]
-    elif state == OFFLOAD and run.config.remat_policy == "attention":
-        sizes += [attention * run.element, FLOAT32 * run.heads]
-    return sum(taken_bytes(run.tokens * size) for size in sizes)
+        return [int(kept_by_layer(run, state))]
+    kept = [attention * run.element, FLOAT32 * run.heads]
+    both = state == OFFLOAD and run.config.remat_policy == "attention"
+    return [run.tokens * size for size in (hidden * run.element, *(kept if both else []))]
 
 
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Of one rank: its process, what layers hand over, weights with their gradients and optimizer state."""
-    away = sum(_waits(run, placement, group) for group in range(run.groups))
+    away = [size for group in range(run.groups) for size in _waits(run, placement, group)]
     if run.group > 1 and placement.count(OFFLOAD):
-        away += (run.group - 1) * host_by_layer(run, OFFLOAD)
+        away += (run.group - 1) * _leaving(run, OFFLOAD)
     states = sum(_states(run)) if run.state_on_host else 0.0
-    return PROCESS_BYTES + away + states
+    return PROCESS_BYTES + sum(slabs_for(size, n) for size, n in Counter(away).items()) + states
 
 
-def _waits(run: PlannedRun, placement: Placement, group: int) -> float:
+def _waits(run: PlannedRun, placement: Placement, group: int) -> list[int]:
     """On the host, of what a group of layers keeps."""
     state = placement.layers[group * run.group]
     if state not in (OFFLOAD, RECOMPUTE_OFFLOAD):
-        return 0.0
-    return host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state)
+        return []
+    return _leaving(run, RECOMPUTE_OFFLOAD if run.group > 1 else state)
 
 
 def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
@@ -185,7 +190,7 @@ def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float
 def _tiles(run: PlannedRun) -> float:
     """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32."""
     hidden, _, _, intermediate = run.widths
-    if run.tokens <= TILE_TOKENS:
+    if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
     return 3 * TILE_TOKENS * intermediate * run.element + 3 * hidden * intermediate * FLOAT32
 

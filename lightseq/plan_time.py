@@ -12,6 +12,7 @@ from lightseq.plan_rates import (
     ATTENTION_SHARE,
     CLIP_BYTES,
     FORWARD_SHARE,
+    FP8_TIME,
     GLUE,
     HEAD_DIM_SHARE,
     HOST_LINK_SHARE,
@@ -23,6 +24,7 @@ from lightseq.plan_rates import (
     MEMORY_SHARE,
     NETWORK_RATE,
     PEER_SHARE,
+    UPDATE_LAUNCH_SECONDS,
     WEIGHT_COPIES,
     attention_rates,
 )  # fmt: skip
@@ -90,7 +92,8 @@ def matrix_seconds(run: PlannedRun) -> float:
             products += 3 * hidden * intermediate
     if run.group > 1:
         products += linear
-    flops = 2 * run.tokens * (run.layers * products + passes * run.head_parameters)
+    layers = run.layers * products * FP8_TIME[run.config.fp8]
+    flops = 2 * run.tokens * (layers + passes * run.head_parameters)
     return flops / (run.hardware.chip.peak_flops * MATRIX_SHARE * _precision(run))
 
 
@@ -136,7 +139,7 @@ def update_seconds(run: PlannedRun) -> float:
     moved = run.local_trained * (ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"]) + CLIP_BYTES)
     if run.state_on_host:
         return moved / HOST_UPDATE_RATE
-    return moved / memory_rate(run)
+    return moved / memory_rate(run) + run.made_of.tensors * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
 
 
 def memory_rate(run: PlannedRun) -> float:
