@@ -1,11 +1,11 @@
 """The gated MLP of a layer over tiles of tokens: what it makes in between exists for one tile at a time.
 
-Shape suffixes: N tokens, H hidden, I intermediate.
+Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
+LINEARS = ("gate_proj", "up_proj", "down_proj")
 LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
 def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0) -> None:
-    """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of plain linears; others stay.
+    """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
+    beside them or without; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
     forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
@@ -34,9 +36,19 @@ def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink
 
 
 def _is_gated(mlp: Any) -> bool:
-    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
-    return plain and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
+    linears = [getattr(mlp, name, None) for name in LINEARS]
+    known = all(_is_plain(x) or _is_adapted(x) for x in linears)
+    return known and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
+
+
+def _is_plain(linear: Any) -> bool:
+    return type(linear) is nn.Linear and linear.bias is None
+
+
+def _is_adapted(linear: Any) -> bool:
+    """One of peft's, with a single adapter and no dropout."""
+    names = list(getattr(linear, "lora_A", ()))
+    return len(names) == 1 and _is_plain(linear.base_layer) and type(linear.lora_dropout[names[0]]) is nn.Identity
 
 
 @cache
@@ -47,10 +59,43 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.numel() <= self.tile_tokens * x.shape[-1]:
             return kind.forward(self, x)
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return gated_mlp(x, *weights, self.tile_tokens, self.first_tile_only)
+        linears = [_linear_of(getattr(self, name), x.dtype) for name in LINEARS]
+        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
+
+
+class Linear(NamedTuple):
+    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (out, in), A (R, in), B (out, R); without adapter A and B are None.
+
+    LoRA, arXiv 2106.09685. What one product adds to another is rounded once.
+    """
+
+    weight: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = torch.mm(x, self.weight.T, out=out)
+        return y if self.a is None or self.b is None else y.addmm_(x @ self.a.T, self.b.T, alpha=self.scale)
+
+    def backward(self, dy: Tensor, into: Tensor, add: bool = False) -> Tensor:
+        """The gradient of x, which replaces what is in `into` or adds to it."""
+        into.addmm_(dy, self.weight, beta=float(add))
+        return into if self.a is None or self.b is None else into.addmm_(dy @ self.b, self.a, alpha=self.scale)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.weight, self.a, self.b) if x is not None]
+
+
+def _linear_of(module: Any, dtype: torch.dtype) -> Linear:
+    if isinstance(module, nn.Linear):
+        return Linear(module.weight)
+    (name,) = module.lora_A
+    a, b = module.lora_A[name].weight.to(dtype), module.lora_B[name].weight.to(dtype)
+    return Linear(module.base_layer.weight, a, b, module.scaling[name])
 
 
 def shrunk(tokens: int, shrink: float) -> int:
@@ -58,30 +103,40 @@ def shrunk(tokens: int, shrink: float) -> int:
     return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
 
 
-def gated_mlp(
-    x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool = False
-) -> Tensor:
+def gated_mlp(x: Tensor, linears: Sequence[Linear], tile_tokens: int, first_tile_only: bool = False) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202); keeps nothing but x for the backward pass.
 
-    The product is rounded once, and the weights' gradients add up over the tiles in float32 or wider.
+    `linears` are gate (I, H), up (I, H) and down (H, I). The product is rounded once, and gradients of weights and of
+    adapters add up over the tiles in float32 or wider; weights that do not train get none.
     """
-    return _gated_mlp(x.reshape(-1, x.shape[-1]), gate_IH, up_IH, down_HI, tile_tokens, first_tile_only).view(x.shape)
+    flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
+    scales = [0.0 if linear.a is None else linear.scale for linear in linears]
+    return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only).view(x.shape)
+
+
+def _taken_apart(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[Linear]:
+    """As `gated_mlp` put them together; a scale of 0 stands for no adapter."""
+    left = iter(tensors)
+    return [Linear(next(left), next(left), next(left), scale) if scale else Linear(next(left)) for scale in scales]
 
 
 @torch.library.custom_op("lightseq::gated_mlp", mutates_args=())
 def _gated_mlp(
-    x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
 ) -> Tensor:
+    gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
-        gate, up = x_NH[rows] @ gate_IH.T, x_NH[rows] @ up_IH.T
+        gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul_(gate, up)
-        torch.mm(gate, down_HI.T, out=out[rows])
+        down_HI.forward(gate, out=out[rows])
     return out
 
 
 @_gated_mlp.register_fake
-def _(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens: int, first_tile_only: bool) -> Tensor:
+def _(
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
 
 
@@ -89,37 +144,61 @@ def _(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, tile_tokens
 def _gated_mlp_backward(
     dout_NH: Tensor,
     x_NH: Tensor,
-    gate_IH: Tensor,
-    up_IH: Tensor,
-    down_HI: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    trains: Sequence[bool],
     tile_tokens: int,
     first_tile_only: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    """The gradient of x, and those of the tensors that train, in order."""
+    linears = _taken_apart(tensors, scales)
+    gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    sums = [_Sum(weight, len(x_NH) <= tile_tokens) for weight in (gate_IH, up_IH, down_HI)]
+    wanted = iter([_Sum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)])
+    sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
     for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
-        gate, up, act = x @ gate_IH.T, x @ up_IH.T, dout @ down_HI
+        gate, up = gate_IH.forward(x), up_IH.forward(x)
+        act = down_HI.backward(dout, torch.empty_like(gate))
         _silu_mul_backward_(gate, up, act)  # dgate, dup and the product itself
-        for total, a, b in zip(sums, (gate, up, dout), (x, x, act), strict=True):
-            total.add(a.T, b)
-        torch.mm(gate, gate_IH, out=dx[rows])
-        dx[rows].addmm_(up, up_IH)
-    dgate, dup, ddown = (total.finish() for total in sums)
-    return dx, dgate, dup, ddown
+        for total, dy, y_from in zip(sums, (gate, up, dout), (x, x, act), strict=True):
+            total.add(dy, y_from)
+        gate_IH.backward(gate, dx[rows])
+        up_IH.backward(up, dx[rows], add=True)
+    return [dx, *(done for total in sums for done in total.finish())]
 
 
 @_gated_mlp_backward.register_fake
 def _(
     dout_NH: Tensor,
     x_NH: Tensor,
-    gate_IH: Tensor,
-    up_IH: Tensor,
-    down_HI: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    trains: Sequence[bool],
     tile_tokens: int,
     first_tile_only: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (x_NH, gate_IH, up_IH, down_HI))  # type: ignore[return-value]
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
+
+
+class _Sums(NamedTuple):
+    """What the gradients of a linear's tensors come to over the tiles; None for one that does not train."""
+
+    linear: Linear
+    weight: "_Sum | None"
+    a: "_Sum | None" = None
+    b: "_Sum | None" = None
+
+    def add(self, dy: Tensor, x: Tensor) -> None:
+        if self.weight is not None:
+            self.weight.add(dy.T, x)
+        if self.a is not None and self.linear.b is not None:
+            self.a.add((dy @ self.linear.b).mul_(self.linear.scale).T, x)
+        if self.b is not None and self.linear.a is not None:
+            self.b.add(dy.T, (x @ self.linear.a.T).mul_(self.linear.scale))
+
+    def finish(self) -> list[Tensor]:
+        return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]
 
 
 class _Sum:
@@ -168,16 +247,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.tile_tokens, ctx.first_tile_only = inputs
-    ctx.save_for_backward(*tensors)
+    x, tensors, *ctx.others = inputs
+    ctx.save_for_backward(x, *tensors)
 
 
 def _backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
-    return (
-        *_gated_mlp_backward(dout.contiguous(), *ctx.saved_tensors, ctx.tile_tokens, ctx.first_tile_only),
-        None,
-        None,
-    )
+    x, *tensors = ctx.saved_tensors
+    scales, *sizes = ctx.others
+    trains = list(ctx.needs_input_grad[1])
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, scales, trains, *sizes)
+    gradients = iter(found)
+    return dx, [next(gradients) if t else None for t in trains], None, None, None
 
 
 _gated_mlp.register_autograd(_backward, setup_context=_setup_context)

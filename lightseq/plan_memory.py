@@ -188,11 +188,11 @@ def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float
 
 
 def _tiles(run: PlannedRun) -> float:
-    """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32."""
+    """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32, if any."""
     hidden, _, _, intermediate = run.widths
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
-    return 3 * TILE_TOKENS * intermediate * run.element + 3 * hidden * intermediate * FLOAT32
+    return 3 * TILE_TOKENS * intermediate * run.element + (run.adapters == 0) * 3 * hidden * intermediate * FLOAT32
 
 
 def _bytes(run: PlannedRun, widths: Widths) -> float:

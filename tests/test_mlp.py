@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from operators import LargestResult, Operators
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from lightseq import mlp as tiled
-from lightseq.mlp import gated_mlp, tile_mlps
+from lightseq.mlp import LINEARS, Linear, gated_mlp, tile_mlps
 from lightseq.remat import POLICIES, apply_remat
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
@@ -39,6 +40,10 @@ def weights(m: Any) -> tuple[Tensor, Tensor, Tensor]:
     return m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
 
 
+def linears(m: Any) -> list[Linear]:
+    return [Linear(weight) for weight in weights(m)]
+
+
 def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (x, *weights(m)), dout)]
 
@@ -47,7 +52,7 @@ def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
 def test_value_and_gradients_are_those_of_transformers(tile: int) -> None:
     m, (x, dout) = module(), inputs()
     want = results(m(x), x, m, dout)
-    for got, expected in zip(results(gated_mlp(x, *weights(m), tile), x, m, dout), want, strict=True):
+    for got, expected in zip(results(gated_mlp(x, linears(m), tile), x, m, dout), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
@@ -60,7 +65,7 @@ def check_half_precision(dtype: torch.dtype, device: str, tile: int) -> None:
     def errors(found: list[Tensor]) -> list[float]:
         return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
 
-    ours, plain = errors(results(gated_mlp(x, *weights(m), tile), x, m, dout)), errors(results(m(x), x, m, dout))
+    ours, plain = errors(results(gated_mlp(x, linears(m), tile), x, m, dout)), errors(results(m(x), x, m, dout))
     for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
         assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
 
@@ -86,9 +91,32 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
         (torch.ones(1, 1, dtype=torch.bfloat16) for _ in "gud"),
     )
     down.requires_grad_()
-    gated_mlp(x, gate, up, down, 1).sum().backward()
+    gated_mlp(x, [Linear(gate), Linear(up), Linear(down)], 1).sum().backward()
     assert down.grad is not None
     torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("targets", [LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
+def test_adapters_beside_the_weights_give_what_peft_gives(
+    targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, (x, dout) = module(), inputs()
+    layer = nn.Module()
+    layer.mlp = m
+    if targets:
+        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=list(targets)), layer)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        nn.init.normal_(parameter)  # peft begins with B of zero
+    adapters = [p for p in layer.parameters() if p.requires_grad]
+    want = torch.autograd.grad(out := m(x), (x, *adapters), dout)
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 7)
+    tile_mlps([layer])
+    with Operators() as operators:
+        ours = m(x)
+        found = torch.autograd.grad(ours, (x, *adapters), dout)
+    torch.testing.assert_close((ours, *found), (out, *want), rtol=1e-11, atol=1e-12)
+    assert "lightseq.gated_mlp_backward.default" in operators.ran and len(adapters) == 2 * len(targets)
 
 
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +131,7 @@ def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPa
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = m(x)
     with LargestResult() as ours:
-        results(gated_mlp(x, *weights(m), 5), x, m, dout)
+        results(gated_mlp(x, linears(m), 5), x, m, dout)
     assert {t.numel() for t in kept} == {TOKENS * HIDDEN, HIDDEN * INTERMEDIATE}
     assert plain.elements == TOKENS * INTERMEDIATE and ours.elements == max(TOKENS * HIDDEN, HIDDEN * INTERMEDIATE)
     torch.testing.assert_close(out, LlamaMLP.forward(m, x))
@@ -144,7 +172,7 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
         return type(layer.mlp) is not LlamaMLP
 
     class Adapted(nn.Linear):
-        """A linear with something more to it, as LoRA's or float8's."""
+        """A linear with something more to it, as float8's."""
 
     assert replaced(lambda m: None)
     assert not replaced(lambda m: setattr(m, "act_fn", nn.GELU()))
@@ -156,7 +184,7 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
 def test_the_operator_keeps_torchs_contract() -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
-        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), *weights(m), 7, False),
+        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

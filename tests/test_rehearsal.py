@@ -20,7 +20,7 @@ from lightseq.family import preset_config
 from lightseq.kernels import KernelSpec
 from lightseq.loss import cross_entropy_sum
 from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes
-from lightseq.mlp import gated_mlp
+from lightseq.mlp import Linear, gated_mlp
 from lightseq.schedule_cost import AttentionShape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,7 @@ def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
         torch.randn(2, 6, 4).double(),
         torch.randn(4, 6).double(),
     )
-    whole, first = (gated_mlp(x, gate, up, down, 3, only) for only in (False, True))
+    whole, first = (gated_mlp(x, [Linear(gate), Linear(up), Linear(down)], 3, only) for only in (False, True))
     assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
     hidden, head, labels = torch.randn(10, 4), torch.randn(7, 4), torch.arange(10) % 7
     part = cross_entropy_sum(hidden, head, labels, 4, first_chunk_only=True)
