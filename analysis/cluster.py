@@ -13,11 +13,10 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 
 from .figures import COLORS, GREY, STYLE
 from .pictures import add_format, save
-from .points import objects
+from .points import objects, shown
 
 MARKERS = "osD^vP*"
 KEYS = ("gpus", "schedule", "head_groups", "ulysses_size", "efficiency", "fastest", "skipped")
-UNITS = {"M": 2**20, "K": 2**10}
 RING_SIZE = 15
 
 Record = Mapping[str, Any]
@@ -141,10 +140,7 @@ def border(axes: Axes, gpus_per_host: int) -> None:
 
 
 def described(about: Record) -> str:
-    length = about["length"]
-    unit = next((unit for unit, size in UNITS.items() if length % size == 0), "")
-    shown = f"{length // UNITS.get(unit, 1)}{unit}"
     return (
-        f"{shown} tokens, {about['heads']}/{about['kv_heads']} heads of {about['head_dim']}, "
+        f"{shown(about['length'])} tokens, {about['heads']}/{about['kv_heads']} heads of {about['head_dim']}, "
         f"{about['gpus_per_host']} GPUs a host; rates: {about['rates_from']}; ×n: ranks that split heads"
     )

@@ -23,7 +23,7 @@ from .runs import labels
 
 KEYS = {"loss": ("first", "last", "loss", "perplexity", "valid_tokens"), "needle": ("length", "depth", "accuracy")}
 SCORES = {
-    "likelihood": "share of texts whose right answer is the likeliest of {choices}",
+    "likelihood": "share of texts whose right answer is the likeliest of {choices} (chance {chance:.3g})",
     "greedy": "share of texts answered right, token by token",
 }
 PANEL_COLUMNS = 2
@@ -131,7 +131,8 @@ def number(value: float | None) -> str:
 
 
 def scored(e: Evaluation) -> str:
-    text = SCORES[e.summary["score"]].format(choices=e.summary.get("choices"))
+    choices = e.summary.get("choices")
+    text = SCORES[e.summary["score"]].format(choices=choices, chance=1 / (choices or 1))
     return f"{text}; {e.summary['trials']} a cell"
 
 

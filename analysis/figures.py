@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from .pictures import save
 from .runs import Run, column, described
-from .summary import GIB, SMOOTHED_SHARE, settled, smoothed
+from .summary import GIB, settled, smoothed
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; without their yellow, too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -206,7 +206,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
     if any(is_smoothed(run) for run in runs):
         forms += [
             Line2D([], [], color=GREY, linewidth=1.0, alpha=0.6, label="as logged"),
-            Line2D([], [], color=GREY, linewidth=2.0, label=f"smoothed over {SMOOTHED_SHARE:.0%} of the run"),
+            Line2D([], [], color=GREY, linewidth=2.0, label="smoothed (running mean)"),
         ]
     if any(run.evaluations for run in runs):
         forms.append(Line2D([], [], color=GREY, marker="D", linestyle="", markersize=7, label="evaluation"))

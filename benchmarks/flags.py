@@ -9,9 +9,9 @@ from benchmarks.layers import Choice
 from benchmarks.packed import PACKED_PEERS, lengths
 from benchmarks.peers import PEERS
 from lightseq.kernels import KERNELS
+from lightseq.lengths import tokens
 from lightseq.schedule import SCHEDULES
 
-UNITS = {"K": 2**10, "M": 2**20}
 TRANSPORTS = ("auto", "gloo", "nccl", "symmetric", "none")
 CEILING = "single-gpu"
 EVERY_PEER = (CEILING, *PEERS, *PACKED_PEERS)
@@ -40,16 +40,10 @@ class Parser(argparse.ArgumentParser):
 
 def length(text: str) -> int:
     """`128K` in tokens."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no length; write 4096, 128K or 1M")
-    return int(number) * unit
-
-
-def shown(tokens: int) -> str:
-    """A length as people write it: 131072 is 128K."""
-    unit = next((unit for unit in ("M", "K") if tokens % UNITS[unit] == 0), "")
-    return f"{tokens // UNITS.get(unit, 1)}{unit}"
+    try:
+        return tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def choice(text: str) -> tuple[str, Choice]:

@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.flags import Parser, length, listed, positive, shown
+from benchmarks.flags import Parser, length, listed, positive
 from benchmarks.report import commit_here
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
@@ -34,6 +34,7 @@ from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import model_of
 from lightseq.command_line import parse as parse_training
 from lightseq.config import TrainConfig
+from lightseq.lengths import shown
 from lightseq.metrics import read_records
 from lightseq.plan import longest as longest_planned
 from lightseq.plan_rates import CHIPS, GIB, chip_of_device

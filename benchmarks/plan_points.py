@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from benchmarks.flags import Parser, listed, positive, shown
+from benchmarks.flags import Parser, listed, positive
 from benchmarks.report import commit_here
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import ROOT, model_of
+from lightseq.lengths import shown
 from lightseq.metrics import read_records
 
 WORKER = ROOT / "benchmarks" / "training" / "plan_point.py"

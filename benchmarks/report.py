@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.errors import RESULTS
-from benchmarks.flags import shown
 from benchmarks.plan import Subject
+from lightseq.lengths import shown
 from lightseq.mesh import World
 from lightseq.metrics import hardware, versions
 

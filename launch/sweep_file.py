@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from lightseq.command_line import OLDER_SPELLINGS
 from lightseq.config import TrainConfig
+from lightseq.lengths import tokens
 
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]
@@ -31,7 +31,6 @@ KEYS: Final = (
     *("fixed", "grid", "exclude", "include"),
 )
 SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
-UNITS: Final[Mapping[str, int]] = {"K": 2**10, "M": 2**20}
 HOUR: Final = 3600.0
 
 
@@ -83,10 +82,12 @@ def read_sweep(path: Path) -> Sweep:
     )
 
 
-def tokens(text: str) -> str:
+def in_tokens(text: str) -> str:
     """4K as 4096; what is no number is left for the trainer to refuse."""
-    match = re.fullmatch(r"(\d+)([KM])", text)
-    return str(int(match[1]) * UNITS[match[2]]) if match else text
+    try:
+        return str(tokens(text))
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Raw:
         missing = [key for key in ("kind", "documents", "length", "output") if key not in value]
         if missing:
             raise self.wrong("data", f"{missing[0]} is missing")
-        return {key: tokens(word) if key == "length" else word for key, word in value.items()}
+        return {key: in_tokens(word) if key == "length" else word for key, word in value.items()}
 
     def entries(self, key: str) -> tuple[Axes, ...]:
         value = self.top.get(key, [])
@@ -163,7 +164,7 @@ class Raw:
                 raise self.wrong(place, f"{word} is no single value; put JSON in quotes")
         if len(set(words)) < len(words):
             raise self.wrong(place, f"{next(word for word in words if words.count(word) > 1)} is listed twice")
-        return [tokens(word) if name == "model_max_length" else word for word in words]
+        return [in_tokens(word) if name == "model_max_length" else word for word in words]
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.sweep_cells import Cell, label, varying
-from launch.sweep_file import UNITS, Sweep
+from launch.sweep_file import Sweep
 from launch.sweep_records import FAILED, Record
+from lightseq.lengths import shown
 
 STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
 
@@ -28,9 +29,7 @@ def shown_value(setting: str, value: str | None) -> str:
     if value is None:
         return "-"
     if setting == "model_max_length" and value.isdecimal():
-        for unit, size in sorted(UNITS.items(), key=lambda item: -item[1]):
-            if int(value) % size == 0:
-                return f"{int(value) // size}{unit}"
+        return shown(int(value))
     return value or '""'
 
 

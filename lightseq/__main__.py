@@ -14,6 +14,7 @@ import llama2
 import llama3
 from lightseq import evaluate, plan_cli, planner, rehearsal, trainer, verify
 from lightseq.family import Family
+from lightseq.lengths import tokens
 from lightseq.merge import add_flags as add_merge
 from lightseq.merge import merge
 from lightseq.schedule import SCHEDULES, make_schedule
@@ -96,7 +97,8 @@ def merge_adapter(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    shape = AttentionShape(planner.tokens(arguments.length), arguments.heads, arguments.kv_heads, arguments.head_dim)
+    length = tokens(arguments.length, "--length")
+    shape = AttentionShape(length, arguments.heads, arguments.kv_heads, arguments.head_dim)
     planner.check_shape(shape)
     gpus, names = planner.gpu_counts(arguments.gpus), planner.schedule_names(arguments.schedules)
     if arguments.gpus_per_host < 1:

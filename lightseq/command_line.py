@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
+from lightseq.lengths import UNITS, tokens
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
@@ -83,7 +84,7 @@ def _parser(program: str) -> _Parser:
     for flag, default in _defaults().items():
         kind = _kind(hints[flag])
         names = [f"--{flag}"] + [f"--{older}" for older, now in OLDER_SPELLINGS.items() if now == flag]
-        convert = _checkpoint if flag == "resume_from_checkpoint" else CONVERTERS[kind]
+        convert = BY_FLAG.get(flag, CONVERTERS[kind])
         # A flag of yes or no may stand alone; `--bf16` then means True.
         bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
         parser.add_argument(*names, dest=flag, type=convert, default=default, **bare)
@@ -113,6 +114,13 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _tokens(text: str) -> int:
+    try:
+        return tokens(text) if text[-1:].upper() in UNITS else _integer(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str) -> float:
@@ -151,6 +159,10 @@ CONVERTERS: Final[Mapping[type, Callable[[str], Any]]] = {
     float: _number,
     dict: _json_object,
     tuple: _span,
+}
+BY_FLAG: Final[Mapping[str, Callable[[str], Any]]] = {
+    "resume_from_checkpoint": _checkpoint,
+    "model_max_length": _tokens,
 }
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, Examples, WindowExamples, require_target
+from lightseq.lengths import tokens
 from lightseq.mesh import World
 from lightseq.needle import IdNeedles, Ids, TextNeedles, make_search
 from lightseq.perplexity import POWERS, Bin, Perplexity, bin_starts, perplexity
-from lightseq.planner import tokens
 from lightseq.prepare import FoundModel, Inputs, evaluation_stream, fetch, find_examples
 from lightseq.retrieval import Cell, Texts, asking, by_decoding, by_likelihood
 from lightseq.tokens import Tokenizer, load_tokenizer

@@ -20,7 +20,6 @@ from lightseq.plan import longest, make_plan, remedies
 from lightseq.plan_rates import CHIPS, chip_named
 from lightseq.plan_report import record, shown
 from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.planner import tokens
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 UNKNOWN = {
@@ -79,7 +78,7 @@ def main(family: Family, words: Sequence[str]) -> int:
 
 def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
     """Raises ValueError for what training would refuse, and for hardware that cannot be."""
-    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *_in_tokens(others)], PROGRAM)
+    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *others], PROGRAM)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
@@ -110,14 +109,3 @@ def notes(run: PlannedRun) -> list[str]:
         found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
     context = context_warning(run.model, run.config.model_max_length)
     return found + ([context] if context else [])
-
-
-def _in_tokens(words: Sequence[str]) -> list[str]:
-    """--model_max_length may be 128K or 1M here."""
-    flag, out = "--model_max_length", list(words)
-    for i, word in enumerate(out):
-        if word == flag and i + 1 < len(out):
-            out[i + 1] = str(tokens(out[i + 1], flag))
-        elif word.startswith(f"{flag}="):
-            out[i] = f"{flag}={tokens(word.partition('=')[2], flag)}"
-    return out

@@ -73,7 +73,7 @@ def _facts(plan: Plan, longest: int | None) -> RenderableType:
         "layers": placement_words(plan),
         "verdict": verdict,
         "longest": f"{longest:,} tokens fit" if longest else "no length fits",
-        "step": f"{plan.step_seconds:,.3g} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
+        "step": f"{seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
     }
     return _grid(rows.items())
 
@@ -93,9 +93,9 @@ def _memory(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> Table:
     out = _table("a step", "ms", "%")
-    for name, seconds in sorted(plan.seconds.items(), key=lambda part: -part[1]):
-        if seconds > 0:
-            out.add_row(name, f"{1e3 * seconds:,.1f}", f"{100 * seconds / plan.step_seconds:.1f}")
+    for name, part in sorted(plan.seconds.items(), key=lambda part: -part[1]):
+        if part > 0:
+            out.add_row(name, f"{1e3 * part:,.1f}", f"{100 * part / plan.step_seconds:.1f}")
     return out
 
 
@@ -107,9 +107,13 @@ def _remedies(plan: Plan, remedies: Sequence[Remedy]) -> Table | str | None:
     out = _table("to fit, any of", "GiB a GPU", "GiB a host", "s a step")
     for remedy in remedies:
         found = remedy.plan
-        sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:.0f}", f"{found.step_seconds:.3g}")
+        sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", seconds(found.step_seconds))
         out.add_row(remedy.words, *sizes)
     return out
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _grid(rows: Iterable[tuple[str, str]]) -> Table:

@@ -12,7 +12,6 @@ from lightseq.schedule_choice import Choice, Priced, best, choices, priced, refu
 from lightseq.schedule_cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule_time import RATES, Estimate, Rates, kernel_seconds
 
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
 
 
@@ -144,14 +143,6 @@ def cluster_of(gpus_per_host: int, calibrate: Path | None, kernel: str | None) -
 def write(path: Path, objects: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(value) + "\n" for value in objects), encoding="utf-8")
-
-
-def tokens(text: str, flag: str = "--length") -> int:
-    """131072, 128K or 1M. Raises ValueError for anything else."""
-    digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
-    if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1M")
-    return int(digits) * unit
 
 
 def schedule_names(text: str) -> list[str]:

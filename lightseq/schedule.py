@@ -246,9 +246,11 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
     groups = schedule.head_groups
     if heads % groups or (kv_heads % groups and groups % kv_heads):
+        given = schedule.ulysses_size > 1 and schedule.name not in ("ulysses", "usp")
+        remedy = "leave --ulysses_size out" if given else "prefix takes any number"
         raise ValueError(
             f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {groups}, which {heads} query "
-            f"and {kv_heads} key/value heads do not allow; prefix takes any number"
+            f"and {kv_heads} key/value heads do not allow; {remedy}"
         )
 
 

@@ -146,7 +146,9 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     stream = dataclasses.replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
     few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
-    inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=() if made else inputs.notes)
+    short = f"in place of the run: {few.num_hidden_layers} layers, {length:,} of {asked.model_max_length:,} tokens"
+    notes = (f"{short}, made-up data",) if made else (short, *inputs.notes)
+    inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
     return inputs, cut(samples, length) if made else given(stream)
 
 

@@ -39,7 +39,7 @@ def test_tables_have_a_row_a_bin_or_a_depth(tmp_path: Path, capsys: pytest.Captu
         "| 2 to 1,023              |  7.389 |",
         "| all                     |  9.970 |",
         "",
-        "search: share of texts whose right answer is the likeliest of 8; 4 a cell",
+        "search: share of texts whose right answer is the likeliest of 8 (chance 0.125); 4 a cell",
         "",
         "| depth | 1K tokens | 4K tokens |",
         "|-------|----------:|----------:|",

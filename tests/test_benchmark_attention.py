@@ -20,9 +20,10 @@ from worlds import spawn
 
 from benchmarks import attention, flash_attn_stand_in, peers
 from benchmarks.errors import check_layer
-from benchmarks.flags import length, parse, shown
+from benchmarks.flags import length, parse
 from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
+from lightseq.lengths import shown
 from lightseq.mesh import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +194,7 @@ def test_an_error_is_relative_to_the_norm() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--lengths 1X", "--lengths: '1X' is no length"),
+        ("--lengths 1X", "--lengths: 1X is no number of tokens"),
         ("--lengths 1K,,2K", "--lengths: '1K,,2K' has an empty item"),
         ("--schedules spiral", "--schedules: 'spiral' is unknown; choose from auto, all, none, ring"),
         ("--schedules prefix@depth=2", "after @ comes head_groups=N or ulysses_size=N"),

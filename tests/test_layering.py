@@ -15,6 +15,7 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 # A module imports from its own layer or a lower one. Modules of a sub-package (lightseq/kernels/...) take its layer.
 LAYERS = {
     "lightseq.layout": 0,
+    "lightseq.lengths": 0,
     "lightseq.segments": 0,
     "lightseq.schedule": 0,
     "lightseq.documents": 0,

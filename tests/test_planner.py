@@ -9,7 +9,8 @@ import pytest
 from analysis.__main__ import main as analyse
 from analysis.cluster import figure, read
 from lightseq.__main__ import main
-from lightseq.planner import HEADINGS, gpu_counts, tokens
+from lightseq.lengths import shown, tokens
+from lightseq.planner import HEADINGS, gpu_counts
 from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_time import H200_SYMMETRIC, kernel_seconds
 
@@ -125,7 +126,8 @@ def test_bad_input_is_refused_in_one_line(
 
 
 def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
-    assert [tokens(text) for text in ("131072", "128K", "1M")] == [2**17, 2**17, 2**20]
+    assert [tokens(text) for text in ("131072", "128K", "1m")] == [2**17, 2**17, 2**20]
+    assert [shown(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
     assert gpu_counts("8,1,8,2") == [1, 2, 8]
 
 

@@ -12,11 +12,11 @@ import torch
 from rich import box
 from rich.table import Table
 
-from benchmarks.flags import shown
 from benchmarks.report import libraries, packages
 from benchmarks.training.outcome import FACTS, Outcome
 from benchmarks.training.trials import Trial
 from lightseq.flops import mfu, model_flops, peak_flops_per_second
+from lightseq.lengths import shown
 from lightseq.metrics import hardware, versions
 
 MEASURED = (

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 import llama2
 import llama3
-from benchmarks.flags import shown
 from data_gen.synthetic import Synthetic, document
 from lightseq.family import Family, resolve
+from lightseq.lengths import shown
 from lightseq.tokens import write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
