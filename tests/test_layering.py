@@ -74,6 +74,7 @@ LAYERS = {
     "lightseq.saver": 4,
     "lightseq.saving": 4,
     "lightseq.endings": 4,
+    "lightseq.journal": 4,
     "lightseq.run_facts": 4,
     "lightseq.disk": 4,
     "lightseq.manifest": 3,
