@@ -17,12 +17,11 @@ from lightseq import checkpoint
 from lightseq.adapters import adapter_parameters
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
-from lightseq.data import Batch, track
+from lightseq.data import track
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.endings import explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
-from lightseq.hf import local_part, local_positions, packed_positions
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
@@ -46,6 +45,7 @@ from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prep
 from lightseq.profiling import StepProfile
 from lightseq.run_facts import describe, facts
 from lightseq.saving import Saving
+from lightseq.sharding import Sharding
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import StepResult, Window, Work
@@ -129,6 +129,7 @@ class Trainer:
         with self.explained_out_of_memory():
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
+        self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         self.learning_rate = LearningRate(config, inputs.total_steps)
@@ -144,7 +145,6 @@ class Trainer:
         self.journal = Journal(self.metrics, self.terminal, world, trained, scaled=config.fp16)
         self.watchdog: Watchdog | None = None  # while it trains
         self._stop: StopRequest | None = None  # while it trains
-        self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
 
     def _host_memory_bytes(self) -> float:
         budget = self.config.host_memory_budget
@@ -307,22 +307,6 @@ class Trainer:
     def _mark(self, step: int | None, phase: str) -> None:
         if self.watchdog is not None:
             self.watchdog.mark(step, phase)
-
-    def shard(self, batch: Batch) -> Shard:
-        """This rank's part of a whole batch, on its device."""
-        ids, labels, documents = local_part(self.context, batch.input_ids, batch.labels, batch.boundaries)
-        length = batch.input_ids.shape[1]
-        if documents is not None:
-            positions = self._on_device(packed_positions(self.context, documents))
-        else:
-            if length not in self._positions:
-                self._positions[length] = local_positions(self.context, length, self.world.device)
-            positions = self._positions[length].expand(len(ids), -1)
-        return Shard(self._on_device(ids), positions, self._on_device(labels), documents)
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        """A copy that the host does not wait for: from pinned memory where there is a GPU."""
-        return x.pin_memory().to(self.world.device, non_blocking=True) if self.world.device.type == "cuda" else x
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
         """Mean loss over every valid token of the evaluation data, whole and by position."""

@@ -73,6 +73,7 @@ LAYERS = {
     "lightseq.merge": 4,
     "lightseq.saver": 4,
     "lightseq.saving": 4,
+    "lightseq.sharding": 4,
     "lightseq.endings": 4,
     "lightseq.journal": 4,
     "lightseq.run_facts": 4,
