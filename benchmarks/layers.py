@@ -67,7 +67,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "ulysses_size": context.schedule.ulysses_size,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
-                **(packing(context, documents) if documents else {}),
+                **(packing(context, documents, case.boundaries[-1]) if documents else {}),
             },
             buffer_bytes=lambda: context.transport.buffer_bytes,
         )
@@ -75,8 +75,8 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         release(context)  # and with it the transport's buffers
 
 
-def packing(context: SequenceContext, documents: Documents) -> dict[str, Any]:
-    """How well the work on documents is shared out, and what was padded and fetched for it."""
+def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict[str, Any]:
+    """How well the work on documents is shared out, and what was fetched for it and padded beyond their `tokens`."""
     boundaries = documents.padded_boundaries
     table = packed_schedule(context.schedule, boundaries)
     rows = boundaries[-1] // table.layout.chunk_count
@@ -84,7 +84,7 @@ def packing(context: SequenceContext, documents: Documents) -> dict[str, Any]:
     return {
         "chunks_per_rank": table.layout.chunks_per_rank,
         "area_balance": documents.balance,
-        "padding_tokens": boundaries[-1] - documents.tokens,
+        "padding_tokens": boundaries[-1] - tokens,
         "fetched_tokens": max(fetched.values(), default=0) * rows // table.head_groups,
     }
 

@@ -50,7 +50,6 @@ class Documents:
 
     boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
     layout: Layout
-    tokens: int  # padding left out
     balance: float  # attention area of the mean rank over the largest
 
     @property
@@ -80,7 +79,7 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
     table = packed_schedule(context.schedule, whole)
-    return Documents(carried, table.layout, real[-1], balance(table))
+    return Documents(carried, table.layout, balance(table))
 
 
 def _without_repeats(boundaries: Tensor) -> tuple[int, ...]:

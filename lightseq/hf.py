@@ -7,7 +7,7 @@ loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightseq.schedule_cost import AttentionShape
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+Labels = TypeVar("Labels", bound=Tensor | None)
 
 
 def enable(
@@ -112,22 +113,27 @@ def shard_batch(
         if boundaries is not None:
             labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
             labels[:, boundaries[-1] :] = IGNORE_INDEX
-    batch: dict[str, Any]
-    if boundaries is None:
-        layout, rank = context.layout, context.rank
+    ids, local, documents = local_part(context, input_ids, labels, boundaries)
+    if documents is None:
         positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
-        batch = {"input_ids": shard(input_ids, layout, rank), "position_ids": positions}
-        local = shard(labels, layout, rank, fill=IGNORE_INDEX) if labels is not None else None
+        batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
     else:
-        documents = pack(context, boundaries, length)
         positions = packed_positions(context, documents).to(input_ids.device)
-        batch = {"input_ids": documents.shard(input_ids, context.rank), "position_ids": positions}
-        batch["documents"] = documents
-        local = documents.shard(labels, context.rank, fill=IGNORE_INDEX) if labels is not None else None
+        batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
+
+
+def local_part(
+    context: SequenceContext, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
+) -> tuple[Tensor, Labels, Documents | None]:
+    """This rank's ids and shifted labels of a whole batch, and the documents in it where it has boundaries."""
+    documents = None if boundaries is None else pack(context, boundaries, input_ids.shape[1])
+    cut: Callable[..., Any] = documents.shard if documents else partial(shard, layout=context.layout)
+    local = labels if labels is None else cut(labels, rank=context.rank, fill=IGNORE_INDEX)
+    return cut(input_ids, rank=context.rank), local, documents
 
 
 def find_boundaries(

@@ -14,16 +14,23 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked = 0
+        self._answer: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
-    def agreed(self, failed: bool) -> tuple[str | None, bool]:
+    def ask(self, failed: bool) -> None:
+        """Begins to ask all ranks whether one got a signal so far, or something failed there; once in every step."""
+        said = torch.tensor([self._asked, failed], dtype=torch.int32)
+        self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
+
+    def agreed(self) -> tuple[str | None, bool]:
         """The name of the signal that any rank got, and whether anything failed on any; the same on every rank.
 
-        Waits for the other hosts, for no GPU.
+        What it was when each rank asked. Waits for the other hosts, for no GPU.
         """
-        asked = torch.tensor([self._asked, failed], dtype=torch.int32)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        number, any_failed = asked.tolist()
+        assert self._answer is not None, "who did not ask would wait for nobody, and the others for it"
+        (said, work), self._answer = self._answer, None
+        work.wait()
+        number, any_failed = said.tolist()
         return signal.Signals(number).name if number else None, bool(any_failed)
 
     def __enter__(self) -> "StopRequest":

@@ -79,9 +79,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
-    if config.profile_steps is not None and config.profile_steps[0] > total_steps:
-        first, last = config.profile_steps
-        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    profiled = _check_profiled(config.profile_steps, stream.first_step, total_steps)
     trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     one_bytes, there = saved_bytes(trained, config), len(checkpoint.checkpoints(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
@@ -90,7 +88,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed + profiled
     notes += (little_room,) if little_room else ()
     return Inputs(
         model.config,
@@ -117,6 +115,17 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in stream.state(0)):
         raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
     return stream.resumed(facts["step"], data)
+
+
+def _check_profiled(span: tuple[int, int] | None, first_step: int, total_steps: int) -> tuple[str, ...]:
+    """What to say of steps to profile that are past: a run that was started again has the words of the first."""
+    if span is None:
+        return ()
+    first, last = span
+    if first > total_steps:
+        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    said = f"warning: --profile_steps {first}:{last}: the run goes on after step {first_step}; nothing is profiled"
+    return (said,) if last <= first_step else ()
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:

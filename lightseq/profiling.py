@@ -17,7 +17,8 @@ class StepProfile:
         self._profiler: profile | None = None
 
     def before(self, step: int) -> None:
-        if self._span is not None and step == self._span[0]:
+        """Starts also where a run that resumes begins inside the span."""
+        if self._span is not None and self._profiler is None and self._span[0] <= step <= self._span[1]:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profiler = profile(activities=activities)

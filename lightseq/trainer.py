@@ -5,9 +5,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,14 @@ from torch.profiler import record_function
 
 from lightseq import checkpoint
 from lightseq.adapters import adapter_parameters
-from lightseq.attention import pack
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
-from lightseq.data import Batch, track
+from lightseq.data import track
 from lightseq.deepspeed_engine import DeepSpeedEngine
-from lightseq.endings import end_for_skipped_steps, explained_data, explained_out_of_memory
-from lightseq.engine import Engine, FsdpEngine, Update
+from lightseq.endings import explained_data, explained_out_of_memory
+from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
-from lightseq.hf import local_positions, packed_positions
-from lightseq.layout import shard
-from lightseq.loss import IGNORE_INDEX
+from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
     Meshes,
@@ -49,11 +45,10 @@ from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prep
 from lightseq.profiling import StepProfile
 from lightseq.run_facts import describe, facts
 from lightseq.saving import Saving
+from lightseq.sharding import Sharding
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
-from lightseq.window import Closed, StepResult, Window, Work
-
-MOST_SKIPPED = 20  # steps in a row without a finite gradient
+from lightseq.window import StepResult, Window, Work
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -134,6 +129,7 @@ class Trainer:
         with self.explained_out_of_memory():
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
+        self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         self.learning_rate = LearningRate(config, inputs.total_steps)
@@ -145,10 +141,10 @@ class Trainer:
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
-        self.losses: list[float] = []  # logged
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.journal = Journal(self.metrics, self.terminal, world, trained, scaled=config.fp16)
         self.watchdog: Watchdog | None = None  # while it trains
-        self._skipped = 0  # steps in a row, up to the last record
-        self._positions: dict[int, Tensor] = {}  # of this rank's tokens, by length
+        self._stop: StopRequest | None = None  # while it trains
 
     def _host_memory_bytes(self) -> float:
         budget = self.config.host_memory_budget
@@ -177,15 +173,15 @@ class Trainer:
         """Runs to the last step, or to the one after which a signal ends it."""
         with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
             around = self.saving.around() if self.saving is not None else nullcontext()
-            with StopRequest() as stop, self.explained_out_of_memory(), around:
+            with StopRequest() as self._stop, self.explained_out_of_memory(), around:
                 try:
-                    saved, stopped_by = self._run_steps(stop)
+                    saved, stopped_by = self._run_steps(self._stop)
                 finally:
                     self._mark(None, "saving")
         self.terminal.close()
         if self.metrics is not None:
             best = checkpoint.best(self.output_dir) if self.config.keep_best else None
-            self.terminal.summary(saved, self.metrics.path, self.losses, best, stopped_by)
+            self.terminal.summary(saved, self.metrics.path, self.journal.losses, best, stopped_by)
         if self._lock is not None:
             self._lock.close()
 
@@ -200,27 +196,25 @@ class Trainer:
                 window.results.append(self._step(done - 1))
             profile.after(done)
             if done % self.config.logging_steps == 0 or done == last:
-                self._record(closed)  # a step late: the device is busy with this one while the host reads
+                self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
                 own_seconds = self.engine.stopwatch.seconds()
                 closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
                 window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            stopped_by, save_failed = stop.agreed(self.saving is not None and self.saving.failed)
+            stopped_by, save_failed = stop.agreed()
             ends = done == last or stopped_by is not None
             saves |= ends and self.saving is not None
             evaluates |= saves and self.config.keep_best
             if evaluates or saves or ends:
-                self._record(closed)
+                self.journal.record(closed)
                 closed = None
-            with window.paused():
-                if self.saving is not None and save_failed:
-                    self.saving.fail()
-                if self.saving is not None and done == self.first_step + 1:
+            if self.saving is not None and save_failed:
+                self.saving.fail()
+            if self.saving is not None and done == self.first_step + 1:
+                with window.paused():
                     self.saving.prepare()
-                found = self.evaluate() if evaluates else None
-                if found is not None:
-                    self._log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
+            found = self._evaluated(done, window) if evaluates else None
             if saves and self.saving is not None:
                 self._mark(done, "saving")
                 with window.paused(saves=True):
@@ -229,6 +223,12 @@ class Trainer:
                 break
         profile.close()
         return saved, stopped_by
+
+    def _evaluated(self, done: int, window: Window) -> Perplexity:
+        with window.paused():
+            found = self.evaluate()
+            self.journal.log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
+        return found
 
     @property
     def local_tokens(self) -> int:
@@ -291,7 +291,9 @@ class Trainer:
         with self._phase(step, "update"):
             if self.saving is not None:
                 self.saving.before_overwriting()
-            norm, sick = self._update()
+            if self._stop is not None:  # the ranks agree while the host launches the update
+                self._stop.ask(self.saving is not None and self.saving.failed)
+            norm, sick = self.engine.update()
         squares = sum(batch.squares for batch in batches)
         return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
 
@@ -305,28 +307,6 @@ class Trainer:
     def _mark(self, step: int | None, phase: str) -> None:
         if self.watchdog is not None:
             self.watchdog.mark(step, phase)
-
-    def _update(self) -> Update:
-        return self.engine.update()
-
-    def shard(self, batch: Batch) -> Shard:
-        """This rank's part of a whole batch, on its device."""
-        rank, length = self.context.rank, batch.input_ids.shape[1]
-        if batch.boundaries is not None:
-            documents = pack(self.context, batch.boundaries, length)
-            ids = documents.shard(batch.input_ids, rank)
-            labels = documents.shard(batch.labels, rank, fill=IGNORE_INDEX)
-            positions = packed_positions(self.context, documents)
-            return Shard(self._on_device(ids), self._on_device(positions), self._on_device(labels), documents)
-        ids = shard(batch.input_ids, self.context.layout, rank)
-        labels = shard(batch.labels, self.context.layout, rank, fill=IGNORE_INDEX)
-        if length not in self._positions:
-            self._positions[length] = local_positions(self.context, length, self.world.device)
-        return Shard(self._on_device(ids), self._positions[length].expand(len(ids), -1), self._on_device(labels), None)
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        """A copy that the host does not wait for: from pinned memory where there is a GPU."""
-        return x.pin_memory().to(self.world.device, non_blocking=True) if self.world.device.type == "cuda" else x
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
         """Mean loss over every valid token of the evaluation data, whole and by position."""
@@ -347,28 +327,6 @@ class Trainer:
         total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
         dist.all_reduce(total)
         return total
-
-    def _record(self, closed: Closed | None) -> None:
-        if closed is not None:
-            record, sick = closed.record(), closed.sick_parameter()
-            self.losses.append(record.loss)
-            self._log(asdict(record))
-            self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
-            if not record.valid_tokens and self.world.is_main:
-                self.terminal.note(f"step {record.step}: no valid target in the batch; nothing was learnt")
-            too_high_a_scale = self.config.fp16 and self._skipped < MOST_SKIPPED  # of the loss, halved each time
-            if sick is not None and not too_high_a_scale:
-                names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-                what = f"the gradient of {names[sick]} is not finite"
-                if self.world.is_main:
-                    self.terminal.note(f"step {record.step}: {what}; the step was skipped")
-                if self._skipped >= MOST_SKIPPED:
-                    end_for_skipped_steps(record.step, self._skipped, what, self.world, self.terminal)
-
-    def _log(self, record: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(record)
-            self.terminal.show(record)
 
     def _due(self, done: int, strategy: str, every: int) -> bool:
         """Whether something happens after `done` steps; an epoch ends with the step that reads its last example."""

@@ -1,10 +1,15 @@
 """Every kernel against the oracle in float64: alignment, lse convention, masked rows, grouped heads, block backward."""
 
+import sys
+import types
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile, merge, select
+from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.reference import ReferenceKernel
 from lightseq.schedule import Mask
 
@@ -131,3 +136,14 @@ def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
 def test_a_kernel_that_cannot_run_is_refused_with_its_reason(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         select(name, KernelSpec("cpu", (0, 0), torch.float32, 64))
+
+
+def test_loading_fa4_at_every_call_repeats_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python forgets what it has warned of once whenever a filter is set."""
+    monkeypatch.setitem(sys.modules, FlashAttention4.module, types.ModuleType("stand-in"))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            FlashAttention4()._load()
+            warnings.warn("once", stacklevel=1)
+    assert [str(w.message) for w in heard] == ["once"]

@@ -7,7 +7,7 @@ import math
 import pickle
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ import llama3
 from lightseq import mlp, offload, weights
 from lightseq.config import TrainConfig
 from lightseq.data import permutation
+from lightseq.engine import Update
 from lightseq.family import preset_config
 from lightseq.mesh import World
 from lightseq.prepare import prepare
@@ -32,6 +33,7 @@ from lightseq.trainer import Trainer
 LENGTH = 61  # divides by no number of chunks
 # With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.
 SIZES = (61, 9, 40, 3, 61, 22, 2, 55)
+LONGER = 16384  # several tiles of an MLP, several chunks of the loss, and what lookups do with many tokens
 LEARNING_RATE, CLIP, STEPS = 1e-3, 0.5, 10
 CPU = torch.device("cpu")
 _runs = count()  # each into a directory of its own
@@ -93,31 +95,39 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
     return Result(losses, norms, gradients)
 
 
+def make_trainer(
+    rank: int, folder: str, model: str, device: torch.device, length: int = LENGTH, **flags: Any
+) -> Trainer:
+    """The product's own, on the ranks of a test."""
+    config = TrainConfig(
+        model_name_or_path=model, random_init=True, data_path=f"{folder}/data.pkl",
+        output_dir=f"{folder}/{next(_runs)}", model_max_length=length, overwrite_output_dir=True,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=CLIP, **flags,
+    )  # fmt: skip
+    world_size = dist.get_world_size()
+    world = World(rank, world_size, rank, world_size, device)
+    return Trainer(config, prepare(config, FAMILIES.get(model, llama2.FAMILY), world), world, "test")
+
+
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
-    """The product's own trainer on the ranks of a test."""
     mlp.TILE_TOKENS = case.tile_tokens
     offload.LEAST_BYTES = 0
-    world_size = dist.get_world_size()
-    config = TrainConfig(
-        model_name_or_path=case.model, random_init=True, data_path=f"{folder}/data.pkl",
-        output_dir=f"{folder}/{next(_runs)}",
-        model_max_length=LENGTH, max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        max_grad_norm=CLIP, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
-        sequence_parallel_size=world_size // case.data_ranks, overwrite_output_dir=True, fsdp=case.fsdp,
-        offload=case.offload, layers_per_checkpoint=case.layers_per_checkpoint,
+    trainer = make_trainer(
+        rank, folder, case.model, device,
+        max_steps=steps, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
+        sequence_parallel_size=dist.get_world_size() // case.data_ranks, fsdp=case.fsdp, offload=case.offload,
+        layers_per_checkpoint=case.layers_per_checkpoint,
         per_device_train_batch_size=1 if case.accumulation > 1 else 2,
     )  # fmt: skip
-    world = World(rank, world_size, rank, world_size, device)
-    trainer = Trainer(config, prepare(config, FAMILIES[case.model], world), world, "test")
     gradients: dict[str, Tensor] = {}
-    update = trainer._update
+    update = trainer.engine.update
 
-    def remember() -> Tensor:
+    def remember() -> Update:
         if not gradients:
             gradients.update({n: p.grad.full_tensor().clone() for n, p in trainer.model.named_parameters()})
         return update()
 
-    trainer._update = remember  # type: ignore[method-assign]
+    trainer.engine.update = remember  # type: ignore[method-assign]
     losses, norms = [], []
     for step in range(steps):
         result = trainer._step(step)
@@ -153,8 +163,12 @@ def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: 
     return wrong
 
 
+def _write_data(folder: Path) -> None:
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": [ids.tolist() for ids in _sequences()]}))
+
+
 def _run(tmp_path: Path, world: int, cases: list[Case], steps: int, device_type: str = "cpu") -> None:
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [ids.tolist() for ids in _sequences()]}))
+    _write_data(tmp_path)
     wrong = spawn(world, compare, str(tmp_path), cases, steps, device_type, device=device_type)[0]
     assert not wrong, "\n".join(wrong)
 
@@ -224,6 +238,37 @@ def test_training_on_gpus_equals_one_process(world: int, tmp_path: Path) -> None
     """In float32, where the kernel is the plain one: everything around it."""
     cases = [*_each_schedule(world, 2), *_each_schedule(world, 1)[::2]]
     _run(tmp_path, world, [*cases, Case("tiny-llama3", "zigzag", 1, 3, fsdp="")], steps=1, device_type="cuda")
+
+
+def step_without_waiting(rank: int, folder: str) -> float:
+    """The loss of a third step, in which torch raises wherever the host would wait for the device."""
+    device = torch.device("cuda", rank)
+    trainer = make_trainer(
+        rank, folder, f"{folder}/model", device, LONGER, max_steps=3, gradient_accumulation_steps=2, bf16=True,
+        optim="adamw_torch_fused", save_strategy="no",
+    )  # fmt: skip
+    for step in range(2):  # kernels are compiled, the optimizer's state is made, positions are looked at once
+        trainer._step(step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = trainer._step(2)
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):  # it would have been seen
+            result.loss.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return result.loss.item()
+
+
+@pytest.mark.gpu(1)
+def test_the_host_never_waits_for_the_device_in_a_step(tmp_path: Path) -> None:
+    _write_data(tmp_path)
+    LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LONGER,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    [loss] = spawn(1, step_without_waiting, str(tmp_path), device="cuda")
+    assert loss == pytest.approx(math.log(512), rel=0.05)
 
 
 def test_the_reference_itself_learns() -> None:

@@ -9,22 +9,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import FAMILIES, Ended, program
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from data_gen.__main__ import main as data_gen
-from lightseq import trainer, weights
+from lightseq import journal, trainer, weights
 from lightseq.checkpoint import read_facts
+from lightseq.engine import FsdpEngine, Update
 from lightseq.mesh import World
 from lightseq.metrics import read_records
 from lightseq.pickles import read_pickle
+from lightseq.preemption import StopRequest
 from lightseq.prepare import lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,17 +177,16 @@ def test_two_runs_never_write_into_one_directory(files: Files) -> None:
 
 def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
     """A program of which one rank's gradient of one parameter is not a number at some steps."""
-    update = trainer.Trainer._update
+    update, updates = FsdpEngine.update, count(1)
 
-    def planted(self: trainer.Trainer) -> Any:
-        self.updates = getattr(self, "updates", 0) + 1
-        if rank == 1 and self.updates in steps:
+    def planted(self: FsdpEngine) -> Update:
+        if next(updates) in steps and rank == 1:
             gradient = dict(self.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
             gradient.to_local().flatten()[:1] = float("nan")
         return update(self)
 
-    trainer.Trainer._update = planted  # type: ignore[method-assign]
-    trainer.MOST_SKIPPED = 3
+    FsdpEngine.update = planted  # type: ignore[method-assign]
+    journal.MOST_SKIPPED = 3
     return program(rank, family, words)
 
 
@@ -218,6 +222,24 @@ def preempted(rank: int, family: str, words: str, number: int) -> Ended:
 
     trainer.Trainer._step = signalled  # type: ignore[method-assign]
     return program(rank, family, words)
+
+
+def asked(rank: int) -> list[tuple[str | None, bool]]:
+    """What the ranks agree on in two steps; the first rank is late, the second gets a signal once it has asked."""
+    answers = []
+    with StopRequest() as stop:
+        for step in range(2):
+            time.sleep(0.2 * (rank == 0))
+            stop.ask(failed=step == 1 and rank == 0)
+            if (rank, step) == (1, 0):
+                signal.raise_signal(signal.SIGUSR1)
+            dist.all_reduce(torch.ones(1))  # as an update does
+            answers.append(stop.agreed())
+    return answers
+
+
+def test_ranks_agree_on_what_each_knew_when_it_asked() -> None:
+    assert spawn(2, asked) == [[(None, False), ("SIGUSR1", True)]] * 2
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -421,6 +443,20 @@ def test_every_rank_is_profiled(files: Files) -> None:
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((files.root / "profiled" / "profile" / f"rank{rank}.json.gz").read_bytes()))
         assert any(event["name"] == "lightseq::attention" for event in trace["traceEvents"])
+
+
+def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: Files) -> None:
+    words = [
+        files.words("llama3", "reprofiled", f"--save_steps 2 --max_steps {last} --profile_steps 2:3", more)
+        for last, more in ((2, ""), (4, "--resume_from_checkpoint True"), (5, "--resume_from_checkpoint True"))
+    ]
+    words[0] = words[0].replace("--profile_steps 2:3", "")
+    ends = train(1, "llama3", *words)
+    trace = files.root / "reprofiled" / "profile" / "rank0.json.gz"
+    names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "step 3" in names and not {"step 2", "step 4"} & names
+    past = "--profile_steps 2:3: the run goes on after step 4; nothing is profiled"
+    assert [past in end.out for end in ends] == [False, False, True]
 
 
 def test_tensorboard_gets_what_metrics_jsonl_gets(files: Files) -> None:

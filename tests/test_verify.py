@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import attention, bundles, comm, mlp, offload, trainer, verify, verify_model, weights
+from lightseq import attention, bundles, comm, mlp, offload, sharding, trainer, verify, verify_model, weights
 from lightseq.__main__ import BOTH
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layout import Layout
@@ -120,20 +120,20 @@ def _drop_move_unproven(rank: int) -> Iterator[None]:
 
 
 def _shift_labels(rank: int) -> Any:
-    right = trainer.Trainer.shard
+    right = sharding.Sharding.__call__
 
-    def wrong(self: trainer.Trainer, batch: Any) -> Any:
+    def wrong(self: sharding.Sharding, batch: Any) -> Any:
         mine = right(self, batch)
         return mine._replace(labels=mine.labels.roll(-1, 1))  # once more, inside the shard
 
-    return mock.patch.object(trainer.Trainer, "shard", wrong)
+    return mock.patch.object(sharding.Sharding, "__call__", wrong)
 
 
 def _restart_positions(rank: int) -> Any:
     def wrong(context: attention.SequenceContext, length: int, device: torch.device) -> Tensor:
         return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
 
-    return mock.patch.object(trainer, "local_positions", wrong)
+    return mock.patch.object(sharding, "local_positions", wrong)
 
 
 def _divide_wrongly(rank: int) -> Any:

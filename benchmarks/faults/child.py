@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import llama2
-from lightseq import state_files, trainer
+from lightseq import journal, state_files, trainer
+from lightseq.engine import FsdpEngine, Update
 
 
 def train(command: list[str]) -> None:
@@ -57,10 +58,10 @@ def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
 
 def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
     """One rank's gradient of one parameter is not a number from one step to another."""
-    update, seen = trainer.Trainer._update, [0]
-    trainer.MOST_SKIPPED = most
+    update, seen = FsdpEngine.update, [0]
+    journal.MOST_SKIPPED = most
 
-    def planted(self: trainer.Trainer) -> Any:
+    def planted(self: FsdpEngine) -> Update:
         seen[0] += 1
         if rank == culprit and first <= seen[0] <= last:
             gradient = dict(self.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
@@ -68,7 +69,7 @@ def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
             gradient.to_local().flatten()[:1] = float("nan")  # type: ignore[attr-defined]
         return update(self)
 
-    trainer.Trainer._update = planted  # type: ignore[method-assign]
+    FsdpEngine.update = planted  # type: ignore[method-assign]
 
 
 def skips(rank: int, at: int) -> None:

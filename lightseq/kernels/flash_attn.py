@@ -7,8 +7,9 @@ flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cu
 import importlib
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from torch import Tensor
 from lightseq.kernels.base import GradientRoom, KernelSpec
 from lightseq.kernels.segments import Lengths
 from lightseq.kernels.torch_native import half_on_cuda
+
+_PLAIN: Final[dict[str, Any]] = {  # what FA2 could do besides
+    "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,7 @@ class FlashAttention2(_FlashAttention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._load()._flash_attn_forward(
-            q, k, v, 0.0, scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
+        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, 0.0, scale, causal, **_PLAIN, return_softmax=False)
         return out, lse
 
     def backward(
@@ -68,8 +70,8 @@ class FlashAttention2(_FlashAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, window_size_left=-1,
-            window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_PLAIN,
+            deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -77,9 +79,8 @@ class FlashAttention2(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._load()._flash_attn_varlen_forward(
-            q, k, v, *lengths, 0.0, scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
+            q, k, v, *lengths, 0.0, scale, causal, **_PLAIN, return_softmax=False
+        )
         return out, lse
 
     def backward_varlen(
@@ -88,8 +89,8 @@ class FlashAttention2(_FlashAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, window_size_left=-1,
-            window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_PLAIN,
+            deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -125,40 +126,33 @@ class FlashAttention4(_FlashAttention):
     lowest = (9, 0)
 
     def _load(self) -> ModuleType:
-        # It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect.
-        warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
+        _silence_fa4()
         return super()._load()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._load()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into
-        )
-        return out, lse
+        return self.forward_varlen(q, k, v, None, causal, scale, into)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = _room(into, (q, k, v))
-        self._load()._flash_attn_bwd(
-            q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
-            deterministic=self.deterministic,
-        )  # fmt: skip
-        return dq, dk, dv
+        return self.backward_varlen(dout, q, k, v, out, lse, None, causal, scale, into)
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of one sequence each in a batch where there are no lengths."""
         out, lse, *_ = self._load()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
         )
         return out, lse
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
-        scale: float, into: GradientRoom = (None, None, None),
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        causal: bool, scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _room(into, (q, k, v))
         self._load()._flash_attn_bwd(
@@ -176,8 +170,16 @@ def _room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Ten
     ]
 
 
-def _named(lengths: Lengths) -> dict[str, Any]:
+def _named(lengths: Lengths | None) -> dict[str, Any]:
+    if lengths is None:
+        return {}
     return {
         "cu_seqlens_q": lengths.q, "cu_seqlens_k": lengths.k,
         "max_seqlen_q": lengths.longest_q, "max_seqlen_k": lengths.longest_k,
     }  # fmt: skip
+
+
+@cache  # every call would make Python forget which warnings it has given once
+def _silence_fa4() -> None:
+    """It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect."""
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)

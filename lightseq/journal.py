@@ -1,0 +1,55 @@
+"""What a run says of its steps, in its metrics and on the terminal; it ends one that learns from none any more."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightseq.endings import end_for_skipped_steps
+from lightseq.mesh import World
+from lightseq.metrics import MetricsFile
+from lightseq.terminal import Terminal
+from lightseq.window import Closed
+
+MOST_SKIPPED = 20  # steps in a row without a finite gradient
+
+
+class Journal:
+    """Every rank reads the same figures, for they end together; the one with `metrics` writes and shows them.
+
+    `trained` are the names of the parameters in the order in which a window numbers them; `scaled` whether the loss is,
+    by a factor that is halved after each step that it made overflow.
+    """
+
+    def __init__(
+        self, metrics: MetricsFile | None, terminal: Terminal, world: World, trained: Sequence[str], scaled: bool
+    ) -> None:
+        self._metrics, self._terminal, self._world = metrics, terminal, world
+        self._trained, self._scaled = trained, scaled
+        self.losses: list[float] = []
+        self._skipped = 0  # steps in a row, up to the last record
+
+    def record(self, closed: Closed | None) -> None:
+        """Waits for the device to have finished a window, if there is one, and says what came of it."""
+        if closed is None:
+            return
+        record, sick = closed.record(), closed.sick_parameter()
+        self.losses.append(record.loss)
+        self.log(asdict(record))
+        self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
+        if not record.valid_tokens:
+            self._note(f"step {record.step}: no valid target in the batch; nothing was learnt")
+        too_high_a_scale = self._scaled and self._skipped < MOST_SKIPPED
+        if sick is not None and not too_high_a_scale:
+            what = f"the gradient of {self._trained[sick]} is not finite"
+            self._note(f"step {record.step}: {what}; the step was skipped")
+            if self._skipped >= MOST_SKIPPED:
+                end_for_skipped_steps(record.step, self._skipped, what, self._world, self._terminal)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(record)
+            self._terminal.show(record)
+
+    def _note(self, line: str) -> None:
+        if self._world.is_main:
+            self._terminal.note(line)
