@@ -82,7 +82,8 @@ class Saver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._together(staging.finish)
+                self._together(staging.finish)  # before all that can fail: the next update waits for it
+            self._on_main(lambda: _empty(partial / STATE))
             hashes = self._together(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
             return {f"{STATE}/{name}": digest for found in hashes for name, digest in found.items()}
@@ -93,6 +94,7 @@ class Saver:
         """Saves what an engine writes itself, on every rank, while the training waits."""
 
         def write(partial: Path) -> Hashes:
+            self._on_main(lambda: _empty(partial / STATE))
             self._together(lambda: write_files(partial))
             return {}
 
@@ -145,7 +147,6 @@ class Saver:
         self, final: Path, facts: dict[str, Any], states: dict[str, Any], write: Callable[[Path], Hashes]
     ) -> None:
         partial = final.with_name(final.name + PARTIAL)
-        self._on_main(lambda: _empty(partial / STATE))
         try:
             hashes = write(partial)
             states_file = partial / STATE / randomness.file_of(self._world.rank)

@@ -242,6 +242,19 @@ def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(fil
     assert complaint(files / output / "checkpoint-1") is None
 
 
+def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)  # the next update waits for the copies
+    monkeypatch.setattr(saver, "_empty", full)
+    end = in_one_process(words(files, "full", SAVED))
+    assert end.status == 1 and end.err.count("\n") == 1
+    assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
+
+
 def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = state_files.write
 
