@@ -5,6 +5,7 @@ own, so that what fails on one of them fails on all. The directory gets the name
 been read back as it was written; only then are older ones deleted.
 """
 
+import functools
 import json
 import shutil
 import socket
@@ -90,12 +91,13 @@ class Saver:
 
         return self._start(step, facts, write, beside=staging is not None)
 
-    def save_now(self, step: int, facts: dict[str, Any], write_files: Callable[[Path], None]) -> Path:
-        """Saves what an engine writes itself, on every rank, while the training waits."""
+    def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
+        """Saves what an engine writes itself, part after part, on every rank, while the training waits."""
 
         def write(partial: Path) -> Hashes:
             self._on_main(lambda: _empty(partial / STATE))
-            self._together(lambda: write_files(partial))
+            for write_part in parts:
+                self._together(functools.partial(write_part, partial))
             return {}
 
         self.wait()
@@ -189,7 +191,7 @@ class Saver:
         error, result = None, None
         try:
             result = do()
-        except (OSError, RuntimeError, ValueError) as failure:
+        except Exception as failure:  # safetensors' own error is none of the built-in kinds
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
             # Whoever's own disk failed says why; the others know only that somebody's did.
             error = (not isinstance(failure, OSError), f"{first_line(failure)} {where}")
