@@ -14,7 +14,8 @@ from typing import NoReturn
 from data_gen.output import up_to, write
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
-from lightseq.corpus import batches, with_bar
+from lightseq.corpus import batches
+from lightseq.progress import with_bar
 from lightseq.tokens import first_line, load_tokenizer
 
 TEXT_HELP = """\

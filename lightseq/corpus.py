@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from lightseq.data import WindowExamples, check_ids, open_windows
+from lightseq.progress import with_bar
 from lightseq.rows import Named, identity, rows_of
 from lightseq.samples import Kind, encode, kind_of
 from lightseq.tokens import IntArray, Reading, Targets, Tokenizer, plural, write_token_directory
@@ -162,14 +163,3 @@ def batches(items: Iterable[T]) -> Iterator[list[T]]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, BATCH)):
         yield batch
-
-
-def with_bar(items: Iterable[T], total: int | None = None, progress: bool = True) -> Iterator[T]:
-    """Counts documents on a terminal's stderr, and shows nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:
-        yield from bar.track(items, total=total)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from lightseq.tokens import (
 )
 
 IGNORE_INDEX = -100
-T = TypeVar("T")
 Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -197,15 +196,6 @@ def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
             yield ids, labels
 
     return cut_sequences(path, checked(), length)
-
-
-def track(items: Sequence[T], description: str, progress: bool) -> Iterable[T]:
-    """The items, under a bar where there is a terminal and progress is wanted."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(items, description, console=console, disable=not (progress and console.is_terminal))
 
 
 def open_examples(

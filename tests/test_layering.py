@@ -53,6 +53,7 @@ LAYERS = {
     "lightseq.rows": 3,
     "lightseq.samples": 3,
     "lightseq.corpus": 3,
+    "lightseq.progress": 3,
     "lightseq.loss": 3,
     "lightseq.flops": 3,
     "lightseq.fp8": 3,
