@@ -308,12 +308,13 @@ class BatchStream:
         return self.first_step - (self.first_place - self.end) // self.sequences_per_step
 
     def state(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps: how far the line was read, and what decides its order."""
+        """What a checkpoint keeps: how far the line was read, by how many a step, and what decides its order."""
         return {
             "places": self.places_after(step),
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,
+            "sequences_per_step": self.sequences_per_step,
         }
 
     def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
@@ -326,7 +327,8 @@ class BatchStream:
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
             )
         stream = replace(self, first_step=step, first_place=state["places"])
-        if state["places"] == now["places"]:
+        before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say
+        if before == self.sequences_per_step:
             return stream, ()
         goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
         return stream, (f"resumed with another number of sequences a step: {goes_on}",)

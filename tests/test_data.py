@@ -398,7 +398,10 @@ def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path
         ]
         assert len(notes) == (after.sequences_per_step != 6)
         assert resumed.epochs_after(resumed.steps) == 1 and resumed.state(resumed.steps)["places"] >= 40
-    again, _ = resumed.resumed(10, resumed.state(10))  # of one that was resumed before
+        older = {key: value for key, value in before.state(4).items() if key != "sequences_per_step"}
+        assert after.resumed(4, older) == (resumed, notes)
+    again, notes = after.resumed(10, resumed.state(10))  # of one that was resumed before
+    assert notes == (), "nothing is another since then"
     assert ids_of(again, range(10, 12)) == ids_of(resumed, range(10, 12))
 
 
