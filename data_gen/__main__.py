@@ -16,7 +16,8 @@ from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
 from lightseq.corpus import batches
 from lightseq.progress import with_bar
-from lightseq.tokens import first_line, load_tokenizer
+from lightseq.tokenizer import load_tokenizer
+from lightseq.tokens import first_line
 
 TEXT_HELP = """\
 SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is

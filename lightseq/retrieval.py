@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.data import IGNORE_INDEX, BatchStream, Example, Examples, window
+from lightseq.data import BatchStream
 from lightseq.loss import likeliest_tokens, token_losses
 from lightseq.needle import Ids, Search
 from lightseq.parallelize import Reading
 from lightseq.perplexity import evaluating
 from lightseq.progress import with_bar
 from lightseq.trainer import Trainer
+from lightseq.windows import IGNORE_INDEX, Example, Examples, window
 
 
 @dataclass(frozen=True)

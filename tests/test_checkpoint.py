@@ -22,10 +22,11 @@ from benchmarks.saving import costs
 from lightseq import disk, manifest, saver, staging, state_files, trainer, weights
 from lightseq.checkpoint import FACTS, STATE, find, read_facts
 from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, open_pickle
+from lightseq.data import BatchStream
 from lightseq.flops import total_parameters
 from lightseq.manifest import MANIFEST, File, complaint
 from lightseq.mesh import World
+from lightseq.windows import open_pickle
 
 SAVED = "--max_steps 4 --save_steps 1"
 

@@ -14,9 +14,11 @@ from programs import Ended, program
 from worlds import spawn
 
 from lightseq import corpus
-from lightseq.data import IGNORE_INDEX, WindowExamples, open_examples
+from lightseq.data import open_examples
 from lightseq.metrics import read_records
-from lightseq.tokens import ByteTokenizer, Reading, Tokenizer, load_tokenizer
+from lightseq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.tokens import Reading
+from lightseq.windows import IGNORE_INDEX, WindowExamples
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightseq.data import IGNORE_INDEX, BatchStream, open_examples
-from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, open_token_directory, write_token_directory
+from lightseq.data import BatchStream, open_examples
+from lightseq.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.tokens import Reading, open_token_directory, write_token_directory
+from lightseq.windows import IGNORE_INDEX
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:

@@ -28,7 +28,8 @@ from lightseq.evaluation_tasks import haystack
 from lightseq.mesh import World
 from lightseq.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.perplexity import bin_starts, perplexity
-from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, write_token_directory
+from lightseq.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.tokens import Reading, write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks

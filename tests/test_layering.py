@@ -48,6 +48,8 @@ LAYERS = {
     "lightseq.data": 3,
     "lightseq.packing": 3,
     "lightseq.tokens": 3,
+    "lightseq.tokenizer": 3,
+    "lightseq.windows": 3,
     "lightseq.pickles": 3,
     "lightseq.lazy_texts": 3,
     "lightseq.rows": 3,
