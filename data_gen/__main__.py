@@ -14,8 +14,10 @@ from typing import NoReturn
 from data_gen.output import up_to, write
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
-from lightseq.corpus import batches, with_bar
-from lightseq.tokens import first_line, load_tokenizer
+from lightseq.corpus import batches
+from lightseq.progress import with_bar
+from lightseq.tokenizer import load_tokenizer
+from lightseq.tokens import first_line
 
 TEXT_HELP = """\
 SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import itertools
@@ -14,16 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from lightseq.data import WindowExamples, check_ids, open_windows
+import numpy as np
+
+from lightseq.progress import with_bar
 from lightseq.rows import Named, identity, rows_of
 from lightseq.samples import Kind, encode, kind_of
-from lightseq.tokens import IntArray, Reading, Targets, Tokenizer, open_token_directory, plural, write_token_directory
+from lightseq.tokenizer import Targets, Tokenizer
+from lightseq.tokens import IntArray, Reading, plural, write_token_directory
+from lightseq.windows import WindowExamples, check_ids, open_windows
 
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once
 HEAD_START: Final = 0.5  # seconds
 STORIES: Final = 5  # rows left out that are named
-VERSION: Final = 1  # of what these modules make of a row
+VERSION: Final = 2  # of what these modules make of a row
 
 
 @dataclass
@@ -45,13 +50,13 @@ def open_rows(
     """Windows of the rows' tokens, from the cache where they are. Raises ValueError naming the row that is wrong."""
     directory = tokenised(source, vocab_size, tokenizer, reading, progress)
     examples = open_windows(directory, length, vocab_size)
-    meta, sizes = examples.source.meta, examples.source.offsets[1:] - examples.source.offsets[:-1]
+    meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
     notes += left_out(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
-    return WindowExamples(examples.source, length, vocab_size, examples.first_window, (*notes, *examples.notes))
+    return dataclasses.replace(examples, notes=(*notes, *examples.notes))
 
 
 def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
@@ -80,7 +85,6 @@ def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading
                 _write(
                     directory, source, vocab_size, tokenizer, reading, {**about, "fingerprint": fingerprint}, progress
                 )
-    open_token_directory(directory)
     return directory
 
 
@@ -149,6 +153,8 @@ def _documents(
             check_ids(ids, vocab_size, where)
             if len(ids) < 2:
                 skipped.add("of one token", where)
+            elif targets is not None and not kind.masked and not targets[1:].all():
+                raise ValueError(f"{where} has labels, and the first row has none; give every row labels")
             else:
                 yield ids, targets
 
@@ -158,14 +164,3 @@ def batches(items: Iterable[T]) -> Iterator[list[T]]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, BATCH)):
         yield batch
-
-
-def with_bar(items: Iterable[T], total: int | None = None, progress: bool = True) -> Iterator[T]:
-    """Counts documents on a terminal's stderr, and shows nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:
-        yield from bar.track(items, total=total)

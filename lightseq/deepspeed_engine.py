@@ -159,7 +159,7 @@ class DeepSpeedEngine:
             )
 
     def facts(self) -> dict[str, Any]:
-        return {"engine": self._settings.name, "ranks": self._world.size}
+        return {"engine": self._settings.name}
 
 
 def check_harmless(state: Path) -> None:

@@ -42,7 +42,7 @@ UNUSED: Final = (
     *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "gradient_checkpointing"),
     *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
     *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "lora_rank", "lora_alpha"),
-    "lora_target_modules",
+    *("lora_target_modules", "deepspeed", "async_save"),
 )
 
 
@@ -59,7 +59,7 @@ def main(family: Family, argv: Sequence[str]) -> int:
         task = agree(world, lambda: _prepare(asked, config, family, world))
         trainer = Trainer(config, task.inputs, world, None)
         if world.is_main:
-            trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given)])
+            trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()
         outcome = task.run(trainer)
         seconds = time.perf_counter() - begin
@@ -128,18 +128,20 @@ def _timeout(words: Sequence[str]) -> float:
 
 
 def _without_training(config: TrainConfig) -> TrainConfig:
-    """Nothing waits for a backward pass."""
+    """Nothing waits for a backward pass, and nothing is updated."""
     offload = "optimizer" if config.offload in ("optimizer", "both") else "none"
     return dataclasses.replace(
         config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, profile_steps=None, offload=offload,
         host_memory_budget=None, device_memory_budget=None, lora_rank=None, lora_alpha=None,
-        lora_target_modules=TrainConfig.lora_target_modules,
+        lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
     )  # fmt: skip
 
 
-def _notes(config: TrainConfig) -> list[str]:
+def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    unused = [f"--{flag}" for flag in UNUSED if getattr(config, flag) != defaults[flag]]
+    unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
+    if given.offload != config.offload:  # what it says of the weights is honoured
+        unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
     return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
 
 

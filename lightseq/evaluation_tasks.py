@@ -7,16 +7,17 @@ from typing import Any, Final
 import numpy as np
 
 from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, Examples, WindowExamples, require_target
+from lightseq.data import BatchStream, require_target
 from lightseq.lengths import tokens
 from lightseq.mesh import World
 from lightseq.needle import IdNeedles, Ids, TextNeedles, make_search
 from lightseq.perplexity import POWERS, Bin, Perplexity, bin_starts, perplexity
 from lightseq.prepare import FoundModel, Inputs, evaluation_stream, fetch, find_examples
 from lightseq.retrieval import Cell, Texts, asking, by_decoding, by_likelihood
-from lightseq.tokens import Tokenizer, load_tokenizer
+from lightseq.tokenizer import Tokenizer, load_tokenizer
 from lightseq.trainer import Trainer
 from lightseq.weights import has_tokenizer
+from lightseq.windows import Examples, WindowExamples
 
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 HAYSTACKS = 4  # times the longest text is read, so that texts differ

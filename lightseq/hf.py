@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
 from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
-from lightseq.data import IGNORE_INDEX
 from lightseq.documents import check_boundaries, restarting_positions
 from lightseq.kernels import KernelSpec
 from lightseq.layout import shard
 from lightseq.schedule_cost import AttentionShape
+from lightseq.windows import IGNORE_INDEX
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")

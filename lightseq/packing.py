@@ -12,18 +12,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data import (
+from lightseq.data import open_examples
+from lightseq.tokenizer import Tokenizer
+from lightseq.tokens import Reading, plural
+from lightseq.windows import (
     Aligned,
     Example,
     Examples,
     SequenceExamples,
     WindowExamples,
-    open_examples,
+    first_windows,
+    place_of,
     window,
     window_counts,
     window_sizes,
 )
-from lightseq.tokens import Reading, Tokenizer, plural
 
 WHOLE = 1 << 62  # a length that cuts nothing
 
@@ -47,11 +50,8 @@ class SequenceWindows:
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        sequence = int(np.searchsorted(self._first, index, side="right")) - 1
-        ids, labels = self.sequences[sequence]
-        return window(ids, labels, (index - int(self._first[sequence])) * self.length, self.length)
+        sequence, start = place_of(self._first, index, self.length)
+        return window(*self.sequences[sequence], start, self.length)
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -63,7 +63,7 @@ class SequenceWindows:
 
     @cached_property
     def _first(self) -> NDArray[np.int64]:
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(self._sizes, self.length))])
+        return first_windows(self._sizes, self.length)
 
 
 @dataclass(frozen=True)

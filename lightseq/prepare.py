@@ -16,7 +16,7 @@ from lightseq.adapters import Lora, adapter_parameters, lora_of
 from lightseq.architecture import Architecture, examine, heads_of
 from lightseq.checkpoint import ANEW, Found
 from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, Examples, open_examples, require_target
+from lightseq.data import BatchStream, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.disk import check_disk, saved_bytes, saves_left
 from lightseq.family import Family, apply_rope, context_warning, resolve
@@ -29,6 +29,7 @@ from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
 from lightseq.tokens import Reading
+from lightseq.windows import Examples
 
 LOCK = "lock"  # in the output directory, of the run that writes there
 
@@ -112,7 +113,8 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
         return stream, ()
     facts = checkpoint.read_facts(resume_from)
     data = facts.get(checkpoint.DATA)
-    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in stream.state(0)):
+    needed = stream.state(0).keys() - {"sequences_per_step"}  # which older ones do not say
+    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
     return stream.resumed(facts["step"], data)
 

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.data import IGNORE_INDEX, BatchStream, Example, Examples, track, window
+from lightseq.data import BatchStream
 from lightseq.loss import likeliest_tokens, token_losses
 from lightseq.needle import Ids, Search
 from lightseq.parallelize import Reading
 from lightseq.perplexity import evaluating
+from lightseq.progress import with_bar
 from lightseq.trainer import Trainer
+from lightseq.windows import IGNORE_INDEX, Example, Examples, window
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def sums(trainer: Trainer, stream: BatchStream, read: Reading, description: str)
     """What the model says of the targets of each text, added up: alike on every rank, whoever holds the targets."""
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
-        for step in track(range(stream.steps), description, trainer.world.is_main):
+        for step in with_bar(range(stream.steps), None, trainer.world.is_main, description):
             batch = stream.batch(step, 0, trainer.inputs.data_rank)
             said = trainer.loss_model(*trainer.shard(batch), read)
             first = (step * stream.data_ranks + trainer.inputs.data_rank) * stream.batch_size

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from lightseq.rows import Row, text_in
-from lightseq.tokens import IntArray, Part, Targets, Tokenizer, first_line
+from lightseq.tokenizer import Part, Targets, Tokenizer
+from lightseq.tokens import IntArray, first_line
 
 CHATS: Final = ("messages", "conversations")
 PAIRS: Final = (

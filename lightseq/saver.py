@@ -5,6 +5,7 @@ own, so that what fails on one of them fails on all. The directory gets the name
 been read back as it was written; only then are older ones deleted.
 """
 
+import functools
 import json
 import shutil
 import socket
@@ -82,18 +83,21 @@ class Saver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._together(staging.finish)
+                self._together(staging.finish)  # before all that can fail: the next update waits for it
+            self._on_main(lambda: _empty(partial / STATE))
             hashes = self._together(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
             return {f"{STATE}/{name}": digest for found in hashes for name, digest in found.items()}
 
         return self._start(step, facts, write, beside=staging is not None)
 
-    def save_now(self, step: int, facts: dict[str, Any], write_files: Callable[[Path], None]) -> Path:
-        """Saves what an engine writes itself, on every rank, while the training waits."""
+    def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
+        """Saves what an engine writes itself, part after part, on every rank, while the training waits."""
 
         def write(partial: Path) -> Hashes:
-            self._together(lambda: write_files(partial))
+            self._on_main(lambda: _empty(partial / STATE))
+            for write_part in parts:
+                self._together(functools.partial(write_part, partial))
             return {}
 
         self.wait()
@@ -145,7 +149,6 @@ class Saver:
         self, final: Path, facts: dict[str, Any], states: dict[str, Any], write: Callable[[Path], Hashes]
     ) -> None:
         partial = final.with_name(final.name + PARTIAL)
-        self._on_main(lambda: _empty(partial / STATE))
         try:
             hashes = write(partial)
             states_file = partial / STATE / randomness.file_of(self._world.rank)
@@ -188,7 +191,7 @@ class Saver:
         error, result = None, None
         try:
             result = do()
-        except (OSError, RuntimeError, ValueError) as failure:
+        except Exception as failure:  # safetensors' own error is none of the built-in kinds
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
             # Whoever's own disk failed says why; the others know only that somebody's did.
             error = (not isinstance(failure, OSError), f"{first_line(failure)} {where}")

@@ -54,13 +54,19 @@ class Saving:
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoint.LOSS: eval_loss}
         tensors = self._engine.tensors()
         if tensors is None:
-            return self._saver.save_now(step, facts, self._write_now)
+            return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
         return self._saver.save(step, facts, tensors, self._write_model)
 
-    def _write_now(self, directory: Path) -> None:
-        engine, source = self._engine, self._inputs.weights
-        weights.save_pretrained(engine.model, directory, self._dtype, source, engine.whole_parameters())
-        engine.save_state(directory / checkpoint.STATE)
+    def _write_gathered(self, directory: Path) -> None:
+        whole = self._engine.whole_parameters()
+        try:
+            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.weights, whole)
+        finally:
+            for _ in whole:  # all ranks gather each of them, whether or not the disk takes it
+                pass
+
+    def _write_state(self, directory: Path) -> None:
+        self._engine.save_state(directory / checkpoint.STATE)
 
     def _write_model(self, directory: Path, state: Path) -> None:
         whole = state_files.whole_tensors(state, "model.")

@@ -17,7 +17,6 @@ from lightseq import checkpoint
 from lightseq.adapters import adapter_parameters
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
-from lightseq.data import track
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.endings import explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine
@@ -43,6 +42,7 @@ from lightseq.plan_training import plan_of_layers
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
+from lightseq.progress import with_bar
 from lightseq.run_facts import describe, facts
 from lightseq.saving import Saving
 from lightseq.sharding import Sharding
@@ -314,7 +314,7 @@ class Trainer:
         assert stream is not None, "evaluation was refused without data"
 
         def shards() -> Iterator[Shard]:
-            for step in track(range(stream.steps), "evaluating", shows_progress and self.world.is_main):
+            for step in with_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
                 self._mark(None, "evaluation")
                 yield self.shard(stream.batch(step, 0, data_rank))
 

@@ -14,17 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import Ended, program, run_in
+from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from worlds import GPU_WORLDS, spawn
 
 from benchmarks.saving import costs
-from lightseq import disk, manifest, saver, staging, state_files, trainer
+from lightseq import disk, manifest, saver, staging, state_files, trainer, weights
 from lightseq.checkpoint import FACTS, STATE, find, read_facts
 from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, open_pickle
+from lightseq.data import BatchStream
 from lightseq.flops import total_parameters
 from lightseq.manifest import MANIFEST, File, complaint
 from lightseq.mesh import World
+from lightseq.windows import open_pickle
 
 SAVED = "--max_steps 4 --save_steps 1"
 
@@ -218,28 +220,61 @@ def test_the_training_goes_on_while_a_checkpoint_of_before_is_written(files: Pat
     assert losses(files, "beside") == losses(files, "inline")
 
 
-def with_a_failing_disk(rank: int, runs: list[str]) -> list[Ended]:
-    describe = manifest.describe
+def with_a_failing_disk(rank: int, failing: str, runs: list[str]) -> list[Ended]:
+    """Rank 1 cannot read back what it wrote, or safetensors, which has an error of its own, cannot write on rank 0."""
+    describe, save_file = manifest.describe, weights.save_file
 
-    def failing(path: Path) -> File:
+    def read(path: Path) -> File:
         if rank == 1 and "checkpoint-2" in str(path):
             raise OSError(28, "No space left on device")
         return describe(path)
 
-    manifest.describe = failing
+    def write(tensors: Any, path: Path, **kwargs: Any) -> None:
+        if "checkpoint-2" in str(path):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, **kwargs)
+
+    if failing == "read":
+        manifest.describe = read
+    else:
+        weights.save_file = write
     return programs(rank, runs)
 
 
-@pytest.mark.parametrize("beside", ["True", pytest.param("False", marks=pytest.mark.slow)])
-def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(files: Path, beside: str) -> None:
-    output = f"failing-{beside}"
+DISKS = {
+    "read": "[Errno 28] No space left on device (rank 1 on ",
+    "write": "I/O error: No space left on device (os error",
+}
+
+
+@pytest.mark.parametrize(
+    ("failing", "beside"),
+    [("read", "True"), ("write", "True"), pytest.param("read", "False", marks=pytest.mark.slow)],
+)
+def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
+    files: Path, failing: str, beside: str
+) -> None:
+    output = f"failing-{failing}-{beside}"
     flags = f"{SAVED} --async_save {beside} --save_total_limit 1"
-    ends = [ranks[0] for ranks in spawn(2, with_a_failing_disk, [words(files, output, flags)])]
+    ends = [ranks[0] for ranks in spawn(2, with_a_failing_disk, failing, [words(files, output, flags)])]
     assert [end.status for end in ends] == [1, 1]
-    assert ends[0].err.startswith("error: ") and "checkpoint-2 could not be saved: [Errno 28] No space" in ends[0].err
-    assert "(rank 1 on " in ends[0].err and ends[0].err.count("\n") == 1 and ends[1].err == ""
+    assert ends[0].err.startswith("error: ") and f"checkpoint-2 could not be saved: {DISKS[failing]}" in ends[0].err
+    assert ends[0].err.count("\n") == 1 and ends[1].err == ""
     assert [path.name for path in (files / output).glob("checkpoint-*")] == ["checkpoint-1"]
     assert complaint(files / output / "checkpoint-1") is None
+
+
+def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)  # the next update waits for the copies
+    monkeypatch.setattr(saver, "_empty", full)
+    end = in_one_process(words(files, "full", SAVED))
+    assert end.status == 1 and end.err.count("\n") == 1
+    assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 
 
 def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

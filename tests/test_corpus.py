@@ -14,9 +14,11 @@ from programs import Ended, program
 from worlds import spawn
 
 from lightseq import corpus
-from lightseq.data import IGNORE_INDEX, WindowExamples, open_examples
+from lightseq.data import open_examples
 from lightseq.metrics import read_records
-from lightseq.tokens import ByteTokenizer, Reading, Tokenizer, load_tokenizer
+from lightseq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.tokens import Reading
+from lightseq.windows import IGNORE_INDEX, WindowExamples
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (
@@ -263,6 +265,10 @@ def test_what_is_left_out_is_counted_named_and_kept(tmp_path: Path) -> None:
         ('{"text": "naïve"}\n', "line 1 holds the token id 256, outside the model's vocabulary of 256"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, and tokenizer byte has no chat template"),
         ('{"input_ids": [1, "2"]}', "not a list of integers"),
+        (
+            '{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}',
+            "line 2 has labels, and the first row has none; give every row labels",
+        ),
     ],
 )
 def test_bad_rows_are_one_line_with_file_and_row(tmp_path: Path, content: str, line: str) -> None:

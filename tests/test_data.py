@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightseq.data import IGNORE_INDEX, BatchStream, open_examples
-from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, open_token_directory, write_token_directory
+from lightseq.data import BatchStream, open_examples
+from lightseq.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.tokens import Reading, open_token_directory, write_token_directory
+from lightseq.windows import IGNORE_INDEX
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:
@@ -398,7 +400,10 @@ def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path
         ]
         assert len(notes) == (after.sequences_per_step != 6)
         assert resumed.epochs_after(resumed.steps) == 1 and resumed.state(resumed.steps)["places"] >= 40
-    again, _ = resumed.resumed(10, resumed.state(10))  # of one that was resumed before
+        older = {key: value for key, value in before.state(4).items() if key != "sequences_per_step"}
+        assert after.resumed(4, older) == (resumed, notes)
+    again, notes = after.resumed(10, resumed.state(10))  # of one that was resumed before
+    assert notes == (), "nothing is another since then"
     assert ids_of(again, range(10, 12)) == ids_of(resumed, range(10, 12))
 
 

@@ -16,7 +16,8 @@ from data_gen.__main__ import main
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, document, needle_depths
 from lightseq.data import open_examples
-from lightseq.tokens import ByteTokenizer, open_token_directory
+from lightseq.tokenizer import ByteTokenizer
+from lightseq.tokens import open_token_directory
 
 
 def run(*arguments: object) -> int:

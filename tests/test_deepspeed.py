@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from programs import Ended, program
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small import CONFIG, losses, words, write_inputs
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
-from lightseq import trainer
+from lightseq import trainer, weights
 from lightseq.checkpoint import read_facts
 from lightseq.config import TrainConfig
 from lightseq.deepspeed_engine import DeepSpeedEngine
@@ -66,6 +67,14 @@ class Remembering(DeepSpeedEngine):
 def run(rank: int, runs: list[str]) -> list[Ended]:
     trainer.DeepSpeedEngine = Remembering  # type: ignore[misc]
     return [program(rank, "llama3", line) for line in runs]
+
+
+def with_a_full_disk(rank: int, line: str) -> Ended:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    weights.save_file, weights.SHARD_BYTES = full, 1  # at the first of many tensors
+    return program(rank, "llama3", line)
 
 
 def trained(world: int, runs: list[str]) -> list[Ended]:
@@ -173,3 +182,13 @@ def test_three_ranks_on_one_sequence_equal_fsdp2(files: Path) -> None:
     engine = f"--deepspeed {files}/zero3.json"
     trained(3, [words(files, "three-fsdp2", common), words(files, "three-zero3", f"{common} {engine}")])
     assert_equal_runs(files, "three-zero3", "three-fsdp2", step=2)
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_no_rank_waiting_for_weights_to_gather(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "zero3.json").write_text(json.dumps(FILES["zero3"]))
+    line = words(tmp_path, "full", f"{COMMON} --deepspeed {tmp_path}/zero3.json --step_timeout 20")
+    ends = spawn(2, with_a_full_disk, line)
+    assert [end.status for end in ends] == [1, 1]
+    assert "checkpoint-2 could not be saved: I/O error: No space left on device" in ends[0].err

@@ -22,12 +22,14 @@ from worlds import spawn
 
 from lightseq import evaluate
 from lightseq.__main__ import BOTH
+from lightseq.config import TrainConfig
 from lightseq.data import open_examples
 from lightseq.evaluation_tasks import haystack
 from lightseq.mesh import World
 from lightseq.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.perplexity import bin_starts, perplexity
-from lightseq.tokens import ByteTokenizer, Reading, load_tokenizer, write_token_directory
+from lightseq.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.tokens import Reading, write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -456,6 +458,26 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
     assert "for training alone, not used here: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
+
+
+def test_what_only_training_does_is_named_and_not_done() -> None:
+    flags = "--model_name_or_path m --data_path d --output_dir o --async_save False --lora_rank 2 --lora_target_modules"
+    flags += " q_proj --optim adamw_8bit --offload"
+    for offload, kept, named in (
+        ("none", "none", ""),
+        ("activations", "none", ", --offload activations"),
+        ("both", "optimizer", ", --offload activations"),
+        ("optimizer", "optimizer", ""),
+        ("auto", "none", ", --offload auto"),
+    ):
+        _, given = evaluate.flags(f"{flags} {offload}".split())
+        config = evaluate._without_training(given)
+        assert (config.optim, config.lora_rank, config.offload) == (TrainConfig.optim, None, kept)
+        (note,) = evaluate._notes(given, config)
+        assert note.endswith(f": --optim, --lora_rank, --lora_target_modules, --async_save{named}")
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --deepspeed zero.json".split())
+    assert evaluate._without_training(given).deepspeed is None
+    assert evaluate._notes(given, given) == ["for training alone, not used here: --deepspeed"]
 
 
 @pytest.mark.slow

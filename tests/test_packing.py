@@ -17,7 +17,7 @@ from worlds import spawn
 import llama3
 from lightseq import hf, weights
 from lightseq.config import TrainConfig
-from lightseq.data import IGNORE_INDEX, BatchStream, permutation
+from lightseq.data import BatchStream, permutation
 from lightseq.family import preset_config
 from lightseq.mesh import World
 from lightseq.packing import PackedExamples, best_fit, open_packed
@@ -25,6 +25,7 @@ from lightseq.prepare import prepare
 from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
 from lightseq.verify import shortened
+from lightseq.windows import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

@@ -1,0 +1,19 @@
+"""The bar that counts what a loop has done, on a terminal's stderr and nowhere else."""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+T = TypeVar("T")
+
+
+def with_bar(
+    items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
+) -> Iterator[T]:
+    """The items, counted under a bar where there is a terminal and progress is wanted."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:
+        yield from bar.track(items, total=total, description=description)
