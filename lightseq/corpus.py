@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from lightseq.examples import WindowExamples, check_ids, open_windows
 from lightseq.progress import with_bar
 from lightseq.rows import Named, identity, rows_of
 from lightseq.samples import Kind, encode, kind_of
 from lightseq.tokenizer import Targets, Tokenizer
 from lightseq.tokens import IntArray, Reading, plural, write_token_directory
-from lightseq.windows import WindowExamples, check_ids, open_windows
 
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from lightseq.corpus import open_rows
+from lightseq.examples import IGNORE_INDEX, Example, Examples, open_pickle, open_windows
 from lightseq.lazy_texts import open_lazily
 from lightseq.rows import HUB_PREFIX, ROW_SUFFIXES, holds_rows
 from lightseq.tokenizer import Tokenizer, load_tokenizer
 from lightseq.tokens import Reading
-from lightseq.windows import IGNORE_INDEX, Example, Examples, open_pickle, open_windows
 
 
 def open_examples(
@@ -37,7 +37,8 @@ def open_examples(
             raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
         if tokenizer is None:
             raise ValueError(
-                f"{path} is text and there is no tokenizer; give --tokenizer a directory, a hub id, or byte"
+                f"{path} holds rows, and there is no tokenizer; give --tokenizer a directory, a hub id, or byte (which "
+                "rows of input_ids never ask)"
             )
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():

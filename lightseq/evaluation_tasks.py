@@ -8,6 +8,7 @@ import numpy as np
 
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, require_target
+from lightseq.examples import Examples, WindowExamples
 from lightseq.lengths import tokens
 from lightseq.mesh import World
 from lightseq.needle import IdNeedles, Ids, TextNeedles, make_search
@@ -17,7 +18,6 @@ from lightseq.retrieval import Cell, Texts, asking, by_decoding, by_likelihood
 from lightseq.tokenizer import Tokenizer, load_tokenizer
 from lightseq.trainer import Trainer
 from lightseq.weights import has_tokenizer
-from lightseq.windows import Examples, WindowExamples
 
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 HAYSTACKS = 4  # times the longest text is read, so that texts differ

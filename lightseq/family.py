@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.architecture import examine, heads_of
+from lightseq.hub import unreachable
 from lightseq.pickles import MALFORMED
-from lightseq.tokens import first_line
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
 FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
-HUB_SECONDS: Final = 10.0  # that the hub may take to answer
 
 
 @dataclass(frozen=True)
@@ -194,20 +192,17 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
 
 
 def _check_hub(family: Family, hub_id: str) -> None:
-    """Asks for a repository's config once, within seconds; transformers would ask again and again for minutes."""
-    if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+    reason = unreachable(hub_id, "config.json")
+    if reason is None:
         return
-    try:
-        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), timeout=HUB_SECONDS)
-    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
-        if hub_id in family.aliases:
-            fresh = "add --random_init to train its architecture from fresh weights"
-        else:
-            fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
-        raise ValueError(
-            f"--model_name_or_path {hub_id} is no directory here and cannot be fetched from the hub "
-            f"({type(error).__name__}: {first_line(error)}); check the id and the network, or {fresh}"
-        ) from error
+    if hub_id in family.aliases:
+        fresh = "add --random_init to train its architecture from fresh weights"
+    else:
+        fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
+    raise ValueError(
+        f"--model_name_or_path {hub_id} is no directory here and cannot be fetched from the hub "
+        f"({reason}); check the id and the network, or {fresh}"
+    )
 
 
 def _unknown_name(family: Family, name: str) -> str:

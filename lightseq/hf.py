@@ -19,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
 from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
 from lightseq.documents import check_boundaries, restarting_positions
+from lightseq.examples import IGNORE_INDEX
 from lightseq.kernels import KernelSpec
 from lightseq.layout import shard
 from lightseq.schedule_cost import AttentionShape
-from lightseq.windows import IGNORE_INDEX
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -281,11 +281,9 @@ def _check_positions(context: SequenceContext, positions: Tensor) -> None:
     layout, local = context.layout, positions.shape[-1]
     if local % layout.chunks_per_rank:
         raise ValueError(f"{local} local tokens are not {layout.chunks_per_rank} chunks a rank; use shard_batch")
-    want = layout.positions(context.rank, local * layout.world)
-    got = positions.cpu()
-    last = int(got.max())
-    padded = torch.minimum(want, torch.tensor(max(last, int(want.min()))))
-    if not bool(((got == want) | (got == padded)).all()):
+    want, got = layout.positions(context.rank, local * layout.world), positions.cpu()
+    padded = want.clamp_max(int(got.max()))  # what pads a sequence has the position of its last token
+    if not torch.equal(got, padded.expand_as(got)):
         raise ValueError(
             f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
             "cu_seqlens where they restart"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from lightseq.examples import Example, check_ids, window
 from lightseq.rows import texts_of
 from lightseq.tokenizer import Tokenizer
 from lightseq.tokens import Reading, plural
-from lightseq.windows import Example, check_ids, window
 
 
 @dataclass(frozen=True)

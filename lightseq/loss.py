@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightseq.examples import IGNORE_INDEX
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
-from lightseq.windows import IGNORE_INDEX
 
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 

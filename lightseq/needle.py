@@ -7,8 +7,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.examples import check_ids
 from lightseq.tokenizer import Tokenizer
-from lightseq.windows import check_ids
 
 SENTENCE: Final = "\nThe pass key is {number}. Remember it: {number} is the pass key.\n"
 QUESTION: Final = "\nWhat is the pass key? The pass key is"

@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data import open_examples
-from lightseq.tokenizer import Tokenizer
-from lightseq.tokens import Reading, plural
-from lightseq.windows import (
+from lightseq.examples import (
     Aligned,
     Example,
     Examples,
@@ -27,6 +25,8 @@ from lightseq.windows import (
     window_counts,
     window_sizes,
 )
+from lightseq.tokenizer import Tokenizer
+from lightseq.tokens import Reading, plural
 
 WHOLE = 1 << 62  # a length that cuts nothing
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightseq.attention import Documents
+from lightseq.examples import IGNORE_INDEX
 from lightseq.loss import token_losses
-from lightseq.windows import IGNORE_INDEX
 
 POWERS: Final = "powers"
 

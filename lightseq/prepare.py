@@ -19,6 +19,7 @@ from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.disk import check_disk, saved_bytes, saves_left
+from lightseq.examples import Examples
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.flops import total_parameters
 from lightseq.fp8 import check_fp8
@@ -29,7 +30,6 @@ from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
 from lightseq.tokens import Reading
-from lightseq.windows import Examples
 
 LOCK = "lock"  # in the output directory, of the run that writes there
 

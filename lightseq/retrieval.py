@@ -12,13 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightseq.data import BatchStream
+from lightseq.examples import IGNORE_INDEX, Example, Examples, window
 from lightseq.loss import likeliest_tokens, token_losses
 from lightseq.needle import Ids, Search
 from lightseq.parallelize import Reading
 from lightseq.perplexity import evaluating
 from lightseq.progress import with_bar
 from lightseq.trainer import Trainer
-from lightseq.windows import IGNORE_INDEX, Example, Examples, window
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.hub import unreachable
 from lightseq.tokens import IntArray, first_line
 
 Turns = list[dict[str, Any]]
@@ -179,6 +181,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     """`byte`, or whatever AutoTokenizer knows: a local directory or a hub id. Code that ships with it is never run."""
     if name == "byte":
         return ByteTokenizer()
+    if not Path(name).exists() and (reason := unreachable(name, "tokenizer_config.json")):
+        raise ValueError(
+            f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
+            "the network, or give a directory, or byte"
+        )
     from transformers import AutoTokenizer  # seconds to import, and not needed for bytes
 
     try:

@@ -23,10 +23,10 @@ from lightseq import disk, manifest, saver, staging, state_files, trainer, weigh
 from lightseq.checkpoint import FACTS, STATE, find, read_facts
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream
+from lightseq.examples import open_pickle
 from lightseq.flops import total_parameters
 from lightseq.manifest import MANIFEST, File, complaint
 from lightseq.mesh import World
-from lightseq.windows import open_pickle
 
 SAVED = "--max_steps 4 --save_steps 1"
 

@@ -15,10 +15,10 @@ from worlds import spawn
 
 from lightseq import corpus
 from lightseq.data import open_examples
+from lightseq.examples import IGNORE_INDEX, WindowExamples
 from lightseq.metrics import read_records
 from lightseq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.tokens import Reading
-from lightseq.windows import IGNORE_INDEX, WindowExamples
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightseq import hub
 from lightseq.data import BatchStream, open_examples
+from lightseq.examples import IGNORE_INDEX
 from lightseq.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.tokens import Reading, open_token_directory, write_token_directory
-from lightseq.windows import IGNORE_INDEX
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:
@@ -306,6 +307,15 @@ def test_a_hugging_face_tokenizer_ends_every_document(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 8 and tokenizer.decode([2, 7, 1]) == "long sequence"
     with pytest.raises(ValueError, match="nowhere"):
         load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_a_hub_that_does_not_answer_for_a_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(url: str, timeout: float) -> None:
+        raise RuntimeError("Name or service not known.\nRetrying.")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unanswered)
+    with pytest.raises(ValueError, match=r"^tokenizer a/b .*\(RuntimeError: Name or service not known\); .*byte$"):
+        load_tokenizer("a/b")
 
 
 def stream(tmp_path: Path, count: int = 10, **keywords) -> BatchStream:

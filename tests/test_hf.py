@@ -1,10 +1,12 @@
 """Distributed attention inside a Hugging Face model: what a loop may pass, what is refused, and what runs when."""
 
 import copy
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +29,14 @@ from worlds import spawn
 
 from lightseq import executor, hf, weights
 from lightseq.attention import SequenceContext
-from lightseq.layout import unshard
+from lightseq.layout import Layout, unshard
 from lightseq.mesh import World, make_meshes
 from lightseq.parallelize import LossModel, Techniques, parallelize
 from lightseq.remat import POLICIES
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
+LAYOUTS = [Layout("contiguous", 4), Layout("contiguous", 8, 2), Layout("zigzag", 4, 2), Layout("striped", 4)]
 # Weights this large make attention sharp, so that a wrong position or a lost key shows.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -171,6 +174,17 @@ def right_padding(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_right_padding_is_that_of_plain_transformers(world: int) -> None:
     spawn(world, right_padding)
+
+
+def test_every_length_has_positions_that_are_taken_and_unsharded_ones_are_not() -> None:
+    for layout in LAYOUTS:
+        for length, rank in itertools.product(range(1, 81), range(layout.world)):
+            context: Any = SimpleNamespace(layout=layout, rank=rank)
+            own = hf.local_positions(context, length, CPU)
+            hf._check_positions(context, own)
+            if rank and own.shape[1] > 1:
+                with pytest.raises(ValueError, match="use shard_batch"):
+                    hf._check_positions(context, torch.arange(own.shape[1]).unsqueeze(0))
 
 
 def test_a_batch_without_any_target_has_loss_zero_and_no_nan(alone: None) -> None:

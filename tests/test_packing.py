@@ -18,6 +18,7 @@ import llama3
 from lightseq import hf, weights
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, permutation
+from lightseq.examples import IGNORE_INDEX
 from lightseq.family import preset_config
 from lightseq.mesh import World
 from lightseq.packing import PackedExamples, best_fit, open_packed
@@ -25,7 +26,6 @@ from lightseq.prepare import prepare
 from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
 from lightseq.verify import shortened
-from lightseq.windows import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama2
 import llama3
-from lightseq import family
+from lightseq import family, hub
 from lightseq.command_line import parse
 from lightseq.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.flops import total_parameters
@@ -145,7 +145,7 @@ def test_a_directory_gives_its_config_and_its_weights_unless_they_are_random(tmp
 
 def test_a_hub_id_whose_weights_are_wanted_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llama3.2-1b")
-    monkeypatch.setattr(family, "get_hf_file_metadata", lambda url, timeout: None)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr(family.AutoConfig, "from_pretrained", lambda name, **options: config)
     assert resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", False) == family.Source(config, "unsloth/Llama-3.2-1B")
 
@@ -155,7 +155,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
         assert timeout < 60
         raise RuntimeError("We couldn't connect.\nCheck your connection.")
 
-    monkeypatch.setattr(family, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
     for name, remedy in (("a/b", "give --random_init and a preset"), ("unsloth/Llama-3.2-1B", "add --random_init")):
         with pytest.raises(ValueError, match=rf"^--model_name_or_path {name} .*couldn't connect\).*{remedy}.*$"):
             resolve(llama3.FAMILY, name, False)
