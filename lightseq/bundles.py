@@ -37,8 +37,11 @@ class Form:
     @property
     def _main_bytes(self) -> int:
         """Of one chunk without its lse, which begins at an address that its dtype divides."""
-        size = self.rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize
-        return -(-size // 8) * 8 if self.lse else size
+        size, unit = self.rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize, 8
+        if self.lse is None:
+            return size
+        unit = max(unit, self.lse.itemsize)
+        return -(-size // unit) * unit
 
     @property
     def staged_chunks(self) -> int:

@@ -102,14 +102,14 @@ class SendRecvTransport:
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
     ) -> Callable[[], None]:
-        ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in sends]
+        ops = [dist.P2POp(dist.isend, _real(s.tensor), self._peers[s.dst], self._group) for s in sends]
         received = []
         for src, there, into in receives:
             into = torch.empty_like(there) if into is None else into
             if src == self._rank:
                 into.copy_(there)
             else:
-                ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
+                ops.append(dist.P2POp(dist.irecv, _real(into), self._peers[src], self._group))
             received.append(into)
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -280,3 +280,8 @@ def _first(group: dist.ProcessGroup, reason: str) -> str:
     reasons = [""] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), "")
+
+
+def _real(x: Tensor) -> Tensor:
+    """Neither NCCL nor gloo sends complex numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightseq.accumulate import Home, Merge, Sum, wide
 from lightseq.bundles import Bundle, form
 from lightseq.comm import Receive, Send, Transport
-from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, where
+from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.program import (
     Operand,
     Place,
@@ -164,17 +164,23 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of the local chunks, in the inputs' dtypes; partial gradients add up in float32 or wider."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if schedule.queries_travel and not kernel.needs_out:
+        of_rows = [q, dout, row_terms(dout, out, lse)]
+    else:
+        of_rows = [q, dout, out, lse]
     forms = {
-        "q": form(schedule, [q, dout, out], lse), "kv": form(schedule, [k, v]),
+        "q": form(schedule, of_rows[:-1], of_rows[-1]), "kv": form(schedule, [k, v]),
         "dq": form(schedule, [dq]), "dkv": form(schedule, [dk, dv]),
     }  # fmt: skip
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
-        (q_, dout_, out_, lse_), (k_, v_) = q, kv
+        (q_, dout_, *out_, lse_), (k_, v_) = q, kv
         (dq_,), (dk_, dv_) = room["dq"] or (None,), room["dkv"] or (None, None)
-        made = backward_tile(kernel, dout_, q_, k_, v_, out_, lse_, tile.mask, scale, (dq_, dk_, dv_))
+        made = backward_tile(
+            kernel, dout_, q_, k_, v_, out_[0] if out_ else dout_, lse_, tile.mask, scale, (dq_, dk_, dv_)
+        )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    operands, finals = {"q": (q, dout, out, lse), "kv": (k, v)}, {"dq": (dq,), "dkv": (dk, dv)}
+    operands, finals = {"q": tuple(of_rows), "kv": (k, v)}, {"dq": (dq,), "dkv": (dk, dv)}
     _run(schedule, True, rank, transport, operands, finals, forms, compute)
     return dq, dk, dv

@@ -6,6 +6,7 @@ To add a schedule, write a function that says which tiles every rank computes at
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from lightseq.layout import Kind, Layout
@@ -92,6 +93,10 @@ class Schedule:
     def ulysses_size(self) -> int:
         """Ranks that share each place of the sequence, each with heads of its own."""
         return self.layout.ulysses
+
+    @cached_property
+    def queries_travel(self) -> bool:
+        return any(move.item == "q" for step in self.backward for move in step.moves)
 
 
 # ---- the algorithms: which tiles, nothing else ---------------------------------------------------------------------

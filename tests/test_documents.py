@@ -168,7 +168,10 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
             sizes = [(len(tile.q) * rows, 8), *[(len(tile.kv) * rows, 2)] * 2, (len(tile.q) * rows, 8)]
             tensors = [torch.randn((1, *x, 64), device="cuda", generator=generator).bfloat16() for x in sizes]
             one_by_one = SimpleNamespace(
-                causal_alignment=kernel.causal_alignment, forward=kernel.forward, backward=kernel.backward
+                causal_alignment=kernel.causal_alignment,
+                needs_out=kernel.needs_out,
+                forward=kernel.forward,
+                backward=kernel.backward,
             )
             plain, got = (_kernel_errors(x, tensors, tile.mask) for x in (one_by_one, kernel))
             assert all(error <= 2 * allowed for error, allowed in zip(got, plain, strict=True)), (tile, got, plain)

@@ -143,7 +143,27 @@ def check_merges(device: str) -> None:
         assert (around == FOREIGN).all()
 
 
-CHECKS = [check_sums, check_copies, check_copies_that_do_not_fit, check_repeated_launches, check_merges]
+def check_row_terms(device: str) -> None:
+    from lightseq.kernels import fused_rows
+
+    for (heads, dim), dtype, seed in product(WIDTHS, DTYPES, range(4)):
+        dout, out = _part(heads, dim, dtype, device, seed), _part(heads, dim, dtype, device, seed + 1)
+        lse = _random((BATCH, heads, LENGTH), torch.float32, device, seed)
+        lse[0, 0, 1] = -torch.inf
+        terms = fused_rows.row_terms(dout, out, lse)
+        want = (dout.double() * (dout.double() - out.double())).sum(-1).transpose(1, 2)
+        assert torch.equal(terms.real, lse)
+        torch.testing.assert_close(terms.imag.double(), want, rtol=1e-5, atol=1e-4)
+
+
+CHECKS = [
+    check_row_terms,
+    check_sums,
+    check_copies,
+    check_copies_that_do_not_fit,
+    check_repeated_launches,
+    check_merges,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -90,7 +90,7 @@ def test_gathered_bytes_are_those_of_two_head_groups() -> None:
     assert shares == [whole, whole, whole / 2]
     lse = 128 * K * 32 / 4 * 4
     ulysses = estimate(load("ulysses", 4, 4), _shape(128 * K), H200_SYMMETRIC).gathered_bytes
-    assert ulysses == whole / 4 + 3 * 128 * K * 32 / 4 * 128 * 2 + lse
+    assert ulysses == whole / 4 + 2 * 128 * K * 32 / 4 * 128 * 2 + 2 * lse
 
 
 def test_steps_without_tiles_expose_their_bytes() -> None:
@@ -98,7 +98,7 @@ def test_steps_without_tiles_expose_their_bytes() -> None:
     counted, shape = load("ulysses", 4, 4), _shape(128 * K)
     slow = replace(H200_SYMMETRIC, host_bytes_per_second=H200_SYMMETRIC.host_bytes_per_second / 2)
     q, kv, lse = 32 * K * 32 * 128 * 2, 2 * 32 * K * 8 * 128 * 2, 32 * K * 32 * 4
-    received = 0.75 * (q + kv + q + lse + 3 * q + lse + kv + q + kv)
+    received = 0.75 * (q + kv + q + lse + 2 * q + 2 * lse + kv + q + kv)
     more = estimate(counted, shape, slow).seconds - estimate(counted, shape, H200_SYMMETRIC).seconds
     assert more == pytest.approx(received / H200_SYMMETRIC.host_bytes_per_second)
 
@@ -112,7 +112,7 @@ def test_memory_counts_what_is_packed_and_what_adds_up() -> None:
     """ulysses packs its operands and copies results home; zigzag adds a float32 sum for every part."""
     rates, rows = H200_SYMMETRIC, 32 * K
     q, kv, lse = rows * 32 * 128 * 2, 2 * rows * 8 * 128 * 2, rows * 32 * 4
-    ulysses = 2 * (q + kv + q + lse) + 2 * (3 * q + lse + kv + q + kv)
+    ulysses = 2 * (q + kv + q + lse) + 2 * (2 * q + 2 * lse + kv + q + kv) + 2 * q + 2 * lse
     got = estimate(load("ulysses", 4, 4), _shape(128 * K), rates).memory_seconds
     assert got == pytest.approx(ulysses / rates.memory_bytes_per_second)
     counted = load("zigzag", 4, 4)

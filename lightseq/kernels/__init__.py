@@ -3,6 +3,7 @@
 from lightseq.kernels.base import Kernel, KernelSpec
 from lightseq.kernels.launches import Launches, where
 from lightseq.kernels.merge import merge, merge_into
+from lightseq.kernels.rows import row_terms
 from lightseq.kernels.segments import VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.select import KERNELS, Selection, select
 
@@ -17,6 +18,7 @@ __all__ = [
     "forward_tile",
     "merge",
     "merge_into",
+    "row_terms",
     "select",
     "where",
 ]

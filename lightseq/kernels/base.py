@@ -44,6 +44,11 @@ class Kernel(Protocol):
         """square: causal masks only where there are as many keys as queries."""
         ...
 
+    @property
+    def needs_out(self) -> bool:
+        """False: its backward also takes dout for out and what `row_terms` makes for lse, of which less must travel."""
+        ...
+
     def why_not(self, spec: KernelSpec) -> str | None:
         """None if it can run here, otherwise the reason in a few words."""
         ...

@@ -23,6 +23,10 @@ class Elided:
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
         return self.kernel.causal_alignment
 
+    @property
+    def needs_out(self) -> bool:
+        return self.kernel.needs_out
+
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.kernel.why_not(spec)
 

@@ -34,6 +34,7 @@ class _FlashAttention:
     lowest: ClassVar[tuple[int, int]]  # compute capability
     above: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
+    needs_out: ClassVar[bool] = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
@@ -124,6 +125,7 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     lowest = (9, 0)
+    needs_out = False
 
     def _load(self) -> ModuleType:
         _silence_fa4()
@@ -155,9 +157,11 @@ class FlashAttention4(_FlashAttention):
         causal: bool, scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _room(into, (q, k, v))
+        # The gradient of lse that it knows is taken off the sum over dout and out, just as row_terms wants it.
+        lse, less = (lse.real, lse.imag.contiguous()) if lse.is_complex() else (lse, None)
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
-            deterministic=self.deterministic, **_named(lengths),
+            deterministic=self.deterministic, dlse=less, **_named(lengths),
         )  # fmt: skip
         return dq, dk, dv
 

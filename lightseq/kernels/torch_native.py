@@ -38,6 +38,7 @@ class CpuKernel:
 
     name = "cpu"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
+    needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return None if spec.device_type == "cpu" else "needs a CPU"
@@ -66,6 +67,7 @@ class AtenKernel:
 
     name = "aten"
     causal_alignment: Literal["bottom_right"] = "bottom_right"
+    needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
@@ -116,6 +118,7 @@ class CudnnKernel:
 
     name = "cudnn"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
+    needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
