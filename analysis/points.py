@@ -114,6 +114,8 @@ def read_tables(paths: Sequence[Path]) -> list[Table]:
 
 def objects(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
     """Every whole line; the last one may have been cut off by the end of its run."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; give the file that a benchmark wrote")
     text = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, content in enumerate(text, 1):
         if not content.strip():

@@ -47,8 +47,8 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     """What was chosen, in the order in which a reader asks."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
     passed_over = trainer.context.transport.passed_over
-    start = trainer.inputs.resume_from or trainer.inputs.weights or f"random, seed {c.seed}"
-    weights = "its own weights" if str(start) == c.model_name else f"weights {start}"
+    start = trainer.inputs.resume_from or trainer.inputs.weights
+    weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         "data": f"{c.data_path}, {len(trainer.inputs.stream.examples):,} examples",

@@ -183,4 +183,4 @@ def test_a_missing_file_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["attention", "nowhere.jsonl"]) == 2
-    assert "No such file or directory: 'nowhere.jsonl'" in capsys.readouterr().err
+    assert "nowhere.jsonl is not there" in capsys.readouterr().err
