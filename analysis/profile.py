@@ -16,6 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import traffic
+
 # What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
 # that communication counts where nothing else runs, which is what it costs.
 KINDS: tuple[tuple[str, str], ...] = (
@@ -79,12 +81,15 @@ def main(argv: Sequence[str]) -> int:
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
     try:
-        account = account_of(read(path))
+        events = read(path)
+        account, moved = account_of(events), traffic.kinds_of(events)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
     console = Console()
     console.print(table(account))
+    if moved:
+        console.print(traffic.table(moved, account.steps))
     if arguments.kernels:
         console.print(kernel_table(account, arguments.kernels))
     return 0

@@ -100,6 +100,7 @@ class TrainConfig:
     keep_best: bool = False  # keep the checkpoint of the lowest evaluation loss too, however old
     report_to: str = "none"  # who receives the metrics besides metrics.jsonl
     profile_steps: tuple[int, int] | None = None  # first:last step to profile, as 10:12
+    profile_memory: bool = False  # of these steps every allocation of the GPU too, for pytorch.org/memory_viz
 
     def __post_init__(self) -> None:
         check(self)

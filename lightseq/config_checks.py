@@ -81,6 +81,8 @@ def _check_numbers(config: TrainConfig) -> None:
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, as 10:12")
+    if config.profile_memory and config.profile_steps is None:
+        raise ValueError("--profile_memory is of the steps that --profile_steps names; give both")
 
 
 def _check_packing(config: TrainConfig) -> None:

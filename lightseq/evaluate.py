@@ -41,8 +41,8 @@ UNUSED: Final = (
     *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
     *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "gradient_checkpointing"),
     *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
-    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "lora_rank", "lora_alpha"),
-    *("lora_target_modules", "deepspeed", "async_save"),
+    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory"),
+    *("lora_rank", "lora_alpha", "lora_target_modules", "deepspeed", "async_save"),
 )
 
 
@@ -131,8 +131,9 @@ def _without_training(config: TrainConfig) -> TrainConfig:
     """Nothing waits for a backward pass, and nothing is updated."""
     offload = "optimizer" if config.offload in ("optimizer", "both") else "none"
     return dataclasses.replace(
-        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, profile_steps=None, offload=offload,
-        host_memory_budget=None, device_memory_budget=None, lora_rank=None, lora_alpha=None,
+        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
+        profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
+        lora_rank=None, lora_alpha=None,
         lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
     )  # fmt: skip
 

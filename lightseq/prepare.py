@@ -80,7 +80,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
-    profiled = _check_profiled(config.profile_steps, stream.first_step, total_steps)
+    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
     trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     one_bytes, there = saved_bytes(trained, config), len(checkpoint.checkpoints(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
@@ -119,11 +119,13 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     return stream.resumed(facts["step"], data)
 
 
-def _check_profiled(span: tuple[int, int] | None, first_step: int, total_steps: int) -> tuple[str, ...]:
+def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
     """What to say of steps to profile that are past: a run that was started again has the words of the first."""
-    if span is None:
+    if config.profile_steps is None:
         return ()
-    first, last = span
+    if config.profile_memory and device.type != "cuda":
+        raise ValueError("--profile_memory records a GPU's allocations, and there is none here; leave it out")
+    first, last = config.profile_steps
     if first > total_steps:
         raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
     said = f"warning: --profile_steps {first}:{last}: the run goes on after step {first_step}; nothing is profiled"

@@ -1,19 +1,25 @@
-"""Traces a span of steps with torch.profiler, one file a rank, to be opened in https://ui.perfetto.dev."""
+"""Traces a span of steps with torch.profiler, one file a rank, to be opened in https://ui.perfetto.dev.
+
+With `--profile_memory` also every allocation of the GPU, for https://pytorch.org/memory_viz.
+"""
 
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightseq.config import TrainConfig
 from lightseq.mesh import World
+
+MOST_ALLOCATIONS = 1_000_000  # that are kept, the last ones: some steps of large models
 
 
 class StepProfile:
     """Starts before the first and ends after the last step of `--profile_steps first:last` (counted from 1)."""
 
-    def __init__(self, span: tuple[int, int] | None, output_dir: Path, world: World) -> None:
-        self._span, self._device = span, world.device
-        self._path = output_dir / "profile" / f"rank{world.rank}.json.gz"
+    def __init__(self, config: TrainConfig, output_dir: Path, world: World) -> None:
+        self._span, self._with_memory, self._device = config.profile_steps, config.profile_memory, world.device
+        self._directory, self._rank = output_dir / "profile", world.rank
         self._profiler: profile | None = None
 
     def before(self, step: int) -> None:
@@ -22,6 +28,8 @@ class StepProfile:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profiler = profile(activities=activities)
+            if self._with_memory:
+                torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
             self._profiler.start()
 
     def after(self, step: int) -> None:
@@ -35,6 +43,9 @@ class StepProfile:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._path))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._directory / f"rank{self._rank}.json.gz"))
         self._profiler = None
+        if self._with_memory:
+            torch.cuda.memory._dump_snapshot(str(self._directory / f"memory-rank{self._rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -116,7 +116,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
         layers_per_checkpoint=min(2, asked.layers_per_checkpoint), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
         lr_scheduler_type="constant", warmup_ratio=0.0, warmup_steps=0, eval_strategy="no", eval_data_path=None,
-        save_strategy="no", report_to="none", profile_steps=None, resume_from_checkpoint=None,
+        save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(config, world)
     most = min(asked.model_max_length, MOST_TOKENS[kind], MOST_TOKENS_A_STEP[kind] // sequences)

@@ -198,6 +198,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ),
         ("--profile_steps 10", "'10' is not a span of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
+        ("--profile_memory", "--profile_steps"),
         ("--rope_scaling linear", "'linear' is not JSON"),
         ("--rope_scaling " + "[" * 5000, "is not JSON (maximum recursion depth"),
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),

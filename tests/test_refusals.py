@@ -94,6 +94,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning_rat", "did you mean --learning_rate?")),
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
+    "allocations of no GPU": ("--profile_steps 1:1 --profile_memory", ("--profile_memory", "no", "leave it out")),
     "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
     "FP8 without its cores": (
         "--bf16 --fp8 tensorwise",

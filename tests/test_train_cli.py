@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import pickle
 import platform
 import shutil
 import signal
@@ -25,12 +26,14 @@ from worlds import spawn
 from data_gen.__main__ import main as data_gen
 from lightseq import journal, trainer, weights
 from lightseq.checkpoint import read_facts
+from lightseq.command_line import parse
 from lightseq.engine import FsdpEngine, Update
 from lightseq.mesh import World
 from lightseq.metrics import read_records
 from lightseq.pickles import read_pickle
 from lightseq.preemption import StopRequest
 from lightseq.prepare import lock
+from lightseq.profiling import StepProfile
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
@@ -443,6 +446,35 @@ def test_every_rank_is_profiled(files: Files) -> None:
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((files.root / "profiled" / "profile" / f"rank{rank}.json.gz").read_bytes()))
         assert any(event["name"] == "lightseq::attention" for event in trace["traceEvents"])
+
+
+def test_allocations_are_recorded_while_steps_are_profiled_and_written_with_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[object] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
+    words = "--model_name_or_path m --data_path d --output_dir o --profile_steps 2:3 --profile_memory"
+    profile = StepProfile(parse(words.split(), ""), tmp_path, World(1, 2, 1, 2, torch.device("cpu")))
+    for step in (1, 2, 3, 4):
+        profile.before(step)
+        assert calls[:1] == (["all"] if step > 1 else [])
+        profile.after(step)
+    assert calls == ["all", f"{tmp_path}/profile/memory-rank1.pickle", None]
+
+
+@pytest.mark.gpu(1)
+def test_allocations_of_a_gpu_are_a_snapshot_that_can_be_opened(tmp_path: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    words = "--model_name_or_path m --data_path d --output_dir o --profile_steps 1:1 --profile_memory"
+    profile = StepProfile(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, device))
+    profile.before(1)
+    kept = torch.empty(12345, dtype=torch.uint8, device=device)
+    profile.after(1)
+    snapshot = pickle.loads((tmp_path / "profile" / "memory-rank0.pickle").read_bytes())
+    sizes = {event["size"] for events in snapshot["device_traces"] for event in events}
+    assert any(size >= kept.nbytes for size in sizes)
 
 
 def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: Files) -> None:
