@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -58,11 +59,12 @@ CELLS: Mapping[str, tuple[str, Callable[[Point], str]]] = {
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis attention",
-        usage="python3 -m analysis attention FILE... [--value NAME] [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis attention FILE... [--only LINE...] [--value NAME] [--output DIR] [--format FORMAT]",
         description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
         "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
     )
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
+    out.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
     out.add_argument("--value", choices=CELLS, default="tflops", help="what the table shows (default: %(default)s)")
     out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
     add_format(out)
@@ -73,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         tables = read_tables(arguments.files)
+        tables = [only(table, arguments.only) for table in tables] if arguments.only else tables
         pictures = draw(tables, arguments.output or arguments.files[0].parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
@@ -82,6 +85,15 @@ def main(argv: Sequence[str]) -> int:
     for picture in pictures:
         print(picture)
     return 0
+
+
+def only(table: Table, labels: Sequence[str]) -> Table:
+    """Raises ValueError for a label that no line has."""
+    by_label = {line.label: line for line in table.lines}
+    for label in labels:
+        if label not in by_label:
+            raise ValueError(f"--only {label!r} is none of: {', '.join(by_label)}")
+    return replace(table, lines=tuple(by_label[label] for label in labels))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -124,6 +136,8 @@ def draw(tables: Sequence[Table], output: Path, form: str = "png") -> list[Path]
 
 def figure(table: Table) -> Figure:
     drawn = [line for line in table.lines if line.measured]
+    if drawn and len(table.lengths) == 1:
+        return bars(table, drawn)
     out = Figure(figsize=(11, max(7.5, 2.5 + 0.26 * len(drawn))), layout="constrained")
     axes = out.subplots()
     for line, look in zip(drawn, looks(drawn), strict=True):
@@ -136,6 +150,27 @@ def figure(table: Table) -> Figure:
     axes.set_ylim(bottom=0)
     if drawn:
         out.legend(loc="outside right upper", labelspacing=0.7)
+    out.suptitle(table.title, x=0.01, ha="left", fontsize=10.5, color=GREY)
+    return out
+
+
+def bars(table: Table, drawn: Sequence[Line]) -> Figure:
+    """Of one length, the fastest on top; the ceiling as a line through all."""
+    out = Figure(figsize=(11, 1.8 + 0.42 * len(drawn)), layout="constrained")
+    axes = out.subplots()
+    for line in drawn:
+        (look,) = looks([line])  # one colour for all of a family
+        value, (low, high) = line.measured[0].tflops or 0.0, line.measured[0].bounds
+        spread = ([value - low], [high - value])
+        axes.barh(line.label, value, color=look["color"], height=0.7, zorder=2)
+        axes.errorbar(value, line.label, xerr=spread, fmt="none", ecolor=GREY, elinewidth=1.2, capsize=3, zorder=3)
+        axes.annotate(number(value), (0, line.label), (6, 0), textcoords="offset points", va="center", color="white")
+        if line.implementation == CEILING:
+            axes.axvline(value, color="black", linestyle="--", linewidth=1.2, zorder=4)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_title(f"Attention layer over {shown(table.lengths[0])} tokens, forward and backward", loc="left")
+    axes.set(xlabel="TFLOP/s per GPU, the causal half counted")
     out.suptitle(table.title, x=0.01, ha="left", fontsize=10.5, color=GREY)
     return out
 

@@ -21,6 +21,7 @@ class Setting:
     dtype: str
     batch: int
     world: int
+    documents: str = ""  # how a sequence's documents were drawn; "": it is one
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Table:
     def title(self) -> str:
         s = self.setting
         batch = f", batch {s.batch}" if s.batch > 1 else ""
-        return f"{s.world} × {self.device}, {s.heads}/{s.kv_heads} heads of {s.head_dim}, {s.dtype}{batch}"
+        documents = f", documents {s.documents}" if s.documents else ""
+        return f"{s.world} × {self.device}, {s.heads}/{s.kv_heads} heads of {s.head_dim}, {s.dtype}{batch}{documents}"
 
 
 def shown(tokens: int) -> str:
@@ -133,7 +135,8 @@ def objects(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 def point_of(record: Mapping[str, Any], where: str) -> Point:
     try:
-        setting = Setting(**{key: record[key] for key in Setting.__dataclass_fields__})
+        facts = {"documents": "", **{key: value for key, value in record.items() if value is not None}}
+        setting = Setting(**{key: facts[key] for key in Setting.__dataclass_fields__})
         if "tflops_per_gpu" not in record:
             raise ValueError(f"{where} holds errors, not times; give files written without --check")
         times = tuple(record[f"seconds_{which}"] for which in ("min", "median", "max"))

@@ -91,6 +91,31 @@ def test_the_picture_has_a_line_an_implementation_and_a_dashed_ceiling(file: Pat
     assert [text.get_text() for text in out.legends[0].get_texts()] == list(drawn)
 
 
+def test_one_length_is_a_bar_an_implementation_with_the_ceiling_through_all(
+    tmp_path: Path, points: list[dict[str, Any]]
+) -> None:
+    (table,) = read_tables([write(tmp_path / "one.jsonl", [p for p in points if p["length"] == LENGTHS[1]])])
+    (axes,) = figure(table).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4"]
+    assert [bar.get_width() for bar in axes.patches] == [595.0, 600.0, 590.0]
+    dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert [list(line.get_xdata()) for line in dashed] == [[595.0, 595.0]]
+
+
+def test_lines_may_be_chosen_and_ordered(file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["attention", str(file), "--only", "ulysses-fa4", "one GPU, fa4"]) == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert rows == ["ulysses-fa4", "one GPU, fa4"]
+    assert main(["attention", str(file), "--only", "ulyses"]) == 2
+    assert "--only 'ulyses' is none of: one GPU, fa4, " in capsys.readouterr().err
+
+
+def test_packed_documents_and_whole_sequences_are_not_one_point(tmp_path: Path, points: list[dict[str, Any]]) -> None:
+    packed = [point | {"documents": "lognormal:0"} for point in points]
+    titles = [table.title for table in read_tables([write(tmp_path / "both.jsonl", points + packed)])]
+    assert len(titles) == 2 and titles[1] == f"{titles[0]}, documents lognormal:0"
+
+
 def test_bars_run_from_the_slowest_repeat_to_the_fastest(file: Path) -> None:
     prefix = next(line for line in read_tables([file])[0].lines if line.label == "lightseq prefix")
     assert prefix.measured[0].bounds == (pytest.approx(480 / 1.1), pytest.approx(480 / 0.95))
