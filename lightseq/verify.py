@@ -42,6 +42,7 @@ LAYERS = 2  # of the model; twice as many where layers are checkpointed in group
 MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
 MOST_TOKENS_A_STEP = {"cuda": 32768, "cpu": 1024}  # that the plain model computes, one sequence after the other
 LEAST_CHUNK = 4  # tokens
+DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence where they are packed
 
 
 def main(family: Family, argv: Sequence[str]) -> int:
@@ -103,8 +104,7 @@ def _record_path(asked: TrainConfig, world: World) -> Path | None:
 
 def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
     """The run that was asked for, cut down to one step of short sequences that changes no weight and leaves nothing."""
-    packing = asked.packing if asked.packing != "none" else None
-    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8), ("--packing", packing)):
+    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
         if value:
             raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
     made = asked.data_path == NOWHERE
@@ -130,15 +130,19 @@ def uneven(most: int, ranks: int) -> int:
     return max(most - (most - 1) % chunks, LEAST_CHUNK * chunks + 1)
 
 
-def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: World) -> tuple[Inputs, list[Sample]]:
-    """A few layers of the model, and the sequences of its first step: the data's first, or made up."""
+def _prepared(
+    asked: TrainConfig, config: TrainConfig, family: Family, world: World
+) -> tuple[Inputs, list[list[Sample]]]:
+    """A few layers of the model, and the documents of each sequence of its first step: the data's, or made up."""
     if asked.lora_rank is not None:
         agree(world, lambda: _refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
         model = agree(world, lambda: resolve(family, config.model_name, True).config)
-        samples = made_up(_sequences(config, world), length, model.vocab_size)
+        packed = config.packing != "none"
+        count = _sequences(config, world) * (DOCUMENTS if packed else 1)
+        samples = made_up(count, length // 3 if packed else length, model.vocab_size)
         if world.local_rank == 0:
             write_samples(Path(config.data_path), samples)
         dist.barrier()
@@ -149,7 +153,9 @@ def _prepared(asked: TrainConfig, config: TrainConfig, family: Family, world: Wo
     short = f"in place of the run: {few.num_hidden_layers} layers, {length:,} of {asked.model_max_length:,} tokens"
     notes = (f"{short}, made-up data",) if made else (short, *inputs.notes)
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
-    return inputs, cut(samples, length) if made else given(stream)
+    if made and config.packing == "none":
+        return inputs, [[sample] for sample in cut(samples, length)]
+    return inputs, given(stream)
 
 
 def _refuse_adapters(asked: TrainConfig) -> None:

@@ -3,7 +3,9 @@
 import copy
 import gc
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -27,17 +29,22 @@ STANDARD_ERRORS = 2  # of a mean over tokens, by which luck may have made the pl
 
 
 def model_rows(
-    config: TrainConfig, inputs: Inputs, world: World, samples: Sequence[Sample], command: str, stands_for: int
+    config: TrainConfig,
+    inputs: Inputs,
+    world: World,
+    sequences: Sequence[Sequence[Sample]],
+    command: str,
+    stands_for: int,
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
     """Rows on rank 0 (elsewhere some of them), and how the run's ranks talk to each other about attention.
 
-    `samples` are the sequences of its first step, by place. `stands_for` is the length of the run that was asked for,
-    whose schedule is taken.
+    `sequences` are those of its first step, by place, each as its documents. `stands_for` is the length of the run
+    that was asked for, whose schedule is taken.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # the product changes the model's own
     trainer = Trainer(config, inputs, world, command, stands_for=stands_for)
     transport, group = trainer.context.transport, trainer.context.group
-    rows = [_schedule_row(trainer), _data_row(trainer, samples)]
+    rows = [_schedule_row(trainer), _data_row(trainer, sequences)]
     if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some would wait for what others refuse
         rows += [Row(name, SKIP, "not run: see above") for name in ("weights", "loss", "gradients")]
         return rows, transport, group
@@ -49,7 +56,7 @@ def model_rows(
     gc.collect()  # hooks and modules hold each other
     if plain is not None:
         try:
-            rows += _compare(plain, samples, config, dtype if rough else None, loss, gradients, scale)
+            rows += _compare(plain, [*chain(*sequences)], config, dtype if rough else None, loss, gradients, scale)
         except torch.OutOfMemoryError as error:
             reason = f"the plain model on rank 0 ran out of memory ({str(error).split('.')[0]}); free GPU 0"
             rows += [Row(name, FAIL, reason) for name in ("loss", "gradients")]
@@ -74,32 +81,36 @@ def _schedule_row(trainer: Trainer) -> Row:
     return verdict("schedule", lines, right, facts)
 
 
-def _data_row(trainer: Trainer, samples: Sequence[Sample]) -> Row:
+def _data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
     """Every token of every sequence on one rank, at its own position, with the next token as its label."""
     config, inputs, world = trainer.config, trainer.inputs, trainer.world
     batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
     mine = [[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches]
     everyone = gathered((mine, [batch.valid_tokens for batch in batches]))
     wrong, length, size = [], config.model_max_length, inputs.sequence_size
-    sequences, targets, positions_right = config.per_device_train_batch_size, [], True
+    count, targets, positions_right = config.per_device_train_batch_size, [], True
     for first in range(0, world.size, size):
         for a in range(config.gradient_accumulation_steps):
-            start = (a * (world.size // size) + first // size) * sequences
-            wanted = samples[start : start + sequences]
-            for row, sample in enumerate(wanted):
+            start = (a * (world.size // size) + first // size) * count
+            wanted = sequences[start : start + count]
+            for row, documents in enumerate(wanted):
                 parts = [[x[row] for x in theirs[a]] for theirs, _ in everyone[first : first + size]]
-                lines = misplaced_positions(parts, length, first)
-                positions_right &= not lines
-                lines = lines or misplaced(parts, sample, length, first)
+                if config.packing != "none":
+                    lines = misplaced_documents(parts, documents, first)
+                    positions_right &= not lines
+                else:
+                    lines = misplaced_positions(parts, length, first)
+                    positions_right &= not lines
+                    lines = lines or misplaced(parts, documents[0], length, first)
                 wrong += [f"sequence {start + row}: {line}" for line in lines]
-            counted, there = everyone[first][1][a], sum(s.valid_tokens for s in wanted)
+            counted, there = everyone[first][1][a], sum(s.valid_tokens for s in chain(*wanted))
             wrong += [f"{counted} targets counted, there are {there} (ranks {first} on)"] if counted != there else []
     for theirs, _ in everyone:
         targets.append(sum(int((labels != IGNORE_INDEX).sum()) for _, _, labels in theirs))
     right = (
-        f"{len(samples)} x {length:,} tokens, {min(targets):,} to {max(targets):,} targets a rank, each in its place"
+        f"{len(sequences)} x {length:,} tokens, {min(targets):,} to {max(targets):,} targets a rank, each in its place"
     )
-    figures = {"length": length, "sequences": len(samples), "targets_by_rank": targets}
+    figures = {"length": length, "sequences": len(sequences), "targets_by_rank": targets}
     return verdict("data", wrong, right, figures | {"positions_right": positions_right})
 
 
@@ -113,6 +124,31 @@ def misplaced_positions(parts: Sequence[Sequence[Tensor]], length: int, first_ra
         begins = ", ".join(f"rank {first_rank + i} begins at {int(p[1][0])}" for i, p in enumerate(parts))
         return [f"of {length} positions {missing} are missing and {twice} there twice: {begins}"]
     return []
+
+
+def misplaced_documents(
+    parts: Sequence[Sequence[Tensor]], documents: Sequence[Sample], first_rank: int = 0
+) -> list[str]:
+    """What is wrong if the ranks do not have every token of a document once, at its place in it, with its target.
+
+    Which rank has it is the schedule's to say; padding is id 0 without a target.
+    """
+    want = Counter(
+        row for d in documents for row in zip(range(len(d.targets)), d.ids.tolist(), d.targets.tolist(), strict=False)
+    )
+    held = [Counter(zip(*(x.tolist() for x in (part[1], part[0], part[2])), strict=True)) for part in parts]
+    got: Counter[tuple[int, int, int]] = sum(held, Counter())
+    lines = []
+    for i, mine in enumerate(held):
+        strange = [row for row in mine if row[1:] != (0, IGNORE_INDEX) and got[row] > want[row]]
+        if strange:
+            place, token, _ = min(strange)
+            lines.append(
+                f"{len(strange)} tokens of rank {first_rank + i} are of no document, or of two (the first: {token} at "
+                f"position {place})"
+            )
+    missing = sum((want - got).values())
+    return lines + ([f"{missing} of {sum(want.values())} tokens of its documents are on no rank"] if missing else [])
 
 
 def misplaced(parts: Sequence[Sequence[Tensor]], sample: Sample, length: int, first_rank: int = 0) -> list[str]:

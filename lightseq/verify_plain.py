@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -67,17 +68,21 @@ def cut(samples: Sequence[Sample], length: int) -> list[Sample]:
     return [Sample(s.ids[: length + 1], s.labels[: length + 1]) for s in samples]
 
 
-def given(stream: BatchStream) -> list[Sample]:
-    """The sequences of a stream's first step, from data that were there before."""
-    samples = []
+def given(stream: BatchStream) -> list[list[Sample]]:
+    """The documents of each sequence of a stream's first step: one, where they are not packed."""
+    found = []
     for place in range(stream.sequences_per_step):
         example = stream.example(place)
         assert example is not None, "the stream of a run with max_steps does not end"
-        shifted = torch.from_numpy(example.labels)
-        last = shifted[-1:].clamp_min(0)
-        ids = torch.cat([torch.from_numpy(example.input_ids), last])
-        samples.append(Sample(ids, torch.cat([torch.full((1,), IGNORE_INDEX), shifted])))
-    return samples
+        ids, shifted = torch.from_numpy(example.input_ids), torch.from_numpy(example.labels)
+        borders = pairwise(example.boundaries or (0, len(ids)))
+        found.append([_document(ids[begin:end], shifted[begin:end]) for begin, end in borders])
+    return found
+
+
+def _document(ids: Tensor, shifted: Tensor) -> Sample:
+    last = shifted[-1:].clamp_min(0)
+    return Sample(torch.cat([ids, last]), torch.cat([torch.full((1,), IGNORE_INDEX), shifted]))
 
 
 def plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> nn.Module:

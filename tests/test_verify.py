@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import attention, bundles, comm, mlp, offload, sharding, trainer, verify, verify_model, weights
+from lightseq import attention, bundles, comm, hf, mlp, offload, sharding, trainer, verify, verify_model, weights
 from lightseq.__main__ import BOTH
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layout import Layout
@@ -75,6 +75,8 @@ FLAGS = {
         f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
         f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
+        f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
+        f"{TINY2} 60 --packing best_fit --schedule zigzag --data_path FOLDER/tokens --bf16",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
     ],
     3: [
@@ -136,6 +138,25 @@ def _restart_positions(rank: int) -> Any:
     return mock.patch.object(sharding, "local_positions", wrong)
 
 
+def _run_documents_together(rank: int) -> Any:
+    right = hf.pack
+
+    def wrong(context: Any, boundaries: Any, length: int) -> Any:
+        return right(context, (0, boundaries[-1]), length)
+
+    return mock.patch.object(hf, "pack", wrong)
+
+
+def _forget_where_documents_begin(rank: int) -> Any:
+    """Positions restart as they should, and attention goes on over the borders."""
+    right = attention.packed_schedule
+
+    def wrong(schedule: Schedule, boundaries: Sequence[int]) -> Schedule:
+        return right(schedule, (0, boundaries[-1]))
+
+    return mock.patch.object(attention, "packed_schedule", wrong)
+
+
 def _divide_wrongly(rank: int) -> Any:
     right = trainer.Trainer._over_data_ranks
     return mock.patch.object(trainer.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
@@ -192,6 +213,12 @@ FAULTS = {
         _shift_labels, "", {"data", "loss", "gradients"}, ("data", "labels of rank 1 differ (at position")
     ),
     "positions restart": Fault(_restart_positions, "", {"data"}, ("data", "rank 1 begins at 0")),
+    "documents run together": Fault(
+        _run_documents_together, "--packing best_fit", {"data"}, ("data", "are of no document, or of two")
+    ),
+    "documents see each other": Fault(
+        _forget_where_documents_begin, "--packing best_fit", {"loss", "gradients"}, ("gradients", "parameters, worst: ")
+    ),
     "a wrong divisor": Fault(_divide_wrongly, "", {"loss", "gradients"}, ("gradients", "all are 0.9")),
     "a kernel aligned upper-left": Fault(_align_upper_left, "", {"kernel cpu"}, ("kernel cpu", "causal 72x200")),
     "the same where it matters": Fault(
