@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -74,10 +75,29 @@ def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.__class__ = _adapter_first(type(module))  # type: ignore[assignment, arg-type]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name)
         if ADAPTER not in name:
             parameter.data = parameter.data.to(dtype)
+
+
+@cache
+def _adapter_first(kind: type[nn.Module]) -> type[nn.Module]:
+    """peft's layer, the weight's product added to the adapter's. The other way round, as peft has it, what an adapter
+    adds to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        (name,), base = self.lora_A, self.base_layer
+        inner = self.lora_A[name](x.to(self.lora_A[name].weight.dtype)) * self.scaling[name]
+        part = self.lora_B[name](inner)
+        out = torch.addmm(part.flatten(0, -2).to(x.dtype), x.flatten(0, -2), base.weight.T).view(part.shape)
+        return out if base.bias is None else out + base.bias
+
+    return type(f"AdapterFirst{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _peft_config(lora: Lora, base: str | None = None) -> Any:

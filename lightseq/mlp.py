@@ -68,7 +68,8 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
 class Linear(NamedTuple):
     """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (out, in), A (R, in), B (out, R); without adapter A and B are None.
 
-    LoRA, arXiv 2106.09685. What one product adds to another is rounded once.
+    LoRA, arXiv 2106.09685. The adapter's part is made first and the weight's added to it: added to what is rounded
+    already, so small a part would be rounded away wherever it is less than half a step.
     """
 
     weight: Tensor
@@ -77,17 +78,23 @@ class Linear(NamedTuple):
     scale: float = 1.0
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = torch.mm(x, self.weight.T, out=out)
-        return y if self.a is None or self.b is None else y.addmm_(x @ self.a.T, self.b.T, alpha=self.scale)
-
-    def backward(self, dy: Tensor, into: Tensor, add: bool = False) -> Tensor:
-        """The gradient of x, which replaces what is in `into` or adds to it."""
-        into.addmm_(dy, self.weight, beta=float(add))
-        return into if self.a is None or self.b is None else into.addmm_(dy @ self.b, self.a, alpha=self.scale)
+        if self.a is None or self.b is None:
+            return torch.mm(x, self.weight.T, out=out)
+        return torch.mm((x @ self.a.T).mul_(self.scale), self.b.T, out=out).addmm_(x, self.weight.T)
 
     @property
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.weight, self.a, self.b) if x is not None]
+
+
+def _gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Of linears that share their input, the adapters' parts first."""
+    pairs = list(zip(linears, dys, strict=True))
+    parts = [(dy @ x.b, x.a, x.scale) for x, dy in pairs if x.a is not None and x.b is not None]
+    parts += [(dy, x.weight, 1.0) for x, dy in pairs]
+    for i, (dy, weight, scale) in enumerate(parts):
+        into.addmm_(dy, weight, beta=float(i > 0), alpha=scale)
+    return into
 
 
 def _linear_of(module: Any, dtype: torch.dtype) -> Linear:
@@ -159,12 +166,11 @@ def _gated_mlp_backward(
     for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = gate_IH.forward(x), up_IH.forward(x)
-        act = down_HI.backward(dout, torch.empty_like(gate))
+        act = _gradient_of_input([down_HI], [dout], torch.empty_like(gate))
         _silu_mul_backward_(gate, up, act)  # dgate, dup and the product itself
         for total, dy, y_from in zip(sums, (gate, up, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
-        gate_IH.backward(gate, dx[rows])
-        up_IH.backward(up, dx[rows], add=True)
+        _gradient_of_input([gate_IH, up_IH], [gate, up], dx[rows])
     return [dx, *(done for total in sums for done in total.finish())]
 
 

@@ -119,6 +119,37 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
     assert "lightseq.gated_mlp_backward.default" in operators.ran and len(adapters) == 2 * len(targets)
 
 
+def check_small_adapters(device: str) -> None:
+    """As at the beginning of training: a part of 0.03%, far below the step between two bfloat16 numbers."""
+    g = torch.Generator().manual_seed(0)
+    x, weight, a, b = (torch.randn(n, 64, generator=g).to(device) for n in (512, 96, 8, 96))
+    x, weight, a, b = x.bfloat16(), weight.bfloat16(), a.bfloat16(), (2e-4 * b[:, :8]).bfloat16()
+    adapted = Linear(weight, a, b, 0.5)
+    part = (0.5 * (x.double() @ a.double().T) @ b.double().T).flatten()
+    for got, plain in (
+        (adapted.forward(x), Linear(weight).forward(x)),
+        (adapted.forward(x, out=torch.empty(512, 96, dtype=x.dtype, device=device)), Linear(weight).forward(x)),
+    ):
+        found = (got.double() - plain.double()).flatten()
+        assert (found @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
+    dy = torch.randn(512, 96, generator=g).to(device).bfloat16()
+    part = (0.5 * (dy.double() @ b.double()) @ a.double()).flatten()
+    with_adapter, without = (
+        tiled._gradient_of_input([linear], [dy], torch.empty_like(x)).double().flatten()
+        for linear in (adapted, Linear(weight))
+    )
+    assert ((with_adapter - without) @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
+
+
+def test_what_a_small_adapter_adds_is_not_rounded_away() -> None:
+    check_small_adapters("cpu")
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_what_a_small_adapter_adds_is_not_rounded_away() -> None:
+    check_small_adapters("cuda")
+
+
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     m, (x, dout) = module(), inputs()
