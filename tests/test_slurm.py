@@ -240,7 +240,8 @@ def test_a_job_fails_with_its_program_and_keeps_what_it_said(cluster: Cluster) -
     (cluster.programs / "python").chmod(0o755)
     job = cluster.submit("sbatch launch/slurm/several_nodes.sbatch llama3", PYTHON=str(cluster.programs / "python"))
     assert job.status == 3
-    assert (cluster.home / "logs/lightseq-4242/localhost.log").read_text() == "cannot\n"
+    said = [path.read_text() for path in (cluster.home / "logs/lightseq-4242").glob("*[!d].log")]
+    assert "cannot\n" in said  # the node that fails first ends the other, which may not have come to say it
 
 
 def trained(cluster: Cluster, output: str) -> dict[str, Any]:
