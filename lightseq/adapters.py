@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config import TrainConfig
+from lightseq.mlp import linear_of
 from lightseq.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -91,11 +92,8 @@ def _adapter_first(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        (name,), base = self.lora_A, self.base_layer
-        inner = self.lora_A[name](x.to(self.lora_A[name].weight.dtype)) * self.scaling[name]
-        part = self.lora_B[name](inner)
-        out = torch.addmm(part.flatten(0, -2).to(x.dtype), x.flatten(0, -2), base.weight.T).view(part.shape)
-        return out if base.bias is None else out + base.bias
+        out = linear_of(self, x.dtype).forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        return out if self.base_layer.bias is None else out + self.base_layer.bias
 
     return type(f"AdapterFirst{kind.__name__}", (kind,), {"forward": forward})
 

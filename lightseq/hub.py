@@ -12,7 +12,7 @@ SECONDS: Final = 10.0  # that it may take to answer
 
 def unreachable(hub_id: str, file: str) -> str | None:
     """Why the hub does not answer for a repository, of which a file is not in the cache either; None where it does."""
-    if isinstance(try_to_load_from_cache(hub_id, file), str):
+    if try_to_load_from_cache(hub_id, file) is not None:  # the file, or that the repository is known to lack it
         return None
     try:
         get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=SECONDS)

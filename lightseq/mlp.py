@@ -59,7 +59,7 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.numel() <= self.tile_tokens * x.shape[-1]:
             return kind.forward(self, x)
-        linears = [_linear_of(getattr(self, name), x.dtype) for name in LINEARS]
+        linears = [linear_of(getattr(self, name), x.dtype) for name in LINEARS]
         return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
@@ -97,7 +97,8 @@ def _gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: T
     return into
 
 
-def _linear_of(module: Any, dtype: torch.dtype) -> Linear:
+def linear_of(module: Any, dtype: torch.dtype) -> Linear:
+    """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
     if isinstance(module, nn.Linear):
         return Linear(module.weight)
     (name,) = module.lora_A
