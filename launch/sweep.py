@@ -16,20 +16,35 @@ import fnmatch
 import os
 import shutil
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from launch import sweep_table
+from launch.host_gpus import gpus_here
 from launch.sweep_cells import Cell, expand
-from launch.sweep_estimate import estimate, gpu_name, measured
+from launch.sweep_estimate import estimate, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
-from launch.sweep_run import LOG, followed, local_command, make_data, run, slurm_command, submit, typed
+from launch.sweep_run import (
+    LOG,
+    Running,
+    end,
+    ended,
+    followed,
+    local_command,
+    make_data,
+    slurm_command,
+    start,
+    submit,
+    typed,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
+POLL_SECONDS = 0.25
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +56,14 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--retry-failed", action="store_true", help="run cells again that failed or took too long")
     out.add_argument("--timeout", type=float, metavar="SECONDS", help="of a cell, instead of the file's")
     out.add_argument("--device", metavar="NAME", help='GPU to estimate for, as "NVIDIA H100" (default: the one here)')
+    out.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
+        help="another value than the file's, in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
+    )  # fmt: skip
+    out.add_argument(
+        "--at_once", type=int, default=1, metavar="N",
+        help="cells that run at once, each on GPUs of its own (default: 1). They share the host, and its time",
+    )  # fmt: skip
     return out
 
 
@@ -49,12 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        sweep = read_sweep(arguments.config)
+        sweep = read_sweep(arguments.config, arguments.changes)
         os.chdir(ROOT)  # every path in a sweep file starts here
         if arguments.timeout is not None:
             if not arguments.timeout > 0:
                 raise ValueError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
             sweep = replace(sweep, timeout_seconds=arguments.timeout)
+        if arguments.at_once < 1:
+            raise ValueError(f"--at_once {arguments.at_once}: give a number of cells above 0")
         if arguments.submit and shutil.which("sbatch") is None:
             raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
         cells = expand(sweep)
@@ -88,7 +113,7 @@ def show(
     console = Console(highlight=False)
     todo = [cell for cell in chosen if records[cell.name].status != "done"]
     ran = measured(cells, records) if todo else []
-    device = device or gpu_name()
+    device = device or gpus_here().name
     times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
     source = "by the cells that ran" if ran else f"by 40% of the peak of {device}"
     console.print(sweep_table.describe(sweep), markup=False)
@@ -103,44 +128,88 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
     """Runs or submits what is to be done, noting each end as it comes."""
     leave = {"done", "submitted"} | (set() if arguments.retry_failed else {*FAILED})
     todo = [cell for cell in chosen if records[cell.name].status not in leave]
-    print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records)}{len(todo)} to run")
+    devices = () if arguments.submit else gpus_here().devices
+    wide = [cell for cell in todo if devices and cell.ranks > len(devices)]
+    todo = [cell for cell in todo if cell not in wide]
+    print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records, len(wide), len(devices))}{len(todo)} to run")
     if arguments.submit:
         for cell in todo:
             slurm_command(sweep, cell)  # what no job can be made of is refused before any is handed over
     write_records(sweep.output_dir, records.values())
     if todo and sweep.data is not None:
         make_data(sweep.data)
-    terminal = sweep_table.Terminal(len(todo))
+    desk = Desk(sweep, records, sweep_table.Terminal(len(todo)))
     try:
-        for cell in todo:
-            terminal.begin(cell)
-            one = submit(sweep, cell, records[cell.name]) if arguments.submit else here(sweep, cell, records, terminal)
-            records[cell.name] = one
-            write_records(sweep.output_dir, records.values())
-            terminal.say(one)
+        if arguments.submit:
+            for cell in todo:
+                desk.note(submit(sweep, cell, records[cell.name]))
+        else:
+            here(desk, todo, arguments.at_once, devices)
     finally:
-        terminal.close()
+        desk.terminal.close()
     return finish(sweep, chosen, records)
 
 
-def here(sweep: Sweep, cell: Cell, records: dict[str, Record], terminal: sweep_table.Terminal) -> Record:
-    """Runs a cell on this host; if it is interrupted, that is noted too."""
-    record = replace(records[cell.name], command=typed(cell, local_command(cell)), error=None, job_id=None)
+@dataclass(frozen=True)
+class Desk:
+    """Where the ends of cells are written down and shown."""
+
+    sweep: Sweep
+    records: dict[str, Record]
+    terminal: sweep_table.Terminal
+
+    def note(self, record: Record, say: bool = True) -> None:
+        self.records[record.name] = record
+        write_records(self.sweep.output_dir, self.records.values())
+        if say:
+            self.terminal.say(record)
+
+
+def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
+    """Runs cells on this host, in their order but for those that find GPUs free first; if stopped, that is noted."""
+    waiting, running = list(todo), list[Running]()
     try:
-        ended = run(cell, sweep.timeout_seconds, lambda: terminal.step(cell, len(steps(cell.output_dir))))
-    except KeyboardInterrupt:
-        records[cell.name] = replace(record, status="stopped", seconds=None)
-        write_records(sweep.output_dir, records.values())
+        while waiting or running:
+            while len(running) < at_once and (cell := next_cell(waiting, running, at_once, devices)):
+                waiting.remove(cell)
+                running.append(start(cell, own_gpus(cell, running, at_once, devices)))
+            time.sleep(POLL_SECONDS)
+            desk.terminal.show([(one.cell, len(steps(one.cell.output_dir))) for one in running])
+            for one in [*running]:
+                if result := ended(one, desk.sweep.timeout_seconds):
+                    running.remove(one)
+                    record = replace(noted(desk, one.cell), status=result.status, error=result.error)
+                    desk.note(replace(record, seconds=round(result.seconds, 3)))
+    except BaseException:
+        for one in running:
+            end(one.process)
+            desk.note(replace(noted(desk, one.cell), status="stopped", seconds=None), say=False)
         raise
-    return replace(record, status=ended.status, seconds=round(ended.seconds, 3), error=ended.error)
 
 
-def left_out(chosen: Sequence[Cell], records: Mapping[str, Record]) -> str:
-    """What is not run, and why: `2 done, 1 failed before (--retry-failed), `."""
+def noted(desk: Desk, cell: Cell) -> Record:
+    return replace(desk.records[cell.name], command=typed(cell, local_command(cell)), error=None, job_id=None)
+
+
+def next_cell(waiting: Sequence[Cell], running: Sequence[Running], at_once: int, devices: Sequence[str]) -> Cell | None:
+    """The first that finds enough GPUs free; where there are none to share out, the first."""
+    free = len(devices) - sum(len(one.gpus) for one in running)
+    return next((cell for cell in waiting if at_once == 1 or not devices or cell.ranks <= free), None)
+
+
+def own_gpus(cell: Cell, running: Sequence[Running], at_once: int, devices: Sequence[str]) -> tuple[str, ...]:
+    """None to name where one cell runs alone: it sees what this program sees."""
+    taken = {gpu for one in running for gpu in one.gpus}
+    return () if at_once == 1 else tuple(gpu for gpu in devices if gpu not in taken)[: cell.ranks]
+
+
+def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, gpus: int) -> str:
+    """What is not run, and why: `2 done, 1 failed before (--retry-failed), 3 need more than the 2 GPUs here, `."""
     statuses = [records[cell.name].status for cell in chosen]
     failed = sum(status in FAILED for status in statuses)
     words = [f"{statuses.count(status)} {status}" for status in ("done", "submitted") if status in statuses]
     words += [f"{failed} failed before (--retry-failed runs them)"] if failed else []
+    words += [f"{wide} need more than the {gpus} GPU{'s' * (gpus > 1)} here"] if wide else []
     return "".join(f"{word}, " for word in words)
 
 

@@ -44,7 +44,7 @@ def expand(sweep: Sweep) -> list[Cell]:
     grid = list(combinations(sweep.fixed, sweep.grid)) if sweep.grid else []
     for place, entry in enumerate(sweep.exclude):
         kept = [settings for settings in grid if not matches(settings, entry)]
-        if len(kept) == len(grid):
+        if len(kept) == len(grid) and not sweep.changed:
             raise sweep.wrong(f"exclude[{place}]", "matches no cell that is left of the grid")
         grid = kept
     included = [settings for entry in sweep.include for settings in combinations(sweep.fixed, entry)]

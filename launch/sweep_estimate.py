@@ -2,8 +2,6 @@
 
 import functools
 import math
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -91,17 +89,3 @@ def _peak(device: str | None) -> float | None:
     from lightseq.flops import peak_flops_per_second
 
     return None if device is None else peak_flops_per_second(device)
-
-
-def gpu_name() -> str | None:
-    """The name of the first GPU here, as the driver has it: asking torch would take seconds."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        asked = [program, "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else None

@@ -30,6 +30,7 @@ KEYS: Final = (
     *("description", "output_dir", "timeout_seconds", "gpus_per_node", "data"),
     *("fixed", "grid", "exclude", "include"),
 )
+PLAIN: Final = ("output_dir", "timeout_seconds", "gpus_per_node")
 SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
 HOUR: Final = 3600.0
 
@@ -48,6 +49,7 @@ class Sweep:
     grid: Axes
     exclude: tuple[Axes, ...]
     include: tuple[Axes, ...]
+    changed: bool = False  # by hand: what is excluded may not be there
 
     def wrong(self, key: str, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {key}: {problem}")
@@ -65,9 +67,13 @@ class Words(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Raises ValueError, with file and key, for what cannot be read or means nothing."""
-    raw = Raw(path, _load(path))
+def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
+    """`changes` are KEY=VALUE, in the place of what the file has. Raises ValueError, with file and key, for what cannot
+    be read or means nothing."""
+    top = _load(path)
+    for change in changes:
+        top = changed(top, change)
+    raw = Raw(path, top)
     return Sweep(
         path=path,
         description=raw.word("description", path.stem),
@@ -78,8 +84,39 @@ def read_sweep(path: Path) -> Sweep:
         fixed={key: values[0] for key, values in raw.axes("fixed", raw.top.get("fixed", {}), single=True).items()},
         grid=raw.axes("grid", raw.top.get("grid", {})),
         exclude=raw.entries("exclude"),
+        changed=bool(changes),
         include=raw.entries("include"),
     )
+
+
+def changed(top: Mapping[str, Any], change: str) -> dict[str, Any]:
+    """The file with one setting replaced wherever it stands, so that every cell has it: `ranks=2`, `length=[4K,8K]`."""
+    key, given, text = change.partition("=")
+    if not given or key not in (*SETTINGS, *PLAIN):
+        raise ValueError(f"--set {change}: give KEY=VALUE{nearest(key, (*SETTINGS, *PLAIN))}")
+    try:
+        value = yaml.load(text, Loader=Words) if text else ""
+    except yaml.YAMLError:
+        raise ValueError(f"--set {change}: the value is no word and no [list, of, words]") from None
+    if key in PLAIN:
+        return {**top, key: value}
+    names = {key, SHORT.get(key, key), *(short for short, flag in SHORT.items() if flag == key)}
+
+    def replaced(place: Mapping[str, Any], anyway: bool) -> dict[str, Any]:
+        new = {word: value if word in names else old for word, old in place.items()}
+        return new if names & place.keys() or not anyway else {**new, key: value}
+
+    fixed, grid, include = top.get("fixed", {}), top.get("grid", {}), top.get("include", [])
+    if not (isinstance(fixed, dict) and isinstance(grid, dict) and isinstance(include, list)):
+        return {**top}  # which is refused as it would be without the change
+    axis = isinstance(value, list)
+    rest = {word: old for word, old in fixed.items() if word not in names}
+    return {
+        **top,
+        "fixed": rest if axis else {**rest, key: value},
+        "grid": replaced(grid, axis and bool(grid)),
+        "include": [replaced(entry, axis) if isinstance(entry, dict) else entry for entry in include],
+    }
 
 
 def in_tokens(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs a cell's processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
+"""Runs cells' processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,6 @@ from launch.sweep_file import Settings, Sweep
 from launch.sweep_records import Record, finished
 
 LOG: Final = "log.txt"
-POLL_SECONDS: Final = 0.25
 PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
 # What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
 # ranks' complaints follow from it.
@@ -62,10 +61,12 @@ def typed(cell: Cell, command: Sequence[str]) -> str:
     return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
 
 
-def environment(processes: int) -> dict[str, str]:
-    """For the launch scripts: this program's own interpreter, unless another is named or the container has its own."""
+def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """For the launch scripts: this program's own interpreter, unless another is named or the container has its own;
+    and the GPUs, where a cell has its own."""
     python = {} if "CONTAINER" in os.environ else {"PYTHON": sys.executable}
-    return {**python, **os.environ, "NPROC": str(processes)}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    return {**python, **os.environ, "NPROC": str(processes), **visible}
 
 
 def make_data(flags: Settings) -> None:
@@ -80,34 +81,43 @@ def make_data(flags: Settings) -> None:
     print(f"data: {done.stdout.strip()}")
 
 
-def run(cell: Cell, timeout_seconds: float, tick: Callable[[], None]) -> Ended:
-    """Runs to the end, to the timeout, or until interrupted (KeyboardInterrupt, with every process gone)."""
+@dataclass(frozen=True)
+class Running:
+    """A cell whose processes were started, and the GPUs that are its own while they run."""
+
+    cell: Cell
+    gpus: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    begin: float
+
+
+def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
+    """`gpus` are all that the cell may see; none named is what this program itself sees."""
     cell.output_dir.mkdir(parents=True, exist_ok=True)
-    log = cell.output_dir / LOG
-    begin = time.monotonic()
-    late = False
-    with log.open("w") as out:
+    with (cell.output_dir / LOG).open("w") as out:
         process = subprocess.Popen(
             local_command(cell),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment(cell.ranks),
+            env=environment(cell.ranks, gpus),
             start_new_session=True,  # Ctrl-C comes to this program alone, which ends them in order
         )
-        try:
-            while process.poll() is None and not late:
-                time.sleep(POLL_SECONDS)
-                tick()
-                late = time.monotonic() - begin > timeout_seconds
-        finally:
-            end(process)
-    seconds = time.monotonic() - begin
-    if late:
+    return Running(cell, gpus, process, time.monotonic())
+
+
+def ended(running: Running, timeout_seconds: float) -> Ended | None:
+    """How a cell ended, by itself or because it took too long; None while it runs."""
+    cell, process = running.cell, running.process
+    seconds = time.monotonic() - running.begin
+    if process.poll() is None:
+        if seconds <= timeout_seconds:
+            return None
+        end(process)
         return Ended("timeout", seconds, f"ran past {timeout_seconds:g} s; raise timeout_seconds or --timeout")
     if process.returncode:
-        error = cause(log.read_text(errors="replace")) or f"exit status {process.returncode}"
-        return Ended("failed", seconds, error)
+        said = (cell.output_dir / LOG).read_text(errors="replace")
+        return Ended("failed", seconds, cause(said) or f"exit status {process.returncode}")
     if not finished(cell):
         return Ended("failed", seconds, "ended without an error, but run.json or steps of metrics.jsonl are missing")
     return Ended("done", seconds)

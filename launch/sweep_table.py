@@ -95,6 +95,7 @@ class Terminal:
     """A bar on a terminal, a line a cell in a log."""
 
     def __init__(self, cells: int) -> None:
+        """`cells` that are to run."""
         self.console = Console(file=sys.stdout, highlight=False)
         self.cells, self.number = cells, 0
         self._bar: Progress | None = None
@@ -106,17 +107,15 @@ class Terminal:
             self._task = self._bar.add_task("sweep", total=cells, doing="")
             self._bar.start()
 
-    def begin(self, cell: Cell) -> None:
-        self.number += 1
+    def show(self, running: Sequence[tuple[Cell, int]]) -> None:
+        """Cells that run, with the steps that each has made."""
         if self._bar is not None:
-            self._bar.update(self._task, doing=cell.name)
-
-    def step(self, cell: Cell, done: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, doing=f"{cell.name}  step {done}/{cell.config.max_steps or '?'}")
+            doing = (f"{cell.name}  step {done}/{cell.config.max_steps or '?'}" for cell, done in running)
+            self._bar.update(self._task, doing=" | ".join(doing))
 
     def say(self, record: Record) -> None:
         """How a cell ended, which stays in sight."""
+        self.number += 1
         count = f"[{self.number:>{len(str(self.cells))}}/{self.cells}]"
         took = f" in {shown_seconds(record.seconds)}" if record.seconds is not None else ""
         job = f" as job {record.job_id}" if record.status == "submitted" else ""

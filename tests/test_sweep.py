@@ -259,3 +259,40 @@ def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
     run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
     assert run["world_size"] == 2 and run["schedule"] == "zigzag"
     assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+NVIDIA_SMI = """#!/bin/sh
+printf '0, NVIDIA H200\\n1, NVIDIA H200\\n2, NVIDIA H200\\n'
+"""
+
+
+def test_cells_at_once_have_gpus_of_their_own_and_those_too_wide_wait_for_a_larger_host(sweep_dir: Path) -> None:
+    (sweep_dir / "nvidia-smi").write_text(NVIDIA_SMI)
+    (sweep_dir / "nvidia-smi").chmod(0o755)
+    (sweep_dir / "python").write_text(TRAINER.replace("steps = range", SEEN + "steps = range"))
+    path = sweep(sweep_dir, "grid: {ranks: [1, 2, 4], seed: [4, 5]}")
+    done = launch(sweep_dir, path, "--at_once", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 need more than the 3 GPUs here, 4 to run" in done.stdout
+    assert [r["status"] for r in records(sweep_dir).values()] == ["done"] * 4 + ["pending"] * 2
+    seen = [json.loads(line) for line in (sweep_dir / "out" / "seen").read_text().splitlines()]
+    assert sorted(len(gpus.split(",")) for gpus, *_ in seen) == [1, 1, 2, 2]
+    beside = [(a, b) for a in seen for b in seen if a is not b and a[1] < b[1] < a[2]]
+    assert beside, "some ran side by side"
+    assert not [1 for a, b in beside if set(a[0].split(",")) & set(b[0].split(","))], "and shared no GPU"
+
+    left = launch(sweep_dir, path)
+    assert left.returncode == 0 and "4 done, 2 need more than the 3 GPUs here, 0 to run" in left.stdout
+    (sweep_dir / "out" / "seen").unlink()
+    assert launch(sweep_dir, path, "--set", "seed=6", "--only", "ranks-1").returncode == 0
+    [(gpus, *_)] = [json.loads(line) for line in (sweep_dir / "out" / "seen").read_text().splitlines()]
+    assert gpus is None, "one at a time sees all"
+
+
+SEEN = """
+import time
+begin = time.monotonic()
+time.sleep(1)
+with (output.parent / "seen").open("a") as seen:
+    print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), begin, time.monotonic()]), file=seen)
+"""

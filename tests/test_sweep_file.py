@@ -177,3 +177,42 @@ def test_the_table_has_one_line_a_cell(path: Path, width: int) -> None:
     for cell, line in zip(cells, lines[-len(cells) :], strict=True):
         values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
         assert line.split()[1:] == [*values, "pending", "~83", "min"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("seed=7", ["ranks-1_seed-7", "ranks-2_seed-7"]),
+        ("seed=[7, 8]", ["ranks-1_seed-7", "ranks-1_seed-8", "ranks-2_seed-7", "ranks-2_seed-8"]),
+        ("ranks=2", ["ranks-2_seed-1", "ranks-2_seed-2", "ranks-2_seed-3"]),
+        (
+            "length=[64, 1K]",
+            [f"ranks-{a}_length-{n}" for a in ("1_seed-1", "1_seed-2", "2_seed-3") for n in (64, 1024)],
+        ),
+    ],
+)
+def test_a_change_replaces_a_setting_wherever_the_file_has_it(change: str, expected: list[str], tmp_path: Path) -> None:
+    text = "grid: {ranks: 1, seed: [1, 2]}\nexclude: [{seed: 2, ranks: 9}]\ninclude: [{ranks: 2, seed: 3}]"
+    path = write(tmp_path, f"fixed: {{{FIXED}}}\n{text}")
+    with pytest.raises(ValueError, match="matches no cell"):
+        expand(read_sweep(path))
+    assert names(expand(read_sweep(path, [change]))) == expected
+
+
+def test_a_change_of_what_is_fixed_reaches_every_cell(tmp_path: Path) -> None:
+    path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{seed: [1, 2]}}\ninclude: [{{seed: 3, max_steps: 5}}]")
+    sweep = read_sweep(path, ["max_steps=9", "length=1K", "fsdp=", f"output_dir={tmp_path}", "timeout_seconds=5"])
+    assert [(c.config.max_steps, c.config.model_max_length, c.config.fsdp) for c in expand(sweep)] == [
+        (9, 1024, "")
+    ] * 3
+    assert (sweep.output_dir, sweep.timeout_seconds) == (tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("sed=7", "did you mean seed"), ("seed", "KEY=VALUE"), ("seed=[7", "no word"), ("seed=", "whole number")],
+)
+def test_a_change_that_means_nothing_is_refused(change: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{seed: [1, 2]}}")
+    with pytest.raises(ValueError, match=said):
+        expand(read_sweep(path, [change]))

@@ -1,0 +1,32 @@
+"""The GPUs of this host, as its driver has them: asking torch would take seconds."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostGPUs:
+    """Those that this program may use."""
+
+    name: str | None = None  # of the first
+    devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES has them
+
+
+def gpus_here() -> HostGPUs:
+    """None where there is no driver, or it does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return HostGPUs()
+    try:
+        asked = [program, "--query-gpu=index,name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return HostGPUs()
+    rows = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
+    if done.returncode or not rows:
+        return HostGPUs()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
+    return HostGPUs(rows[0][1].strip(), tuple(filter(None, devices)))
