@@ -64,7 +64,7 @@ def step_flops(cell: Cell) -> float | None:
     """Of one optimizer step over all ranks, with what is recomputed; None for a model whose shape is not at hand."""
     from lightseq import flops  # seconds of importing transformers, only where something is to be estimated
 
-    model = _model_config(cell.family, cell.config.model_name_or_path)
+    model = _model_config(cell.family, cell.config.model_name)
     if model is None:
         return None
     c = cell.config
@@ -82,7 +82,7 @@ def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of
 
     known = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}[family]
     preset = known.aliases.get(name, name)
-    return preset_config(known, preset) if preset in known.presets else None
+    return preset_config(known, preset) if known.preset(preset) else None
 
 
 def _peak(device: str | None) -> float | None:

@@ -14,7 +14,7 @@ from lightseq.documents import balance, check_boundaries, packed_schedule, padde
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout, shard
-from lightseq.mesh import disable_multicast
+from lightseq.mesh import disable_multicast, keep_compiled_kernels
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_choice import Choice, cheapest, choices
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count
@@ -117,6 +117,7 @@ def make_context(
         schedule = "prefix" if schedule == "auto" else schedule
         head_groups = head_groups or _packed_turns(world, shape, Choice(schedule, ulysses_size))
     disable_multicast()
+    keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
     chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)

@@ -5,11 +5,14 @@ With launch/, the only place that reads environment variables.
 
 import os
 import socket
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import psutil
@@ -70,6 +73,18 @@ def disable_multicast() -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
+def keep_compiled_kernels() -> None:
+    """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
+    that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
+    folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
 def ready_for_deepspeed(world: World) -> None:
     """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
@@ -79,6 +94,7 @@ def ready_for_deepspeed(world: World) -> None:
 @contextmanager
 def start(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process."""
+    keep_compiled_kernels()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")

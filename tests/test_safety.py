@@ -17,6 +17,7 @@ from lightseq import state_files, weights
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.masking import masked
+from lightseq.mesh import keep_compiled_kernels
 from lightseq.metrics import RUN, write_run
 from lightseq.weights import INDEX, WEIGHTS
 
@@ -199,3 +200,31 @@ def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(
     (tmp_path / state_files.INDEX).write_bytes(pickle.dumps(_Getting(of, name)))
     with pytest.raises(ValueError, match=line):
         state_files.read_index(tmp_path)
+
+
+CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+
+
+@pytest.mark.parametrize("planted", ["nothing", "a link", "open to all"])
+def test_compiled_kernels_are_kept_where_nobody_else_can_put_code(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    for name in CACHE:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    folder = tmp_path / f"lightseq-{os.getuid()}"
+    if planted == "a link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "theirs")
+    elif planted == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    keep_compiled_kernels()
+    kept = [os.environ.get(name) for name in CACHE]
+    assert kept == ([str(folder / "fa4"), "1"] if planted == "nothing" else [None, None])
+    if planted == "nothing":
+        assert folder.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setenv(CACHE[1], "0")
+        keep_compiled_kernels()
+        assert os.environ[CACHE[1]] == "0", "what the user set stands"
