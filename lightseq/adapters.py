@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config import TrainConfig
-from lightseq.mlp import linear_of
+from lightseq.low_rank import adapted, linear_of
 from lightseq.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -78,7 +78,7 @@ def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
     for module in model.modules():
         if hasattr(module, "lora_A"):
-            module.__class__ = _adapter_first(type(module))  # type: ignore[assignment, arg-type]
+            module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name)
         if ADAPTER not in name:
@@ -86,16 +86,16 @@ def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
 
 
 @cache
-def _adapter_first(kind: type[nn.Module]) -> type[nn.Module]:
-    """peft's layer, the weight's product added to the adapter's. The other way round, as peft has it, what an adapter
-    adds to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
+def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
+    """peft's layer, the adapter's product and the weight's made as one. In two, as peft has them, what an adapter adds
+    to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        out = linear_of(self, x.dtype).forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        out = adapted(x.flatten(0, -2), linear_of(self, x.dtype)).view(*x.shape[:-1], -1)
         return out if self.base_layer.bias is None else out + self.base_layer.bias
 
-    return type(f"AdapterFirst{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"RoundedOnce{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _peft_config(lora: Lora, base: str | None = None) -> Any:

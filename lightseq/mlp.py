@@ -13,6 +13,7 @@ from transformers.activations import SiLUActivation
 
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
+from lightseq.low_rank import Linear, gradient_of_input, linear_of
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -63,47 +64,6 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
-
-
-class Linear(NamedTuple):
-    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (out, in), A (R, in), B (out, R); without adapter A and B are None.
-
-    LoRA, arXiv 2106.09685. The adapter's part is made first and the weight's added to it: added to what is rounded
-    already, so small a part would be rounded away wherever it is less than half a step.
-    """
-
-    weight: Tensor
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
-
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if self.a is None or self.b is None:
-            return torch.mm(x, self.weight.T, out=out)
-        return torch.mm((x @ self.a.T).mul_(self.scale), self.b.T, out=out).addmm_(x, self.weight.T)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in (self.weight, self.a, self.b) if x is not None]
-
-
-def _gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Of linears that share their input, the adapters' parts first."""
-    pairs = list(zip(linears, dys, strict=True))
-    parts = [(dy @ x.b, x.a, x.scale) for x, dy in pairs if x.a is not None and x.b is not None]
-    parts += [(dy, x.weight, 1.0) for x, dy in pairs]
-    for i, (dy, weight, scale) in enumerate(parts):
-        into.addmm_(dy, weight, beta=float(i > 0), alpha=scale)
-    return into
-
-
-def linear_of(module: Any, dtype: torch.dtype) -> Linear:
-    """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
-    if isinstance(module, nn.Linear):
-        return Linear(module.weight)
-    (name,) = module.lora_A
-    a, b = module.lora_A[name].weight.to(dtype), module.lora_B[name].weight.to(dtype)
-    return Linear(module.base_layer.weight, a, b, module.scaling[name])
 
 
 def shrunk(tokens: int, shrink: float) -> int:
@@ -167,11 +127,11 @@ def _gated_mlp_backward(
     for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = gate_IH.forward(x), up_IH.forward(x)
-        act = _gradient_of_input([down_HI], [dout], torch.empty_like(gate))
+        act = gradient_of_input([down_HI], [dout], torch.empty_like(gate))
         _silu_mul_backward_(gate, up, act)  # dgate, dup and the product itself
         for total, dy, y_from in zip(sums, (gate, up, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
-        _gradient_of_input([gate_IH, up_IH], [gate, up], dx[rows])
+        gradient_of_input([gate_IH, up_IH], [gate, up], dx[rows])
     return [dx, *(done for total in sums for done in total.finish())]
 
 

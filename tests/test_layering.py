@@ -36,6 +36,7 @@ LAYERS = {
     "lightseq.bundles": 2,
     "lightseq.program": 2,
     "lightseq.remat": 2,
+    "lightseq.low_rank": 2,
     "lightseq.mlp": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,

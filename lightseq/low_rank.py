@@ -1,0 +1,82 @@
+"""A linear with a low-rank adapter beside it (LoRA, arXiv 2106.09685): what both make is rounded once.
+
+Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(NamedTuple):
+    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without adapter A and B are None.
+
+    One product of [x, scale · x Aᵀ] and [W, B]. Added to what is rounded already, so small a part as an adapter's at
+    first would be lost wherever it is less than half a step; and cuBLAS rounds to bfloat16 before it adds, too.
+    """
+
+    weight: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    def forward(self, x_NI: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.a is None or self.b is None:
+            return torch.mm(x_NI, self.weight.T, out=out)
+        low_NR = (x_NI @ self.a.T).mul_(self.scale)
+        return torch.mm(torch.cat([x_NI, low_NR], 1), torch.cat([self.weight, self.b], 1).T, out=out)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.weight, self.a, self.b) if x is not None]
+
+
+def gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Of linears that share their input, `into` which it is written; an adapter's part joins its weight's here too."""
+    for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
+        left, right = dy_NO, linear.weight
+        if linear.a is not None and linear.b is not None:
+            left = torch.cat([left, (dy_NO @ linear.b).mul_(linear.scale)], 1)
+            right = torch.cat([right, linear.a], 0)
+        into.addmm_(left, right, beta=float(i > 0))
+    return into
+
+
+def linear_of(module: Any, dtype: torch.dtype) -> Linear:
+    """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
+    if isinstance(module, nn.Linear):
+        return Linear(module.weight)
+    (name,) = module.lora_A
+    a, b = module.lora_A[name].weight.to(dtype), module.lora_B[name].weight.to(dtype)
+    return Linear(module.base_layer.weight, a, b, module.scaling[name])
+
+
+def adapted(x_NI: Tensor, linear: Linear) -> Tensor:
+    """`linear.forward` that gradients flow through, but for the weight's where that does not train."""
+    y_NO: Tensor = _Adapted.apply(x_NI, *linear)
+    return y_NO
+
+
+class _Adapted(torch.autograd.Function):
+    """Left to itself, autograd would make the joined weight's gradient whole to cut the adapter's part out of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x_NI, weight, a, b)
+        ctx.scale = scale
+        return Linear(weight, a, b, scale).forward(x_NI)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight, a, b = ctx.saved_tensors
+        of_x, of_weight, of_a, of_b, _ = ctx.needs_input_grad
+        linear = Linear(weight, a, b, ctx.scale)
+        return (
+            gradient_of_input([linear], [dy_NO], torch.empty_like(x_NI)) if of_x else None,
+            dy_NO.T @ x_NI if of_weight else None,
+            (dy_NO @ b).mul_(ctx.scale).T @ x_NI if of_a else None,
+            dy_NO.T @ (x_NI @ a.T).mul_(ctx.scale) if of_b else None,
+            None,
+        )
