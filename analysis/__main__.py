@@ -5,7 +5,7 @@
 `python3 -m analysis evaluate OUT...` draws evaluations: perplexity by position, and what a long text hides.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
 `python3 -m analysis faults FILE...` prints what `make faults` did to runs.
-`python3 -m analysis profile OUTPUT_DIR` accounts for the time of the steps that a run profiled.
+`python3 -m analysis profile OUTPUT_DIR [--timeline]` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
 `python3 -m analysis plots --config FILE` draws the figures that a YAML file asks of many runs.
 `python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.

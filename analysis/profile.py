@@ -1,77 +1,34 @@
 """Accounts for every millisecond of profiled steps by name: `python3 -m analysis profile OUTPUT_DIR [--rank N]`."""
 
 import argparse
-import bisect
-import gzip
-import json
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from . import traffic
-
-# What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
-# that communication counts where nothing else runs, which is what it costs.
-KINDS: tuple[tuple[str, str], ...] = (
-    ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
-    ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
-    ("matrix products", r"nvjet|gemm|gemv|cutlass|cublas|splitKreduce|xmma|addmm|^mm$"),
-    ("loss", r"^_cross_entropy"),
-    ("MLP's product", r"^_(forward|backward)$"),
-    ("optimizer, norm, clip", r"adam|LpNorm|multi_tensor(?!.*Copy)|foreach"),
-    ("compiled layers' glue", r"^triton_"),
-    ("weights: cast and join", r"chunk_cat|split_with_sizes|multi_tensor.*Copy"),
-    ("other kernels", r"^(?!nccl|.*symmetric_memory|Mem|_copy$|_add$|_merge$)"),
-    ("attention's exchange", r"symmetric_memory|Memcpy (PtoP|DtoD)|^_copy$|^_add$|^_merge$"),
-    ("collectives", r"nccl"),
-    ("host copies", r"Memcpy|Memset"),
-)
-IDLE = "nothing runs"
-PHASES = ("forward", "backward", "update")
-DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that ran on the device, in microseconds."""
-
-    kind: int  # its row of KINDS
-    name: str
-    phase: str
-    start: float
-    end: float
-
-
-@dataclass
-class Account:
-    """Milliseconds of a step: `spent`, what the device was busy with, and `hidden`, what ran beside that."""
-
-    steps: int
-    step_ms: float
-    spent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # by kind and phase
-    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kind
-    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by kind, in all steps
-    names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kernel
+from .account import IDLE, PHASES, Account, account_of, read, spans_of
+from .pictures import add_format, save
+from .timeline import figure
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis profile",
-        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N]",
+        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
         description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
         "name of what the device was busy with; communication where it was not hidden.",
     )
     out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
     out.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
     out.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N kernels that took longest, too")
+    out.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
+    out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
+    add_format(out)
     return out
 
 
@@ -83,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         events = read(path)
         account, moved = account_of(events), traffic.kinds_of(events)
+        picture = figure(spans_of(events)[0], str(path)) if arguments.timeline else None
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -92,91 +50,12 @@ def main(argv: Sequence[str]) -> int:
         console.print(traffic.table(moved, account.steps))
     if arguments.kernels:
         console.print(kernel_table(account, arguments.kernels))
+    if picture is not None:
+        output = arguments.output or path.parent
+        output.mkdir(parents=True, exist_ok=True)
+        for written in save(picture, output, "timeline", arguments.format):
+            print(written)
     return 0
-
-
-def read(path: Path) -> list[Mapping[str, Any]]:
-    """The events of a trace. Raises ValueError where the file holds none of a device."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-        try:
-            events = json.load(file)["traceEvents"]
-        except (ValueError, KeyError, EOFError) as error:
-            raise ValueError(f"{path} is no whole trace ({error}); profile again") from error
-    if not any(event.get("cat") in DEVICE_EVENTS for event in events):
-        raise ValueError(f"{path} holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
-    return events
-
-
-def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
-    spans, steps = spans_of(events)
-    begin, end = spans[0].start, max(span.end for span in spans)
-    account = Account(steps, (end - begin) / steps / 1e3)
-    for span in spans:
-        ms = (span.end - span.start) / steps / 1e3
-        account.launches[KINDS[span.kind][0]] += 1
-        account.hidden[KINDS[span.kind][0]] += ms
-        account.names[span.name] += ms
-    for us, busy, phase in timeline(spans):
-        kind = KINDS[busy.kind][0] if busy else IDLE
-        account.spent[kind, phase] += us / steps / 1e3
-        if busy:
-            account.hidden[kind] -= us / steps / 1e3
-    return account
-
-
-def spans_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
-    """What ran on the device in order of time, and how many steps the trace holds."""
-    launched: dict[int, float] = {}
-    phases: list[tuple[float, float, str]] = []
-    device: list[Mapping[str, Any]] = []
-    steps: set[str] = set()
-    for event in events:
-        category, name = event.get("cat"), event.get("name", "")
-        if event.get("ph") != "X":
-            continue
-        if category in DEVICE_EVENTS:
-            device.append(event)
-        elif category in ("cuda_runtime", "cuda_driver"):
-            launched[event.get("args", {}).get("correlation", -1)] = event["ts"]
-        elif category == "user_annotation" and name in PHASES:
-            phases.append((event["ts"], event["ts"] + event["dur"], name))
-        elif category == "user_annotation" and re.fullmatch(r"step \d+", name):
-            steps.add(name)
-    phases.sort()
-    starts = [phase[0] for phase in phases]
-
-    def phase_of(event: Mapping[str, Any]) -> str:
-        at = launched.get(event.get("args", {}).get("correlation", -1), event["ts"])
-        i = bisect.bisect_right(starts, at) - 1
-        return phases[i][2] if i >= 0 and at <= phases[i][1] else ""
-
-    spans = [Span(kind_of(e["name"]), e["name"], phase_of(e), e["ts"], e["ts"] + e["dur"]) for e in device]
-    return sorted(spans, key=lambda span: span.start), max(1, len(steps))
-
-
-def kind_of(name: str) -> int:
-    return next(i for i, (_, pattern) in enumerate(KINDS) if re.search(pattern, name, re.IGNORECASE))
-
-
-def timeline(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
-    """(microseconds, what the device was busy with, phase), gapless; of spans side by side the first kind counts."""
-    edges = sorted(
-        [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
-    )
-    running: set[int] = set()
-    before = edges[0][0]
-    for at, starts, i in edges:
-        if at > before:
-            busy = min((spans[j] for j in running), key=lambda span: span.kind, default=None)
-            # While nothing runs, the device waits for what comes next.
-            yield at - before, busy, busy.phase if busy else spans[i].phase
-            before = at
-        if starts:
-            running.add(i)
-        else:
-            running.discard(i)
 
 
 def table(account: Account) -> Table:

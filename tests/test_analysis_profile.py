@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from analysis import __main__ as analysis
-from analysis.profile import IDLE, KINDS, account_of, kind_of, read
+from analysis.account import IDLE, KINDS, account_of, kind_of, read
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
