@@ -1,6 +1,8 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -231,13 +233,35 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     context.shapes.add(shape)
 
 
+# What is called in the place of attention's computation, which it is given, within `instead`.
+Around = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+_AROUND: ContextVar[Around | None] = ContextVar("around", default=None)
+
+
+@contextmanager
+def instead(around: Around) -> Iterator[None]:
+    """Within it, in this thread, every attention's (out, lse) is what `around` makes of the function that computes it:
+    a checkpoint keeps the result, or hands out what it kept. A dispatch mode would do that at the price of some ten
+    microseconds for every other operation."""
+    token = _AROUND.set(around)
+    try:
+        yield
+    finally:
+        _AROUND.reset(token)
+
+
 @torch.library.custom_op("lightseq::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     c = _CONTEXTS[context]
-    _agree_on_shapes(c, q, k, documents)
-    return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
+
+    def compute() -> tuple[Tensor, Tensor]:
+        _agree_on_shapes(c, q, k, documents)
+        return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
+
+    around = _AROUND.get()
+    return compute() if around is None else around(compute)
 
 
 @_attention.register_fake

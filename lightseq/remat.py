@@ -2,19 +2,19 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from lightseq.attention import ATTENTION_OP
+from lightseq.attention import ATTENTION_OP, instead
 from lightseq.offload import Offload
 
 POLICIES: Final = ("none", "attention", "full")
@@ -103,23 +103,19 @@ def _keep_attention(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs
     return CheckpointPolicy.MUST_SAVE if op is ATTENTION_OP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_contexts(offload: Offload | None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def _keep_contexts(offload: Offload | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For the forward pass and for the recomputation: what attention gave is kept in the one and taken in the other."""
-    kept: deque[list[Any]] = deque()
+    kept: deque[tuple[Any, Any]] = deque()
     keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
 
-    class Keep(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            result = op(*args, **(kwargs or {}))
-            if op is ATTENTION_OP:
-                kept.append([keep(x.detach()) for x in result])
-            return result
+    def keeping(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        out, lse = compute()
+        kept.append((keep(out.detach()), keep(lse.detach())))
+        return out, lse
 
-    class Take(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            if op is ATTENTION_OP:
-                return tuple(fetch(x).detach() for x in kept.popleft())
-            return op(*args, **(kwargs or {}))
+    def taking(_compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        out, lse = kept.popleft()
+        return fetch(out).detach(), fetch(lse).detach()
 
-    return Keep(), Take()
+    return instead(keeping), instead(taking)
