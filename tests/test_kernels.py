@@ -131,6 +131,23 @@ def test_merge_survives_scores_that_would_overflow_and_rows_without_keys() -> No
     assert torch.equal(same, out) and torch.equal(same_lse, lse)
 
 
+def test_a_package_that_is_half_installed_is_passed_over_with_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise (
+            RuntimeError("No CTK flavor installed: one of a.cu12.so, a.cu13.so\nand pages more")
+            if "cute" in name
+            else OSError()
+        )
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 128)
+    reasons = dict(select("auto", spec).passed_over)
+    assert reasons["fa4"] == "flash-attn-4 cannot be imported (No CTK flavor installed: one of a.cu12.so, a.cu13.so)"
+    assert reasons["fa3"].endswith("cannot be imported (OSError)")
+    with pytest.raises(ValueError, match="kernel fa4 cannot run here: flash-attn-4 cannot be imported"):
+        select("fa4", spec)
+
+
 def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
     chosen = select("auto", KernelSpec("cpu", (0, 0), torch.float32, 7))
     assert chosen.kernel.name == "cpu" and not chosen.passed_over

@@ -5,6 +5,7 @@ flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cu
 """
 
 import importlib
+import textwrap
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -45,8 +46,9 @@ class _FlashAttention:
             return f"has no head dimension {spec.head_dim}"
         try:
             self._load()
-        except ImportError as error:
-            return f"{self.package} cannot be imported ({error})"
+        except Exception as error:  # half an installation raises what it likes: fa4's a RuntimeError, others an OSError
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
         return None
 
     def _load(self) -> ModuleType:
