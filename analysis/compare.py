@@ -135,7 +135,7 @@ def means(runs: Pair) -> list[Mean]:
 
 
 def mean(run: Run, key: str, scale: float) -> float:
-    known = settled(run.column(key))
+    known = settled(run.pace(key))
     return scale * float(known.mean()) if known.size else np.nan
 
 

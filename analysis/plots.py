@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from .figures import GREY, STYLE, colors, dots
 from .flags import shown
@@ -37,12 +37,14 @@ class Metric:
     unit: str
     scale: float = 1.0
     from_zero: bool = True
+    logarithmic: bool = False  # where the values spread that far
 
 
 METRICS: Mapping[str, Metric] = {
     "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks"),
     "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB),
     "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
+    "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
     "time": Metric("step_seconds", "Training time", "seconds, all steps"),
     "loss": Metric("loss", "Training loss", "nats per token", from_zero=False),
 }
@@ -134,6 +136,8 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
         draw_over(axes, plot, {name: [point(run, plot, metric) for run in of] for name, of in groups.items()})
     if metric.from_zero:
         axes.set_ylim(bottom=0)
+    if metric.logarithmic:
+        upright(axes)
     if axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if len(groups) > 1:
@@ -178,7 +182,7 @@ def point(run: Run, plot: Plot, metric: Metric) -> Point:
     if plot.metric in WHOLE:
         value = float(WHOLE[plot.metric](run, values)) if run.knows(metric.key) else np.nan
         return Point(x, value, value, value)
-    known = settled(values)
+    known = settled(metric.scale * run.pace(metric.key))
     if not known.size:
         return Point(x, np.nan, np.nan, np.nan)
     return Point(x, float(np.median(known)), float(known.min()), float(known.max()))
@@ -225,6 +229,18 @@ def draw_lines(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[
     axes.xaxis.set_major_locator(FixedLocator(numbers))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FixedFormatter([tick(place) for place in places]))
+
+
+def upright(axes: Axes) -> None:
+    """A logarithmic axis where values are far apart, with plain numbers; else one from zero."""
+    low, high = axes.dataLim.intervaly
+    if low <= 0 or high < LOG_FROM * low:
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_bars(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:

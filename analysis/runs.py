@@ -25,6 +25,18 @@ class Run:
         """One number a logged step; NaN where the run knew none."""
         return column(self.steps, key)
 
+    def pace(self, key: str) -> np.ndarray:
+        """The same without the steps that `--profile_steps` traced and those beside them, in which the profiler starts
+        and writes: NaN."""
+        config = self.about.get("config")
+        span = config.get("profile_steps") if isinstance(config, dict) else None
+        values = self.column(key)
+        if not isinstance(span, list) or len(span) != 2:
+            return values
+        last = self.column("step")
+        first = np.concatenate([[1.0], last[:-1] + 1])  # a record speaks of all steps since the one before
+        return np.where((last >= span[0] - 1) & (first <= span[1] + 1), np.nan, values)
+
     def knows(self, key: str) -> bool:
         return bool(np.isfinite(self.column(key)).any())
 

@@ -66,12 +66,12 @@ def summarize(run: Run) -> Summary:
         first_loss=float(loss[0]),
         last_loss=float(loss[-1]),
         smoothed_loss=float(smoothed(loss)[-1]),
-        tokens_per_second=median(run.column("tokens_per_second")),
-        step_seconds=median(run.column("step_seconds")),
+        tokens_per_second=median(run.pace("tokens_per_second")),
+        step_seconds=median(run.pace("step_seconds")),
         peak_memory_bytes=float(np.nanmax(memory)) if np.isfinite(memory).any() else float("nan"),
         memory_is_gpu=on_gpu,
-        mfu=median(run.column("mfu")),
-        model_tflops_per_gpu=median(run.column("model_tflops_per_gpu")),
+        mfu=median(run.pace("mfu")),
+        model_tflops_per_gpu=median(run.pace("model_tflops_per_gpu")),
     )
 
 

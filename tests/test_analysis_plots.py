@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from analysis_files import about, record, write_run
 
 from analysis.__main__ import main
 from analysis.plots import METRICS, figure, found_runs, grouped, point
 from analysis.plots_file import Plot, read_plots
+from analysis.runs import read_run
+from analysis.summary import summarize
 
 CONFIGS = sorted((Path(__file__).parent.parent / "analysis" / "configs").glob("*.yaml"))
 LENGTHS = (4096, 8192, 65536)
@@ -57,6 +60,33 @@ def test_each_metric_is_what_the_run_came_to(results: Path, metric: str, value: 
     (axes,) = figure(found, runs).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]
+
+
+@pytest.mark.parametrize(("every", "disturbed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that hold steps 6 to 9
+def test_steps_that_were_traced_and_those_beside_them_say_nothing_of_the_pace(
+    tmp_path: Path, every: int, disturbed: set[int]
+) -> None:
+    records = [record(step, tokens_per_second=1.0 if step in disturbed else 100.0) for step in range(every, 16, every)]
+    write_run(tmp_path, records, about(config={"profile_steps": [7, 8]}))
+    run = read_run(tmp_path, "run")
+    assert set(run.column("step")[np.isnan(run.pace("tokens_per_second"))]) == disturbed
+    assert summarize(run).tokens_per_second == 100.0
+    found = Plot("one", "speed", "kernel", None, {}, None)
+    spread = point(run, found, METRICS["speed"])
+    assert (spread.low, spread.high) == (100.0, 100.0)
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(2.0, "linear"), (9.0, "log")])
+def test_the_time_of_a_step_is_on_a_logarithmic_axis_where_it_spreads(
+    tmp_path: Path, factor: float, scale: str
+) -> None:
+    for length, seconds in ((4096, 0.5), (8192, 0.5 * factor)):
+        records = [record(step, step_seconds=seconds) for step in range(1, 13)]
+        write_run(tmp_path / str(length), records, about(config={"model_max_length": length}))
+    found = Plot("one", "latency", "model_max_length", None, {}, None)
+    (axes,) = figure(found, found_runs([tmp_path])).axes
+    assert axes.get_yscale() == scale and axes.get_ylabel() == "seconds"
+    assert (axes.get_ylim()[0] == 0) == (scale == "linear")
 
 
 def test_curves_over_steps_have_a_point_a_step(results: Path) -> None:
