@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -38,6 +39,23 @@ class Metric:
     scale: float = 1.0
     from_zero: bool = True
     logarithmic: bool = False  # where the values spread that far
+    of_profile: Callable[[Mapping[str, Any]], float] | None = None  # of a trace's summary, in the place of `key`
+
+
+def phase_ms(phase: str) -> Callable[[Mapping[str, Any]], float]:
+    return lambda profile: sum(each["ms"] for each in profile["spent"] if each["phase"] == phase)
+
+
+def exposed_ms(profile: Mapping[str, Any]) -> float:
+    """With the waits for other ranks."""
+    return sum(each["ms"] for each in profile["spent"] if each["kind"] in ("attention's exchange", "collectives"))
+
+
+def bandwidth(profile: Mapping[str, Any]) -> float:
+    """NaN where nothing moved between GPUs."""
+    moved = [each for each in profile["moved"] if "ranks" in each["kind"] or "another GPU" in each["kind"]]
+    seconds = sum(each["seconds"] for each in moved)
+    return sum(each["bytes"] for each in moved) / seconds / 1e9 if seconds else np.nan
 
 
 METRICS: Mapping[str, Metric] = {
@@ -47,6 +65,13 @@ METRICS: Mapping[str, Metric] = {
     "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
     "time": Metric("step_seconds", "Training time", "seconds, all steps"),
     "loss": Metric("loss", "Training loss", "nats per token", from_zero=False),
+    **{
+        phase: Metric(phase, f"Time of a step's {phase} pass", "ms", from_zero=False, logarithmic=True, of_profile=of)
+        for phase, of in (("forward", phase_ms("forward")), ("backward", phase_ms("backward")))
+    },
+    "update": Metric("update", "Time of a step's update", "ms", of_profile=phase_ms("update")),
+    "communication": Metric("communication", "Communication that nothing hides", "ms a step", of_profile=exposed_ms),
+    "bandwidth": Metric("bandwidth", "Between GPUs while anything moves", "GB/s", of_profile=bandwidth),
 }
 
 HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one process", 1 / GIB)
@@ -55,6 +80,10 @@ NEVER = (
     *("output_dir", "overwrite_output_dir", "command", "launch", "date", "total_steps", "data_ranks"),
     *("sequence_ranks", "attention_buffer_bytes"),
 )
+
+
+class NothingTraced(ValueError):
+    """A figure of traces, and no run that left one: the other figures can be drawn all the same."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +119,10 @@ def main(words: Sequence[str]) -> int:
         pictures = []
         with matplotlib.rc_context(dict(STYLE)):
             for plot in file.plots:
-                pictures += save(figure(plot, runs), output, plot.name, arguments.format)
+                try:
+                    pictures += save(figure(plot, runs), output, plot.name, arguments.format)
+                except NothingTraced as left_out:
+                    print(f"analysis: left out, {left_out}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -123,7 +155,15 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     metric = METRICS.get(plot.metric, Metric(plot.metric, plot.metric, plot.metric))
     if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
         metric = HOST_MEMORY
-    if not any(run.knows(metric.key) for run in kept):
+    if metric.of_profile is not None:
+        kept = [run for run in kept if run.profile]
+        if plot.x == STEP:
+            raise ValueError(f"figure {plot.name}: {plot.metric} is of the traced steps together; let x be a setting")
+        if not kept:
+            raise NothingTraced(
+                f"figure {plot.name}: {plot.metric} is of traced steps, which no run has (--profile_steps)"
+            )
+    elif not any(run.knows(metric.key) for run in kept):
         raise ValueError(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
     groups = grouped(plot, kept)
     out = Figure(figsize=(8, 5), layout="constrained")
@@ -177,8 +217,11 @@ def short(key: str) -> str:
 
 
 def point(run: Run, plot: Plot, metric: Metric) -> Point:
-    values = metric.scale * run.column(metric.key)
     x = settings(run).get(plot.x, "none")
+    if metric.of_profile is not None:
+        value = metric.of_profile(run.profile)
+        return Point(x, value, value, value)
+    values = metric.scale * run.column(metric.key)
     if plot.metric in WHOLE:
         value = float(WHOLE[plot.metric](run, values)) if run.knows(metric.key) else np.nan
         return Point(x, value, value, value)

@@ -10,8 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightseq.trace import IDLE, PHASES, Account, account_of, read, spans_of
+from lightseq.traffic import kinds_of
+
 from . import traffic
-from .account import IDLE, PHASES, Account, account_of, read, spans_of
 from .pictures import add_format, save
 from .timeline import figure
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
     try:
         events = read(path)
-        account, moved = account_of(events), traffic.kinds_of(events)
+        account, moved = account_of(events), kinds_of(events)
         picture = figure(spans_of(events)[0], str(path)) if arguments.timeline else None
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)

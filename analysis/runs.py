@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class Run:
     evaluations: tuple[Record, ...]
     about: Mapping[str, object]
     notes: tuple[str, ...]
+    profile: Mapping[str, Any] = field(default_factory=dict)  # the summary of rank 0's trace, where there is one
 
     def column(self, key: str) -> np.ndarray:
         """One number a logged step; NaN where the run knew none."""
@@ -75,7 +77,8 @@ def read_run(directory: Path, label: str) -> Run:
         raise ValueError(f"{path} has no training step yet; wait for the run's first logged step")
     if repeated:
         notes.append(f"{label}: {repeated} steps were logged twice, as a resumed run does; the later ones are drawn")
-    return Run(label, directory, steps, evaluations, read_about(directory / "run.json"), tuple(notes))
+    about, profile = (read_about(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
+    return Run(label, directory, steps, evaluations, about, tuple(notes), profile)
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:
@@ -115,8 +118,8 @@ def latest(records: Sequence[Record]) -> tuple[tuple[Record, ...], int]:
     return tuple(by_step[step] for step in sorted(by_step)), len(records) - len(by_step)
 
 
-def read_about(path: Path) -> Mapping[str, object]:
-    """What was run; nothing where the run left no `run.json`, since the metrics speak for themselves."""
+def read_about(path: Path) -> Mapping[str, Any]:
+    """What was run, or traced; nothing where the run left no such file, since the metrics speak for themselves."""
     if not path.is_file():
         return {}
     try:

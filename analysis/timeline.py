@@ -8,7 +8,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .account import KINDS, Span
+from lightseq.trace import KINDS, Span
+
 from .figures import COLORS, GREY, STYLE
 
 NAMES: Final = tuple(name for name, _ in KINDS)
@@ -53,9 +54,7 @@ def windows(spans: Sequence[Span]) -> list[Window]:
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
-        raise ValueError(
-            "the trace has no attention kernel that is known by its name; see KINDS in analysis/account.py"
-        )
+        raise ValueError("the trace has no attention kernel that is known by its name; see KINDS in lightseq/trace.py")
     return found
 
 

@@ -1,8 +1,11 @@
-"""Traces a span of steps with torch.profiler, one file a rank, to be opened in https://ui.perfetto.dev.
+"""Traces a span of steps with torch.profiler, one file a rank, to be opened in https://ui.perfetto.dev, and beside each
+a summary: where the time went, which kernels took it, what moved how fast.
 
 With `--profile_memory` also every allocation of the GPU, for https://pytorch.org/memory_viz.
 """
 
+import json
+import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightseq.config import TrainConfig
 from lightseq.mesh import World
+from lightseq.trace import read, summary
 
 MOST_ALLOCATIONS = 1_000_000  # that are kept, the last ones: some steps of large models
 
@@ -44,8 +48,18 @@ class StepProfile:
             torch.cuda.synchronize()
         self._profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._directory / f"rank{self._rank}.json.gz"))
+        trace = self._directory / f"rank{self._rank}.json.gz"
+        self._profiler.export_chrome_trace(str(trace))
         self._profiler = None
+        self._summarize(trace)
         if self._with_memory:
             torch.cuda.memory._dump_snapshot(str(self._directory / f"memory-rank{self._rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _summarize(self, trace: Path) -> None:
+        try:
+            text = json.dumps(summary(read(trace)), indent=1)
+        except ValueError as error:  # torch has written traces that no parser takes: no reason to end a run
+            print(f"profile: no summary ({error})", file=sys.stderr)
+            return
+        (self._directory / f"summary-rank{self._rank}.json").write_text(text)

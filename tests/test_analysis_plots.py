@@ -1,5 +1,6 @@
 """Figures that a YAML file asks for: which runs are where, what is a line, and what is wrong with a file."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,45 @@ def test_the_time_of_a_step_is_on_a_logarithmic_axis_where_it_spreads(
     (axes,) = figure(found, found_runs([tmp_path])).axes
     assert axes.get_yscale() == scale and axes.get_ylabel() == "seconds"
     assert (axes.get_ylim()[0] == 0) == (scale == "linear")
+
+
+SPENT = (
+    *(
+        ("attention, forward", "forward", 8.0),
+        ("collectives", "forward", 3.0),
+        ("attention, backward", "backward", 20.0),
+    ),
+    *(("host copies", "backward", 1.0), ("attention's exchange", "backward", 2.0)),
+)
+MOVED = (
+    *(("all-gather, bfloat16, 2 ranks", 3e9, 0.02), ("copies from another GPU", 1e9, 0.005)),
+    ("copies to the host", 9e9, 9.0),
+)
+PROFILE = {
+    "spent": [{"kind": kind, "phase": phase, "ms": ms} for kind, phase, ms in SPENT],
+    "moved": [{"kind": kind, "bytes": size, "seconds": seconds} for kind, size, seconds in MOVED],
+}
+TRACED = {"forward": 11.0, "backward": 23.0, "update": 0.0, "communication": 5.0, "bandwidth": 160.0}
+
+
+@pytest.mark.parametrize(("word", "value"), TRACED.items())
+def test_what_was_traced_is_drawn_over_a_setting(
+    results: Path, word: str, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for length in LENGTHS[:2]:
+        folder = results / "runs" / f"fa4-{length}" / "profile"
+        folder.mkdir()
+        (folder / "summary-rank0.json").write_text(json.dumps(PROFILE))
+    found = plot(results, f"{{metric: {word}, x: length}}")
+    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    lines = [line for line in axes.get_lines() if [*line.get_xdata()] == [*LENGTHS[:2]]]
+    assert all([*line.get_ydata()] == pytest.approx([value, value]) for line in lines) and lines
+
+    others = f"{{metric: {word}, x: length, where: {{kernel: cudnn}}}}"
+    plot(results, f"{others}\n  two: {{metric: memory, x: kernel, where: {{length: 4096}}}}")
+    assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [str(results / "two.png")] and f"left out, figure one: {word}" in said.err
 
 
 def test_curves_over_steps_have_a_point_a_step(results: Path) -> None:

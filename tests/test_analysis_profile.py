@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from analysis import __main__ as analysis
-from analysis.account import IDLE, KINDS, account_of, kind_of, read
+from lightseq.trace import IDLE, KINDS, account_of, kind_of, read, summary
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
@@ -111,3 +111,16 @@ def test_a_trace_that_cannot_be_used_is_one_clear_line(
 
 def test_a_trace_may_be_named_itself(tmp_path: Path) -> None:
     assert read(write(tmp_path, two_steps()))
+
+
+def test_a_summary_has_what_is_drawn_of_a_trace() -> None:
+    copy = event("Memcpy PtoP (Device -> Device)", 0.5, 0.5, "gpu_memcpy") | {"args": {"bytes": 2**20}}
+    found = json.loads(json.dumps(summary([*two_steps(), copy])))
+    assert (found["steps"], found["step_ms"]) == (2, 9.0)
+    spent = {(each["kind"], each["phase"]): each["ms"] for each in found["spent"]}
+    assert spent["attention, forward", "forward"] == 2 and spent["optimizer, norm, clip", "update"] == 4
+    assert spent["collectives", "forward"] == 2, "the part that attention does not hide"
+    assert found["kernels"][0] == {"name": "FusedAdam", "ms": 4.0}
+    (moved,) = found["moved"]
+    assert moved["kind"] == "copies from another GPU" and (moved["calls"], moved["bytes"]) == (0.5, 2**19)
+    assert moved["gb_per_second"] == pytest.approx(2**20 / 0.5e-3 / 1e9)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from analysis.traffic import kinds_of, table
+from analysis.traffic import table
+from lightseq.traffic import kinds_of
 
 MIB = 2**20
 

@@ -37,6 +37,8 @@ LAYERS = {
     "lightseq.program": 2,
     "lightseq.remat": 2,
     "lightseq.low_rank": 2,
+    "lightseq.trace": 0,
+    "lightseq.traffic": 0,
     "lightseq.mlp": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,

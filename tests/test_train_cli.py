@@ -487,6 +487,10 @@ def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: File
     trace = files.root / "reprofiled" / "profile" / "rank0.json.gz"
     names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert "step 3" in names and not {"step 2", "step 4"} & names
+    summary = json.loads(trace.with_name("summary-rank0.json").read_text())
+    phases = {each["phase"]: each["ms"] for each in summary["spent"]}
+    assert phases.keys() == {"forward", "backward", "update"} and summary["steps"] == 1
+    assert min(phases.values()) > 0 and sum(phases.values()) <= summary["step_ms"]
     past = "--profile_steps 2:3: the run goes on after step 4; nothing is profiled"
     assert [past in end.out for end in ends] == [False, False, True]
 

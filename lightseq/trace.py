@@ -1,4 +1,7 @@
-"""Where the time of a traced step went: every millisecond once, under the kind of what the device was busy with."""
+"""Where the time of a traced step went: every millisecond once, under the kind of what the device was busy with.
+
+Knows the files that torch.profiler writes, and nothing of torch.
+"""
 
 import bisect
 import gzip
@@ -8,7 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Final
+
+from lightseq.traffic import kinds_of
 
 # What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
 # that communication counts where nothing else runs, which is what it costs.
@@ -28,6 +34,8 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 IDLE = "nothing runs"
 PHASES = ("forward", "backward", "update")
+MOST_KERNELS: Final = 60  # of a summary, those that took longest
+ON_HOST: Final = "host"  # the kind of all that a CPU does
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -63,13 +71,14 @@ def read(path: Path) -> list[Mapping[str, Any]]:
             events = json.load(file)["traceEvents"]
         except (ValueError, KeyError, EOFError) as error:
             raise ValueError(f"{path} is no whole trace ({error}); profile again") from error
-    if not any(event.get("cat") in DEVICE_EVENTS for event in events):
-        raise ValueError(f"{path} holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
     return events
 
 
 def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
+    """Raises ValueError for a trace of a CPU."""
     spans, steps = spans_of(events)
+    if not spans:
+        raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
     account = Account(steps, (end - begin) / steps / 1e3)
     for span in spans:
@@ -136,3 +145,39 @@ def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
             running.add(i)
         else:
             running.discard(i)
+
+
+def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is drawn of a traced run, and a person reads: milliseconds a step by kind and phase, the kernels that took
+    longest, bytes and GB/s of what moved. On a CPU the phases alone."""
+    try:
+        account = account_of(events)
+    except ValueError:
+        account = phases_of(events)
+    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
+    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    moved = [
+        {
+            "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
+            "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
+            "highest_gb_per_second": max(kind.rates) / 1e9,
+        }
+        for name, kind in kinds_of(events).items()
+    ]  # fmt: skip
+    return {
+        "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
+        "launches": {kind: count / account.steps for kind, count in account.launches.items()},
+        "kernels": [{"name": name, "ms": ms} for name, ms in longest], "moved": moved,
+    }  # fmt: skip
+
+
+def phases_of(events: Sequence[Mapping[str, Any]]) -> Account:
+    """By what the program says that it was at."""
+    said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
+    steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
+    count = max(1, len({e["name"] for e in steps}))
+    account = Account(count, sum(e["dur"] for e in steps) / count / 1e3)
+    for e in said:
+        if e["name"] in PHASES:
+            account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
+    return account
