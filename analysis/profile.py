@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,6 +16,8 @@ from lightseq.traffic import kinds_of
 
 from . import traffic
 from .pictures import add_format, save
+from .runs import read_about
+from .summary import GIB
 from .timeline import figure
 
 
@@ -52,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         console.print(traffic.table(moved, account.steps))
     if arguments.kernels:
         console.print(kernel_table(account, arguments.kernels))
+    if about := memory_of(path):
+        console.print(memory_table(about))
     if picture is not None:
         output = arguments.output or path.parent
         output.mkdir(parents=True, exist_ok=True)
@@ -86,6 +91,27 @@ def table(account: Account) -> Table:
     sums = [f"{sum(ms for (_, p), ms in account.spent.items() if p == phase):.1f}" for phase in phases]
     out.add_section()
     out.add_row("all", *sums, f"{sum(totals.values()):.1f}", "", "", "")
+    return out
+
+
+def memory_of(trace: Path) -> Mapping[str, Any]:
+    """What the summary beside a trace says of memory; nothing where there is none."""
+    path = trace.with_name(f"summary-{trace.name.partition('.')[0]}.json")
+    about = read_about(path).get("memory")
+    return about if isinstance(about, dict) else {}
+
+
+def memory_table(about: Mapping[str, Any]) -> Table:
+    """The peak by what it was for; what the process holds of the device, and what all processes hold."""
+    out = Table(box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0), title="memory of the GPU, GiB")
+    out.add_column("", no_wrap=True)
+    out.add_column("", justify="right", no_wrap=True)
+    for name, size in _longest(about.get("parts", {})):
+        out.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
+    out.add_section()
+    for key, name in (("peak", "peak of tensors"), ("own", "held by this process"), ("all", "held by all processes")):
+        if key in about:
+            out.add_row(name, f"{about[key] / GIB:.2f}")
     return out
 
 

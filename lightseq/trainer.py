@@ -187,7 +187,7 @@ class Trainer:
 
     def _run_steps(self, stop: StopRequest) -> tuple[Path | None, str | None]:
         """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
-        profile = StepProfile(self.config, self.output_dir, self.world)
+        profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
         saved, last = self.inputs.resume_from, self.inputs.total_steps
         window, closed, stopped_by = self._window(), None, None
         for done in range(self.first_step + 1, last + 1):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_the_table_says_where_the_time_went(tmp_path: Path, capsys: pytest.Captu
     assert "9.0 ms a step, mean of 2" in out and "FusedAdam" in out
     row = next(line.split() for line in out.splitlines() if "collectives" in line)
     assert row == ["collectives", "2.0", "0.0", "2.0", "22.2", "1.0", "1"]
+
+
+def test_the_peak_of_the_memory_is_shown_by_what_it_was_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, gib = write(tmp_path, two_steps()), 2**30
+    memory = {
+        "parts": {"optimizer": 2 * gib, "kept_activations": 5 * gib},
+        "peak": 7 * gib,
+        "own": 8 * gib,
+        "all": 9 * gib,
+    }
+    path.with_name("summary-rank0.json").write_text(json.dumps({"memory": memory}))
+    assert analysis.main(["profile", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.partition("memory of the GPU, GiB")[2]
+    assert re.findall(r"([a-z][a-z ]+[a-z])  +(\d\.\d\d)", said) == [
+        ("kept activations", "5.00"), ("optimizer", "2.00"), ("peak of tensors", "7.00"),
+        ("held by this process", "8.00"), ("held by all processes", "9.00"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

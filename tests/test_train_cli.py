@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from lightseq import journal, trainer, weights
 from lightseq.checkpoint import read_facts
 from lightseq.command_line import parse
 from lightseq.engine import FsdpEngine, Update
+from lightseq.memory import Breakdown
 from lightseq.mesh import World
 from lightseq.metrics import read_records
 from lightseq.pickles import read_pickle
@@ -462,6 +464,17 @@ def test_allocations_are_recorded_while_steps_are_profiled_and_written_with_them
         assert calls[:1] == (["all"] if step > 1 else [])
         profile.after(step)
     assert calls == ["all", f"{tmp_path}/profile/memory-rank1.pickle", None]
+
+
+def test_a_summary_says_what_the_memory_of_a_gpu_was_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
+    words = "--model_name_or_path m --data_path d --output_dir o --profile_steps 2:3"
+    parts = Breakdown(1, 2, 3, 4, 5, 6, 7)
+    profile = StepProfile(parse(words.split(), ""), tmp_path, World(1, 2, 1, 2, torch.device("cuda")), lambda: parts)
+    found = profile._memory()
+    assert found.pop("parts") == asdict(parts)
+    assert found == {"peak": 28, "own": 406, "all": 700, "device": 1000}, "attention's buffers are not the allocator's"
 
 
 @pytest.mark.gpu(1)
