@@ -82,8 +82,8 @@ NEVER = (
 )
 
 
-class NothingTraced(ValueError):
-    """A figure of traces, and no run that left one: the other figures can be drawn all the same."""
+class NothingToDraw(ValueError):
+    """A figure that no run at hand is of: the others can be drawn all the same."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,22 @@ def main(words: Sequence[str]) -> int:
         runs = found_runs(directories)
         output = arguments.output or directories[0]
         output.mkdir(parents=True, exist_ok=True)
-        pictures = []
+        pictures: list[Path] = []
+        left_out: list[str] = []
         with matplotlib.rc_context(dict(STYLE)):
             for plot in file.plots:
                 try:
                     pictures += save(figure(plot, runs), output, plot.name, arguments.format)
-                except NothingTraced as left_out:
-                    print(f"analysis: left out, {left_out}", file=sys.stderr)
+                except NothingToDraw as why:
+                    left_out.append(str(why))
+        if not pictures:
+            raise ValueError(left_out[0])
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
     print(*pictures, sep="\n")
+    for line in left_out:
+        print(f"analysis: left out, {line}", file=sys.stderr)
     return 0
 
 
@@ -151,7 +156,7 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     """Raises ValueError where no run is left, or two are the same point."""
     kept = [run for run in runs if all(is_one_of(settings(run).get(key), of) for key, of in plot.where.items())]
     if not kept:
-        raise ValueError(f"figure {plot.name}: no run is left by {dict(plot.where)}; change `where`")
+        raise NothingToDraw(f"figure {plot.name}: no run is left by {dict(plot.where)}; change `where`")
     metric = METRICS.get(plot.metric, Metric(plot.metric, plot.metric, plot.metric))
     if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
         metric = HOST_MEMORY
@@ -160,11 +165,11 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
         if plot.x == STEP:
             raise ValueError(f"figure {plot.name}: {plot.metric} is of the traced steps together; let x be a setting")
         if not kept:
-            raise NothingTraced(
+            raise NothingToDraw(
                 f"figure {plot.name}: {plot.metric} is of traced steps, which no run has (--profile_steps)"
             )
     elif not any(run.knows(metric.key) for run in kept):
-        raise ValueError(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
+        raise NothingToDraw(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
     groups = grouped(plot, kept)
     out = Figure(figsize=(8, 5), layout="constrained")
     axes = out.subplots()

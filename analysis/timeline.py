@@ -65,8 +65,8 @@ def attentions(spans: Sequence[Span], kind: int) -> list[tuple[float, float]]:
     together = False
     for span in spans:
         if span.kind == kind:
-            start = found.pop()[0] if together else span.start
-            found.append((start, span.end))
+            start, end = found.pop() if together else (span.start, span.end)
+            found.append((start, max(end, span.end)))
             together = True
         elif span.kind == product:
             together = False

@@ -1,5 +1,6 @@
 """The GPUs of this host, as its driver has them: asking torch would take seconds."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -29,4 +30,7 @@ def gpus_here() -> HostGPUs:
         return HostGPUs()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
-    return HostGPUs(rows[0][1].strip(), tuple(filter(None, devices)))
+    # CUDA stops at the first that is not there: -1, say, hides all that follow.
+    known = {index for index, _ in rows}
+    there = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
+    return HostGPUs(rows[0][1].strip(), tuple(there))

@@ -68,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all cells asked for are done (or handed over); 1: some failed; 2: the input was refused; 130: stopped."""
+    """0: all cells asked for that fit this host are done (or handed over); 1: some failed; 2: the input was refused;
+    130: stopped."""
     arguments = parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sweep = replace(sweep, timeout_seconds=arguments.timeout)
         if arguments.at_once < 1:
             raise ValueError(f"--at_once {arguments.at_once}: give a number of cells above 0")
+        if arguments.submit and arguments.at_once > 1:
+            raise ValueError("--at_once: Slurm decides how many jobs run at once; leave it out with --submit")
         if arguments.submit and shutil.which("sbatch") is None:
             raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
         cells = expand(sweep)
@@ -181,8 +184,9 @@ def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str])
                     record = replace(noted(desk, one.cell), status=result.status, error=result.error)
                     desk.note(replace(record, seconds=round(result.seconds, 3)))
     except BaseException:
-        for one in running:
+        for one in running:  # all of them, before anything is written down that may fail
             end(one.process)
+        for one in running:
             desk.note(replace(noted(desk, one.cell), status="stopped", seconds=None), say=False)
         raise
 

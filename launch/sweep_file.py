@@ -92,15 +92,19 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
 def changed(top: Mapping[str, Any], change: str) -> dict[str, Any]:
     """The file with one setting replaced wherever it stands, so that every cell has it: `ranks=2`, `length=[4K,8K]`."""
     key, given, text = change.partition("=")
-    if not given or key not in (*SETTINGS, *PLAIN):
-        raise ValueError(f"--set {change}: give KEY=VALUE{nearest(key, (*SETTINGS, *PLAIN))}")
+    known = (*SETTINGS, *PLAIN, *(f"data.{flag}" for flag in SYNTHETIC))
+    if not given or key not in known:
+        raise ValueError(f"--set {change}: give KEY=VALUE{nearest(key, known)}")
     try:
         value = yaml.load(text, Loader=Words) if text else ""
     except yaml.YAMLError:
         raise ValueError(f"--set {change}: the value is no word and no [list, of, words]") from None
     if key in PLAIN:
         return {**top, key: value}
-    names = {key, SHORT.get(key, key), *(short for short, flag in SHORT.items() if flag == key)}
+    if key.startswith("data."):
+        data = top.get("data")
+        return {**top, "data": {**(data if isinstance(data, dict) else {}), key.removeprefix("data."): value}}
+    names = {word for word in SETTINGS if flag_of(word) == flag_of(key)}
 
     def replaced(place: Mapping[str, Any], anyway: bool) -> dict[str, Any]:
         new = {word: value if word in names else old for word, old in place.items()}
@@ -117,6 +121,11 @@ def changed(top: Mapping[str, Any], change: str) -> dict[str, Any]:
         "grid": replaced(grid, axis and bool(grid)),
         "include": [replaced(entry, axis) if isinstance(entry, dict) else entry for entry in include],
     }
+
+
+def flag_of(word: str) -> str:
+    """The trainer's own name of a setting."""
+    return OLDER_SPELLINGS.get(SHORT.get(word, word), SHORT.get(word, word))
 
 
 def in_tokens(text: str) -> str:
@@ -184,7 +193,7 @@ class Raw:
                 raise self.wrong(place, "every cell gets its own; leave it out")
             if key not in SETTINGS:
                 raise self.wrong(place, f"unknown setting{nearest(key, SETTINGS)}")
-            name = OLDER_SPELLINGS.get(SHORT.get(key, key), SHORT.get(key, key))
+            name = flag_of(key)
             if name in found:
                 raise self.wrong(place, f"{name} is given twice")
             found[name] = tuple(self._values(place, name, words, single))

@@ -3,6 +3,7 @@
 With launch/, the only place that reads environment variables.
 """
 
+import fcntl
 import os
 import socket
 import stat
@@ -76,13 +77,23 @@ def disable_multicast() -> None:
 def keep_compiled_kernels() -> None:
     """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
     that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
-    folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+    with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait
+        folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_ours_alone(folder):
+            return
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """No other user can write in it, nor put another in its place."""
+    about, parent = folder.lstat(), folder.parent.stat()
+    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))
 
 
 def ready_for_deepspeed(world: World) -> None:

@@ -98,6 +98,7 @@ def _gated_mlp(
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul_(gate, up)
         down_HI.forward(gate, out=out[rows])
+        del gate, up  # or they stay while the next tile's are made
     return out
 
 
@@ -132,6 +133,7 @@ def _gated_mlp_backward(
         for total, dy, y_from in zip(sums, (gate, up, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
         gradient_of_input([gate_IH, up_IH], [gate, up], dx[rows])
+        del gate, up, act, dy, y_from
     return [dx, *(done for total in sums for done in total.finish())]
 
 
@@ -160,9 +162,9 @@ class _Sums(NamedTuple):
         if self.weight is not None:
             self.weight.add(dy.T, x)
         if self.a is not None and self.linear.b is not None:
-            self.a.add((dy @ self.linear.b).mul_(self.linear.scale).T, x)
+            self.a.add(self.linear.low_gradient(dy).T, x)
         if self.b is not None and self.linear.a is not None:
-            self.b.add(dy.T, (x @ self.linear.a.T).mul_(self.linear.scale))
+            self.b.add(dy.T, self.linear.low(x))
 
     def finish(self) -> list[Tensor]:
         return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]

@@ -188,11 +188,14 @@ def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float
 
 
 def _tiles(run: PlannedRun) -> float:
-    """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32, if any."""
+    """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32; or with
+    adapters, whose weights have none, inputs and weights of the widest product side by side."""
     hidden, _, _, intermediate = run.widths
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
-    return 3 * TILE_TOKENS * intermediate * run.element + (run.adapters == 0) * 3 * hidden * intermediate * FLOAT32
+    if run.adapters:
+        return (4 * TILE_TOKENS + hidden) * intermediate * run.element
+    return 3 * TILE_TOKENS * intermediate * run.element + 3 * hidden * intermediate * FLOAT32
 
 
 def _bytes(run: PlannedRun, widths: Widths) -> float:

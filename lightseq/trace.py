@@ -63,7 +63,7 @@ class Account:
 
 
 def read(path: Path) -> list[Mapping[str, Any]]:
-    """The events of a trace. Raises ValueError where the file holds none of a device."""
+    """The events of a trace. Raises ValueError for a file that is no whole one."""
     if not path.is_file():
         raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:

@@ -29,6 +29,7 @@ LAYERS = (
 def test_calls_with_no_product_between_them_are_one_layers() -> None:
     found = spans(*LAYERS)
     assert attentions(found, kind_of(FORWARD)) == [(1e3, 4e3), (6e3, 9e3)]
+    assert attentions(spans((FORWARD, 1, 5), (FORWARD, 2, 3)), kind_of(FORWARD)) == [(1e3, 5e3)], "side by side"
     assert attentions(found, kind_of(BACKWARD)) == [(11e3, 16e3), (17e3, 20e3)]
     assert [(w.start, w.end) for w in windows(found)] == [(5.4e3, 9.6e3), (16.4e3, 20.6e3)], "of a layer in the middle"
 

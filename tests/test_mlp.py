@@ -1,6 +1,7 @@
 """The tiled gated MLP against that of transformers: value, gradients, what it keeps, and which modules it replaces."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
@@ -149,6 +151,34 @@ def test_what_a_small_adapter_adds_is_not_rounded_away() -> None:
 @pytest.mark.gpu(1)
 def test_on_a_gpu_what_a_small_adapter_adds_is_not_rounded_away() -> None:
     check_small_adapters("cuda")
+
+
+class Alive(TorchDispatchMode):
+    """The most tensors of a size that are there when a product has been made."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self._there: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().nbytes() == self.elements * result.element_size():
+            self._there.append(weakref.ref(result))
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default):
+            self.most = max(self.most, len({x.data_ptr() for ref in self._there if (x := ref()) is not None}))
+        return result
+
+
+def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
+    """Of what is as wide as the MLP and a tile long, three at most are there at once: gate, up and the product."""
+    m, (x, dout) = module(torch.bfloat16), inputs(torch.bfloat16)
+    flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
+    for operator, first, most in ((tiled._gated_mlp, (flat,), 2), (tiled._gated_mlp_backward, (dout, flat), 3)):
+        with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
+            trains = ([False] * 3,) if most == 3 else ()
+            operator._init_fn(*first, list(weights(m)), [0.0] * 3, *trains, 7, False)
+        assert alive.most == most
 
 
 def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,9 @@ def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(
 CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
 
 
-@pytest.mark.parametrize("planted", ["nothing", "a link", "open to all"])
+@pytest.mark.parametrize(
+    "planted", ["nothing", "a link", "open to all", "another's", "where all may rename", "no folder"]
+)
 def test_compiled_kernels_are_kept_where_nobody_else_can_put_code(
     planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,12 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_code(
     for name in CACHE:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    if planted == "another's":
+        monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    elif planted == "where all may rename":
+        tmp_path.chmod(0o777)
+    elif planted == "no folder":
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "is" / "not" / "there"))
     folder = tmp_path / f"lightseq-{os.getuid()}"
     if planted == "a link":
         (tmp_path / "theirs").mkdir(mode=0o700)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
 from launch.sweep_run import cause
 
@@ -194,7 +195,8 @@ def test_listing_runs_nothing_and_says_what_is_known(
 
 def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4]}")
-    for options in (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",)):
+    refused = (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",))
+    for options in (*refused, ("--submit", "--at_once", "2"), ("--at_once", "0")):
         done = launch(sweep_dir, path, *options, PATH="/usr/bin:/bin")
         assert done.returncode == 2 and done.stderr.startswith("launch/sweep.py: error: ")
         assert len(done.stderr.splitlines()) == 1
@@ -259,6 +261,37 @@ def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
     run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
     assert run["world_size"] == 2 and run["schedule"] == "zigzag"
     assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(None, "0 1 2"), ("", ""), ("-1", ""), ("2, 1", "2 1"), ("0,-1,1", "0"), ("GPU-a1,GPU-b2", "GPU-a1 GPU-b2")],
+)
+def test_gpus_are_those_that_cuda_will_see(
+    visible: str | None, devices: str, sweep_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sweep_dir / "nvidia-smi").write_text(NVIDIA_SMI)
+    (sweep_dir / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sweep_dir}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_here() == HostGPUs("NVIDIA H200", tuple(devices.split()))
+
+
+def test_stopping_cells_that_run_at_once_ends_all_of_them(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: 2, learning_rate: [1e-3, 1e-4, 1e-5]}")
+    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path), "--at_once", "2"]
+    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while len(workers := [*(sweep_dir / "out").glob("*/worker")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    pids = [int(worker.read_text()) for worker in workers]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and len(pids) == 2 and not any(map(lives, pids))
+    assert [r["status"] for r in records(sweep_dir).values()] == ["stopped", "stopped", "pending"]
 
 
 NVIDIA_SMI = """#!/bin/sh

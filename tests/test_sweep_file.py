@@ -208,6 +208,15 @@ def test_a_change_of_what_is_fixed_reaches_every_cell(tmp_path: Path) -> None:
     assert (sweep.output_dir, sweep.timeout_seconds) == (tmp_path, 5)
 
 
+def test_a_change_knows_older_spellings_and_reaches_the_data(tmp_path: Path) -> None:
+    data = "data: {kind: zipf, documents: 4, length: 1K, vocab_size: 32000, output: data/a}"
+    fixed = FIXED.replace(", data_path: data/any", ", set_seed: 42")
+    path = write(tmp_path, f"{data}\nfixed: {{{fixed}}}\ngrid: {{length: [64, 128]}}")
+    sweep = read_sweep(path, ["seed=7", "data.vocab_size=512", "data.length=2K", "data.output=data/b"])
+    assert [cell.config.seed for cell in expand(sweep)] == [7, 7]
+    assert sweep.data == {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "output": "data/b"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [("sed=7", "did you mean seed"), ("seed", "KEY=VALUE"), ("seed=[7", "no word"), ("seed=", "whole number")],

@@ -47,7 +47,7 @@ class _FlashAttention:
         try:
             self._load()
         except Exception as error:  # half an installation raises what it likes: fa4's a RuntimeError, others an OSError
-            said = next(iter(str(error).splitlines()), type(error).__name__)
+            said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
         return None
 
