@@ -10,7 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from programs import Ended, program
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from worlds import spawn
 
 from lightseq import adapters, trainer
@@ -20,6 +22,7 @@ from lightseq.config import TrainConfig
 from lightseq.data import permutation
 from lightseq.flops import model_flops
 from lightseq.metrics import read_records
+from lightseq.remat import POLICIES, apply_remat
 
 peft = pytest.importorskip("peft")
 
@@ -195,3 +198,34 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     assert "the adapter [" in capsys.readouterr().err
     assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
     assert "holds no adapter_config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_with_adapters_compile_alike_and_give_the_same_gradients(policy: str) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=3,
+        vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaModel(config)
+    adapters.add(model, adapters.Lora(3, 6.0, ("q_proj", "down_proj")), torch.float32)
+    for name, module in model.named_modules():
+        if "lora_" in name:
+            module.to_empty(device="cpu")  # they are made without memory
+    trained = [parameter for _, parameter in adapters.trained(model)]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)  # B begins as zero, and A's gradient with it
+    ids = torch.arange(20).reshape(1, 20) % 32
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model(input_ids=ids, use_cache=False).last_hidden_state.square().sum(), trained)
+
+    want = gradients()
+    apply_remat(model.layers, policy, compiled=True)
+    counted = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=counted)
+    torch.testing.assert_close(gradients(), want, rtol=1e-4, atol=1e-5)
+    assert counted.frame_count == 2, "once for the first layer, whose input wants no gradient, and once for the others"
+    assert len(want) == 12 and all(g.any() for g in want)
