@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
+from lightseq.trace import ON_HOST
+
 from .figures import GREY, STYLE, colors, dots
 from .flags import shown
 from .pictures import add_format, save
@@ -43,17 +45,20 @@ class Metric:
 
 
 def phase_ms(phase: str) -> Callable[[Mapping[str, Any]], float]:
-    return lambda profile: sum(each["ms"] for each in profile["spent"] if each["phase"] == phase)
+    return lambda profile: sum(each["ms"] for each in profile.get("spent", ()) if each["phase"] == phase)
 
 
 def exposed_ms(profile: Mapping[str, Any]) -> float:
-    """With the waits for other ranks."""
-    return sum(each["ms"] for each in profile["spent"] if each["kind"] in ("attention's exchange", "collectives"))
+    """With the waits for other ranks. NaN for a CPU, whose trace does not tell."""
+    spent = profile.get("spent", ())
+    if any(each["kind"] == ON_HOST for each in spent):
+        return np.nan
+    return sum(each["ms"] for each in spent if each["kind"] in ("attention's exchange", "collectives"))
 
 
 def bandwidth(profile: Mapping[str, Any]) -> float:
     """NaN where nothing moved between GPUs."""
-    moved = [each for each in profile["moved"] if "ranks" in each["kind"] or "another GPU" in each["kind"]]
+    moved = [each for each in profile.get("moved", ()) if "ranks" in each["kind"] or "another GPU" in each["kind"]]
     seconds = sum(each["seconds"] for each in moved)
     return sum(each["bytes"] for each in moved) / seconds / 1e9 if seconds else np.nan
 
@@ -161,12 +166,12 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
         metric = HOST_MEMORY
     if metric.of_profile is not None:
-        kept = [run for run in kept if run.profile]
+        kept = [run for run in kept if run.profile and np.isfinite(metric.of_profile(run.profile))]
         if plot.x == STEP:
             raise ValueError(f"figure {plot.name}: {plot.metric} is of the traced steps together; let x be a setting")
         if not kept:
             raise NothingToDraw(
-                f"figure {plot.name}: {plot.metric} is of traced steps, which no run has (--profile_steps)"
+                f"figure {plot.name}: no run has traced steps that tell {plot.metric} (--profile_steps, on GPUs)"
             )
     elif not any(run.knows(metric.key) for run in kept):
         raise NothingToDraw(f"figure {plot.name}: no run knows {metric.key}; choose another metric")

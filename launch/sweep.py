@@ -147,7 +147,7 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
             for cell in todo:
                 desk.note(submit(sweep, cell, records[cell.name]))
         else:
-            here(desk, todo, arguments.at_once, devices)
+            here(desk, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
     finally:
         desk.terminal.close()
     return finish(sweep, chosen, records)
@@ -169,13 +169,16 @@ class Desk:
 
 
 def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
-    """Runs cells on this host, in their order but for those that find GPUs free first; if stopped, that is noted."""
+    """Runs cells on this host, in their order but for those that find GPUs free first; if stopped, that is noted.
+
+    Cells share out `devices`, so that each has its own; without any, a cell sees all that this program sees.
+    """
     waiting, running = list(todo), list[Running]()
     try:
         while waiting or running:
-            while len(running) < at_once and (cell := next_cell(waiting, running, at_once, devices)):
+            while len(running) < at_once and (cell := next_cell(waiting, running, devices)):
                 waiting.remove(cell)
-                running.append(start(cell, own_gpus(cell, running, at_once, devices)))
+                running.append(start(cell, own_gpus(cell, running, devices)))
             time.sleep(POLL_SECONDS)
             desk.terminal.show([(one.cell, len(steps(one.cell.output_dir))) for one in running])
             for one in [*running]:
@@ -183,28 +186,26 @@ def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str])
                     running.remove(one)
                     record = replace(noted(desk, one.cell), status=result.status, error=result.error)
                     desk.note(replace(record, seconds=round(result.seconds, 3)))
-    except BaseException:
-        for one in running:  # all of them, before anything is written down that may fail
+    finally:
+        for one in running:  # stopped: end all of them, before anything is written down that may fail
             end(one.process)
         for one in running:
             desk.note(replace(noted(desk, one.cell), status="stopped", seconds=None), say=False)
-        raise
 
 
 def noted(desk: Desk, cell: Cell) -> Record:
     return replace(desk.records[cell.name], command=typed(cell, local_command(cell)), error=None, job_id=None)
 
 
-def next_cell(waiting: Sequence[Cell], running: Sequence[Running], at_once: int, devices: Sequence[str]) -> Cell | None:
+def next_cell(waiting: Sequence[Cell], running: Sequence[Running], devices: Sequence[str]) -> Cell | None:
     """The first that finds enough GPUs free; where there are none to share out, the first."""
     free = len(devices) - sum(len(one.gpus) for one in running)
-    return next((cell for cell in waiting if at_once == 1 or not devices or cell.ranks <= free), None)
+    return next((cell for cell in waiting if not devices or cell.ranks <= free), None)
 
 
-def own_gpus(cell: Cell, running: Sequence[Running], at_once: int, devices: Sequence[str]) -> tuple[str, ...]:
-    """None to name where one cell runs alone: it sees what this program sees."""
+def own_gpus(cell: Cell, running: Sequence[Running], devices: Sequence[str]) -> tuple[str, ...]:
     taken = {gpu for one in running for gpu in one.gpus}
-    return () if at_once == 1 else tuple(gpu for gpu in devices if gpu not in taken)[: cell.ranks]
+    return tuple(gpu for gpu in devices if gpu not in taken)[: cell.ranks]
 
 
 def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, gpus: int) -> str:

@@ -126,7 +126,22 @@ def test_what_was_traced_is_drawn_over_a_setting(
     plot(results, f"{others}\n  two: {{metric: memory, x: kernel, where: {{length: 4096}}}}")
     assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines() == [str(results / "two.png")] and f"left out, figure one: {word}" in said.err
+    assert (
+        said.out.splitlines() == [str(results / "two.png")]
+        and f"left out, figure one: no run has traced steps that tell {word}" in said.err
+    )
+
+
+@pytest.mark.parametrize("word", ["communication", "bandwidth"])
+def test_a_trace_of_a_cpu_draws_no_communication(results: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not tell, which is not the same as none."""
+    folder = results / "runs" / "fa4-4096" / "profile"
+    folder.mkdir()
+    of_cpu = {"spent": [{"kind": "host", "phase": "forward", "ms": 3.0}], "moved": []}
+    (folder / "summary-rank0.json").write_text(json.dumps(of_cpu))
+    plot(results, f"{{metric: {word}, x: length}}")
+    assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 2
+    assert f"no run has traced steps that tell {word}" in capsys.readouterr().err
 
 
 def test_curves_over_steps_have_a_point_a_step(results: Path) -> None:
