@@ -61,7 +61,21 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
         return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     fused = True if config.optim == "adamw_torch_fused" else None
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+    return LocalAdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's parts as the plain tensors they are; its state stays sharded as they are.
+
+    An update of distributed tensors goes through their dispatcher, which looks at each of them on the host and keeps
+    what it saw of every step.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return is_complex
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
@@ -96,8 +110,12 @@ class LearningRate:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's part of every gradient, as plain tensors that share its memory."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
