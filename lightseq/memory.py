@@ -2,14 +2,13 @@
 
 from dataclasses import asdict, dataclass
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedConfig
 
 from lightseq.architecture import heads_of
 from lightseq.config import TrainConfig
 from lightseq.loss import CHUNK_TOKENS
-from lightseq.optimization import EIGHT_BIT
+from lightseq.optimization import EIGHT_BIT, local_part
 
 GIB = 2.0**30
 MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
@@ -45,18 +44,14 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
     """
     if config.deepspeed or config.offload in ("optimizer", "both"):
         return 0, 0, 0
-    parameters = sum(_local(p).nbytes for p in model.parameters())
-    gradients = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
+    parameters = sum(local_part(p).nbytes for p in model.parameters())
+    gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
     return parameters, gradients, int(moments_of(config) * gradients)
 
 
 def moments_of(config: TrainConfig) -> float:
     """The optimizer's state, in float32 numbers a weight."""
     return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:

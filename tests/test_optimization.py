@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
 from worlds import spawn
 
@@ -13,6 +17,7 @@ from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
 from lightseq.optimization import (
     LearningRate,
+    LocalAdamW,
     LossScaler,
     clip,
     first_sick,
@@ -21,6 +26,7 @@ from lightseq.optimization import (
     step_if_finite,
 )
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CONFIG = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", learning_rate=0.1, weight_decay=0.5)
 
 
@@ -55,12 +61,47 @@ def test_only_matrices_decay() -> None:
 
 @pytest.mark.parametrize(
     "name, kind, fused",
-    [("adamw_torch", torch.optim.AdamW, None), ("adamw_torch_fused", torch.optim.AdamW, True),
+    [("adamw_torch", LocalAdamW, None), ("adamw_torch_fused", LocalAdamW, True),
      ("sgd", torch.optim.SGD, None)],
 )  # fmt: skip
 def test_the_optimizer_is_the_one_asked_for(name: str, kind: type, fused: bool | None) -> None:
     optimizer = make_optimizer(nn.Linear(2, 2), dataclasses.replace(CONFIG, optim=name))
     assert type(optimizer) is kind and optimizer.defaults.get("fused") == fused
+
+
+class _UpdatesOfDistributedTensors(TorchDispatchMode):
+    """Counts the operators that change a tensor and were given distributed ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func._schema.is_mutable and any(isinstance(x, DTensor) for x in pytree.tree_leaves(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _local_update(rank: int, kind: type[torch.optim.AdamW], fused: bool | None) -> tuple[int, list[list[float]]]:
+    """How often three steps on a sharded matrix asked the dispatcher of distributed tensors, and what came of it."""
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(20.0).reshape(5, 4)
+    weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    optimizer = kind([weight], lr=0.1, fused=fused)
+    with _UpdatesOfDistributedTensors() as updates:
+        for step in range(3):
+            weight.grad = distribute_tensor((whole + step).sin(), mesh, [Shard(0)])
+            optimizer.step()
+    state = optimizer.state[weight]
+    assert all(isinstance(state[name], DTensor) and state[name].placements == weight.placements for name in MOMENTS)
+    return updates.seen, weight.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_adamw_updates_the_parts_alone_as_torch_updates_distributed_tensors(fused: bool | None) -> None:
+    ours = spawn(2, _local_update, LocalAdamW, fused)
+    theirs = spawn(2, _local_update, torch.optim.AdamW, fused)
+    assert [seen for seen, _ in ours] == [0, 0]
+    assert all(seen > 0 for seen, _ in theirs)
+    assert ours[0][1] == theirs[0][1]
 
 
 def _norms(rank: int) -> float:
