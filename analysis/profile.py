@@ -70,7 +70,7 @@ def table(account: Account) -> Table:
     out = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,  # it fits 80 columns
         title=f"{account.step_ms:.1f} ms a step, mean of {account.steps}",
         caption="ms a step; hidden: beside something of another row",
     )

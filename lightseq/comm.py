@@ -5,7 +5,7 @@ place in any other: a transport that can reads there, one that cannot is sent th
 """
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+
+ENGINE_BYTES = 2**20  # a copy engine takes some 5 microseconds for a copy, and the host as long, however small
+
+# Copies tensors (to, from) in one launch: a key that stands for where they lie, and what makes the pairs for a new key.
+Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
 class Send(NamedTuple):
@@ -61,12 +66,14 @@ class Transport(Protocol):
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        copy: Copy | None = None,
     ) -> Callable[[], None]:
         """Starts every message, and returns a function after which what was received may be used.
 
         Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
         in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
         to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
+        `copy` is for a transport that has many small tensors to copy.
         """
         ...
 
@@ -101,6 +108,7 @@ class SendRecvTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        copy: Copy | None = None,
     ) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, _real(s.tensor), self._peers[s.dst], self._group) for s in sends]
         received = []
@@ -168,19 +176,21 @@ class SymmetricTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        copy: Copy | None = None,
     ) -> Callable[[], None]:
         current = torch.cuda.current_stream()
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
+            # What this rank has for itself lies there already: it is copied while the others come to the barrier.
+            _fetch([r for r in receives if r.src == self._rank], copy)
             if fresh:
                 self._handle.barrier()
                 current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
                 self._last_barrier = self._side.record_event()
             # Every rank starts with its next neighbour, so that no rank is read by all others at once.
-            for _, there, into in sorted(receives, key=lambda r: (r.src - self._rank) % self._world):
-                if into is not None:
-                    into.copy_(there)  # contiguous on both sides: the copy engines', which take no kernel's place
+            others = [r for r in receives if r.src != self._rank]
+            _fetch(sorted(others, key=lambda r: (r.src - self._rank) % self._world), copy)
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
@@ -196,6 +206,17 @@ class SymmetricTransport:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
         return flat.view(here.dtype).view(here.shape)
+
+
+def _fetch(receives: list[Receive], copy: Copy | None) -> None:
+    """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
+    pairs = [(into, there) for _, there, into in receives if into is not None]
+    small = [pair for pair in pairs if pair[0].nbytes < ENGINE_BYTES and copy is not None]
+    if copy is not None and small:
+        copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
+    for into, there in pairs:
+        if copy is None or into.nbytes >= ENGINE_BYTES:
+            into.copy_(there)  # contiguous on both sides
 
 
 class NoTransport:
@@ -224,6 +245,7 @@ class NoTransport:
         receives: Sequence[Receive],
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
+        copy: Copy | None = None,
     ) -> Callable[[], None]:
         received = [r.there if r.into is None else r.into for r in receives]
         return lambda: then(received) if then is not None else None

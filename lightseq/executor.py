@@ -83,7 +83,7 @@ class Run:
 
         if not step.travels:
             return lambda: then([])
-        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh)
+        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh, self._launches.copy)
 
     def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
         by_item: dict[str, dict[Place, list[Bundle]]] = {}

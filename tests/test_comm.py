@@ -1,0 +1,103 @@
+"""The symmetric transport where there is no GPU: ranks that map each other's files, in the place of peer memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from schedules import fitting
+from torch import Tensor
+from worlds import spawn
+
+from lightseq import comm
+from lightseq.comm import Receive, Send, SymmetricTransport
+from lightseq.kernels import Launches
+
+
+class _Files:
+    """torch's symmetric memory, of files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, 0
+
+    def _open(self, rank: int, size: int) -> Tensor:
+        return torch.from_file(str(self.folder / f"{rank}-{self.made}"), shared=True, size=size, dtype=torch.uint8)
+
+    def empty(self, size: int, **_: object) -> Tensor:
+        self.made += 1
+        return self._open(dist.get_rank(), size)
+
+    def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        dist.barrier(group)
+        mapped = {rank: self._open(rank, memory.numel()) for rank in range(dist.get_world_size(group))}
+        return SimpleNamespace(get_buffer=lambda rank, *_: mapped[rank], barrier=lambda: dist.barrier(group))
+
+
+class _Stream:
+    """Does at once what it is told to."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def record_event(self) -> None: ...
+
+
+@contextmanager
+def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
+    with (
+        patch.object(comm, "symmetric_memory", _Files(folder)),
+        patch.multiple("torch.cuda", Stream=_Stream, current_stream=_Stream, stream=nullcontext, synchronize=id),
+    ):
+        yield SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
+
+
+def _every_schedule(rank: int, folder: Path, engine_bytes: int) -> None:
+    from test_attention import _context, _distributed, _expected, _whole
+
+    whole = _whole(24, (8, 4), 8)
+    want = _expected(whole)
+    with (
+        patch.object(comm, "ENGINE_BYTES", engine_bytes),
+        _symmetric(folder) as transport,
+        patch("lightseq.attention.make_transport", return_value=transport),
+    ):
+        for name in fitting(dist.get_world_size(), 8, 4):
+            context = _context(name, "auto", torch.float64, 8, heads=(8, 4))
+            for got, expected in zip(_distributed(context, whole), want, strict=True):
+                assert (got - expected).abs().max() < 1e-12, name
+        assert transport.bytes_sent
+
+
+@pytest.mark.parametrize("engine_bytes", [0, 1 << 20])
+def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, tmp_path: Path) -> None:
+    spawn(4, _every_schedule, tmp_path, engine_bytes)
+
+
+def _sizes(rank: int, folder: Path) -> None:
+    """A message of a megabyte and one of eight bytes to every rank, this one too."""
+    world, seen = dist.get_world_size(), []
+
+    class Seen(Launches):
+        def copy(self, key, build):
+            seen.append([to.nbytes for to, _ in build()])
+            super().copy(key, build)
+
+    sizes = (comm.ENGINE_BYTES, 8)
+    with _symmetric(folder) as transport, transport.outbox(sum(sizes)) as outbox:
+        mine = outbox.memory[: sum(sizes)].split(sizes)
+        for x in mine:
+            x.fill_(rank + 1)
+        sends = [Send(dst, x) for dst in range(world) if dst != rank for x in mine]
+        rooms = [(src, x, torch.empty_like(x)) for src in range(world) for x in mine]
+        transport.exchange(sends, [Receive(r, transport.at(r, x), to) for r, x, to in rooms], copy=Seen().copy)()
+        assert all((to == src + 1).all() for src, _, to in rooms)
+        dist.barrier()  # nobody leaves while its memory is read
+    assert seen == [[8], [8] * (world - 1)]  # its own before the others are waited for
+
+
+def test_small_messages_are_copied_together(tmp_path: Path) -> None:
+    spawn(3, _sizes, tmp_path)
