@@ -15,7 +15,15 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    StrMethodFormatter,
+)
 
 from lightseq.trace import ON_HOST
 
@@ -206,9 +214,10 @@ def grouped(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
     series = plot.series if plot.series is not None else tuple(
         key for key in every[0] if key not in (plot.x, *NEVER) and len({each.get(key) for each in every}) > 1
     )  # fmt: skip
+    telling = [key for key in series if len({each.get(key) for each in every}) > 1] or series
     groups: dict[str, list[Run]] = {}
     for run, each in zip(runs, every, strict=True):
-        name = ", ".join(f"{short(key)} {shown(each.get(key))}" for key in series) or run.label
+        name = ", ".join(f"{short(key)} {shown(each.get(key))}" for key in telling) or run.label
         groups.setdefault(name if series else "all", []).append(run)
     if plot.x == STEP:
         return groups
@@ -251,6 +260,7 @@ WHOLE: Mapping[str, Callable[[Run, np.ndarray], float]] = {
 
 def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:
     axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left = len(groups)
     for (name, runs), color in zip(groups.items(), colors(len(groups)), strict=True):
         left -= 1  # earlier ones are wider, and show beneath later ones that coincide
@@ -305,7 +315,8 @@ def draw_bars(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[P
         values = [p.value for p in points]
         bars = axes.bar(at, values, 0.92 * width, yerr=ranges, color=color, ecolor=GREY, capsize=3, label=name)
         axes.bar_label(bars, [number(p.value) for p in points], padding=2, fontsize=9, color=GREY)
-    axes.set_xticks(range(len(places)), [shown(place) for place in places])
+    axes.margins(y=0.1)  # room for the values above the highest
+    axes.set_xticks(range(len(places)), [tick(place) if is_number(place) else shown(place) for place in places])
     axes.grid(axis="x", visible=False)
 
 
