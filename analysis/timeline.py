@@ -29,7 +29,7 @@ LANES: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 KERNELS: Final = 3  # lanes of them
 MOVING: Final = ("attention's exchange", "collectives")
-MARGIN: Final = 0.2  # of the attention's time, shown before and after it
+MARGIN: Final = 0.05  # of the time between two products, shown before and after it
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,15 @@ class Window:
 
 
 def windows(spans: Sequence[Span]) -> list[Window]:
-    """Around the attention of a layer in the middle, forward and backward. Raises ValueError where there is none."""
+    """What lies between two matrix products around the attention of a layer in the middle, forward and backward.
+
+    Raises ValueError where there is no attention.
+    """
     found = []
     for word in ("forward", "backward"):
         layers = attentions(spans, NAMES.index(f"attention, {word}"))
         if layers:
-            start, end = layers[len(layers) // 2]
+            start, end = between_products(spans, *layers[len(layers) // 2])
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
@@ -71,6 +74,14 @@ def attentions(spans: Sequence[Span], kind: int) -> list[tuple[float, float]]:
         elif span.kind == product:
             together = False
     return found
+
+
+def between_products(spans: Sequence[Span], start: float, end: float) -> tuple[float, float]:
+    """From the last matrix product before a layer's attention to the first one after, as far as there are such."""
+    products = [span for span in spans if span.kind == NAMES.index("matrix products")]
+    before = [span.end for span in products if span.end <= start]
+    after = [span.start for span in products if span.start >= end]
+    return max(before, default=start), min(after, default=end)
 
 
 def name_of(span: Span) -> str:
