@@ -1,8 +1,10 @@
 """Predicted times: the counts are the table's, the default rates are near what was measured, and fits find rates."""
 
 import json
+from collections import defaultdict
 from dataclasses import astuple, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -153,15 +155,16 @@ def test_default_rates_are_near_what_was_measured_over_nccl(name: str, length: i
 
 @pytest.mark.parametrize("length", [16, 32, 64, 128, 512])
 def test_auto_is_within_three_percent_of_the_best_measured(length: int) -> None:
-    """By the nearest number of head groups, where the chosen one was not measured."""
+    """By the nearest number of head groups, where the chosen one was not measured; what several runs measured by its
+    mean, for at 16K, where the host is the limit, they differ by up to a tenth."""
     chosen = cheapest(4, _shape(length * K), H200_SYMMETRIC, 4)
     records = [json.loads(line) for f in RESULTS.glob("attention-4xh200*.jsonl") for line in f.read_text().splitlines()]
-    seconds = {
-        (r["schedule"], r["head_groups"]): r["seconds_median"]
-        for r in records
-        if r.get("implementation") == "lightseq" and r["length"] == length * K
-        and (r["heads"], r["kv_heads"], r["head_dim"]) == (32, 8, 128)
-    }  # fmt: skip
+    runs = defaultdict(list)
+    for r in records:
+        shape = [r.get(x) for x in ("length", "heads", "kv_heads", "head_dim")]
+        if r.get("implementation") == "lightseq" and shape == [length * K, 32, 8, 128]:
+            runs[r["schedule"], r["head_groups"]].append(r["seconds_median"])
+    seconds = {key: fmean(found) for key, found in runs.items()}
     groups = min(
         (g for name, g in seconds if name == chosen.schedule), key=lambda g: abs(g - (chosen.head_groups or 1))
     )
