@@ -178,7 +178,7 @@ def _another_seed(rank: int) -> Any:
 def _corrupt_a_byte(rank: int) -> Any:
     right, calls = comm.SendRecvTransport.exchange, iter(range(10**9))
 
-    def wrong(self: Any, sends: Any, receives: Any, then: Any = None, *others: Any) -> Callable[[], None]:
+    def wrong(self: Any, sends: Any, receives: Any, then: Any = None, *more: Any, **named: Any) -> Callable[[], None]:
         hit = rank == 1 and next(calls) % 8 == 5 and bool(receives)
 
         def spoil(received: list[Tensor]) -> None:
@@ -187,7 +187,7 @@ def _corrupt_a_byte(rank: int) -> Any:
             if then is not None:
                 then(received)
 
-        return right(self, sends, receives, spoil, *others)
+        return right(self, sends, receives, spoil, *more, **named)
 
     return mock.patch.object(comm.SendRecvTransport, "exchange", wrong)
 
