@@ -181,6 +181,25 @@ def attention(
     return _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
 
 
+def attention_backward(
+    dout_BSHD: Tensor,
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    out_BSHD: Tensor,
+    lse_BHS: Tensor,
+    context: SequenceContext,
+    scale: float | None = None,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
+    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    boundaries = None if documents is None else documents.boundaries
+    tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    dq, dk, dv = _attention_backward(*tensors, out_BSHD, lse_BHS, scale, context.name, boundaries)
+    return dq, dk, dv
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:

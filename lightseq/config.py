@@ -82,6 +82,7 @@ class TrainConfig:
     remat: str | None = None  # full: attention too
     # neighbouring layers of which the forward pass keeps one input; each group is run forward once more, and what
     layers_per_checkpoint: int = 1  # remat says is then kept for its layers
+    tile_layers: bool = False  # what a layer makes around attention exists for a tile of its tokens at a time
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
     # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
     # gradients and optimizer state, which a step then updates on the CPU; both; auto: what the plan chooses layer by

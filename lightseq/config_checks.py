@@ -156,6 +156,8 @@ def _check_deepspeed(config: TrainConfig) -> None:
             f"--layers_per_checkpoint {config.layers_per_checkpoint} does not run under --deepspeed, which gathers "
             "weights layer by layer; leave one of them out"
         )
+    if config.tile_layers:
+        raise ValueError("--tile_layers does not run under --deepspeed; leave one of them out")
 
 
 def _check_lora(config: TrainConfig) -> None:
@@ -181,6 +183,10 @@ def _check_memory(config: TrainConfig) -> None:
     if config.layers_per_checkpoint > 1 and config.remat_policy == "none":
         given = f"--layers_per_checkpoint {config.layers_per_checkpoint} recomputes layers"
         raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
+    if config.tile_layers and config.remat_policy == "none":
+        raise ValueError(
+            "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
+        )
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")

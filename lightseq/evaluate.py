@@ -39,7 +39,7 @@ RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
 UNUSED: Final = (
     *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
-    *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "gradient_checkpointing"),
+    *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing"),
     *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
     *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory"),
     *("lora_rank", "lora_alpha", "lora_target_modules", "deepspeed", "async_save"),

@@ -65,18 +65,23 @@ def recompute_flops(
     sequences: int,
     remat: str,
     grouped: bool = False,
+    tiled: bool = False,
     attention_share: float = 1.0,
 ) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
     layer, and no gradient needs what it gives out. What flash kernels repeat inside is not counted.
-    Layers that are `grouped` under one checkpoint run forward once more before that.
+    Layers that are `grouped` under one checkpoint run forward once more before that. Layers that are `tiled` repeat
+    their last product too, and the projections to q, k and v once more, for attention's backward pass.
     """
     assert remat in ("none", "attention", "full"), remat
     found = examine(config)
     repeated = 0 if remat == "none" else found.layer_linears - found.ending_linears
     attention = attention_forward_flops(config, length) if remat == "full" else 0
+    if tiled:
+        projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)
+        repeated += found.ending_linears + found.layers * projections * (2 if remat == "full" else 1)
     if grouped:
         repeated += found.layer_linears
         attention += attention_forward_flops(config, length)

@@ -210,17 +210,27 @@ def _attention_function(
     """What transformers calls in place of its own attention. It passes no mask: `_check_inputs` has seen it before."""
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
+    q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
+    return attend(module, q, k, v, scaling, **others)[0], None
+
+
+def attend(
+    module: nn.Module, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scaling: float | None = None, **others: Any
+) -> tuple[Tensor, Tensor]:
+    """out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module; `others` are what it is passed.
+
+    Raises ValueError for what could not be honoured.
+    """
     if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
         remedy = "pass cu_seqlens to shard_batch" if unknown[0] == "cu_seq_lens_q" else "leave it out"
         raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; {remedy}")
-    q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
     context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
     if not isinstance(context, SequenceContext):
         raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
-    if window is not None and q.shape[1] * context.layout.world > window:
-        length = q.shape[1] * context.layout.world
+    if window is not None and q_BSHD.shape[1] * context.layout.world > window:
+        length = q_BSHD.shape[1] * context.layout.world
         raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    return attention(q, k, v, context, scaling, others.get("documents"))[0], None
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

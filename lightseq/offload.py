@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
 ALIGNMENT, MOST_LOST = 512, 1 / 8  # of pinned buffers, in bytes; and of a slab, where its last buffer ends before it
-IN_FLIGHT = 2  # layers whose tensors are leaving
+IN_FLIGHT = 2  # layers whose tensors are leaving, or of which they are there again
 
 
 class HostMemory:
@@ -91,10 +91,13 @@ class _Layer:
 class Offload:
     """Holds what layers save in host memory; what finds no room there stays on the device.
 
-    One forward pass is followed by its backward pass. On CPU the same happens with plain copies.
+    One forward pass is followed by its backward pass. On CPU the same happens with plain copies. With one layer
+    `in_flight` nothing is copied beside the computing, which takes least memory and loses little where layers compute
+    for seconds.
     """
 
-    def __init__(self, device: torch.device, memory: HostMemory) -> None:
+    def __init__(self, device: torch.device, memory: HostMemory, in_flight: int = IN_FLIGHT) -> None:
+        self._in_flight = in_flight
         self.kept_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
         self.memory, self._device = memory, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -142,7 +145,7 @@ class Offload:
             self._bring(layer)
             _wait_for(layer.returned)
             layer.awaited = True
-            if layer.index:
+            if layer.index and self._in_flight > 1:
                 self._bring(self._layers[layer.index - 1])
         assert kept.back is not None
         return kept.back
@@ -157,8 +160,8 @@ class Offload:
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
         self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())})
         self._layers.append(self._running)
-        if index >= IN_FLIGHT:
-            gone = self._layers[index - IN_FLIGHT]
+        if index >= self._in_flight:
+            gone = self._layers[index - self._in_flight]
             _wait_for(gone.left)  # on the device; only then may its memory be somebody else's
             for kept in gone.kept.values():
                 kept.leaving = None

@@ -19,10 +19,11 @@ from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
-from lightseq.offload import HostMemory, Offload
+from lightseq.offload import IN_FLIGHT, HostMemory, Offload
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.remat import apply_remat, checkpoint_groups
 from lightseq.stopwatch import Stopwatch
+from lightseq.tiled import tile_layers
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
@@ -39,6 +40,7 @@ class Techniques:
     ulysses_size: int | None = None
     remat: str = "attention"
     layers_per_checkpoint: int = 1
+    tile_layers: bool = False
     offload: str = "none"
     placement: tuple[str, ...] | None = None  # the state of every layer, with offload "auto"
     host_memory_bytes: float = math.inf
@@ -148,9 +150,12 @@ def transform(
     states = _states(techniques, len(layers))
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
         chosen = [layer for layer, state in zip(layers, states, strict=True) if (state in AGAIN) == again]
-        apply_remat(chosen, policy, techniques.compile, inner or offload)
+        if techniques.tile_layers:
+            tile_layers(chosen, policy == "attention", techniques.compile, first_tile_only, shrink)
+        else:
+            apply_remat(chosen, policy, techniques.compile, inner or offload)
     if techniques.compile:
-        for module in (*layers, model.model.norm):
+        for module in (*(() if techniques.tile_layers else layers), model.model.norm):
             module.forward = torch.compile(module.forward, options=FP8_COMPILE_OPTIONS if techniques.fp8 else None)
     groups = _groups(layers, techniques)
     if techniques.layers_per_checkpoint > 1:
@@ -179,7 +184,8 @@ def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | N
     if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
         return None, None
     memory = HostMemory(techniques.host_memory_bytes, pinned=device.type == "cuda")
-    return Offload(device, memory), Offload(device, memory) if techniques.layers_per_checkpoint > 1 else None
+    make = partial(Offload, device, memory, 1 if techniques.tile_layers else IN_FLIGHT)
+    return make(), make() if techniques.layers_per_checkpoint > 1 else None
 
 
 def shard_parameters(

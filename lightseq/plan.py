@@ -20,7 +20,7 @@ from lightseq.plan_layers import (
     State,
     place,
 )
-from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, peak
+from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, in_flight, kept_by_layer, peak
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
@@ -134,7 +134,7 @@ def states_of(run: PlannedRun) -> dict[str, State]:
 
 def _fastest(run: PlannedRun) -> Placement:
     states, room = states_of(run), usable(run) - at_backward_begin(run)
-    while (found := place(run.layers, states, room, host_budget(run))) is not None:
+    while (found := place(run.layers, states, room, host_budget(run), in_flight(run))) is not None:
         over = peak(run, found).parts.total - usable(run)
         if over <= 0:
             return found
@@ -207,6 +207,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
         "remat": ["attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
+        "tile_layers": [asked.tile_layers, True],
         "optim": [asked.optim, "adamw_8bit"],
     }
     for values in product(*choices.values()):
@@ -222,7 +223,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
 
 
 def _words(before: TrainConfig, after: TrainConfig) -> str:
-    names = ("torch_compile", "offload", "layers_per_checkpoint", "optim")
+    names = ("torch_compile", "offload", "layers_per_checkpoint", "tile_layers", "optim")
     found = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
     if after.remat_policy != before.remat_policy:
         found["remat"] = after.remat_policy

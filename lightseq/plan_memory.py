@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
-from lightseq.offload import slabs_for
+from lightseq.offload import IN_FLIGHT, slabs_for
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
     AGAIN,
+    AWAY,
     KEEP,
     OFFLOAD,
     RECOMPUTE,
@@ -22,6 +23,7 @@ from lightseq.plan_rates import (
     LAYER_MOMENTS,
     MOMENTS_WITHOUT_REMAT,
     PROCESS_BYTES,
+    TILED_MOMENTS,
     UNTILED_BUFFERS,
     LayerMoment,
     Widths,
@@ -30,7 +32,6 @@ from lightseq.plan_run import PlannedRun
 
 FLOAT32 = 4
 TOKEN_BYTES = 3 * 8  # ids, positions and labels
-IN_FLIGHT = 2  # layers whose tensors leave, or come back
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def at_backward_begin(run: PlannedRun) -> float:
 
 
 def layer_moments(run: PlannedRun) -> Mapping[str, LayerMoment]:
+    if run.config.tile_layers:
+        return TILED_MOMENTS
     table = MOMENTS_WITHOUT_REMAT if run.config.remat_policy == "none" else LAYER_MOMENTS
     return table[run.config.torch_compile]
 
@@ -100,8 +103,8 @@ def _leaving(run: PlannedRun, state: str) -> list[int]:
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Of one rank: its process, what layers hand over, weights with their gradients and optimizer state."""
     away = [size for group in range(run.groups) for size in _waits(run, placement, group)]
-    if run.group > 1 and placement.count(OFFLOAD):
-        away += (run.group - 1) * _leaving(run, OFFLOAD)
+    if run.group > 1 and set(placement.layers) & set(AWAY):
+        away += (run.group - 1) * _leaving(run, OFFLOAD)  # of a group that runs again
     states = sum(_states(run)) if run.state_on_host else 0.0
     return PROCESS_BYTES + sum(slabs_for(size, n) for size, n in Counter(away).items()) + states
 
@@ -122,7 +125,12 @@ def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
         size = kept_by_layer(run, RECOMPUTE if run.group > 1 else placement.layers[group])
         here += 0 if waits else size
         away += [size] if waits else []
-    return here + sum(sorted(away)[-IN_FLIGHT:])
+    return here + sum(sorted(away)[-in_flight(run) :])
+
+
+def in_flight(run: PlannedRun) -> int:
+    """Layers whose tensors leave, or come back."""
+    return 1 if run.config.tile_layers else IN_FLIGHT
 
 
 def _states(run: PlannedRun) -> tuple[float, float, float]:
@@ -148,6 +156,8 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
     leaving = run.head_parameters if last and not run.tied else 0 if last else unit
     working = run.tokens * _bytes(run, moment.widths) + 2 * unit * run.element
     working += trains * (unit * run.element + leaving * FLOAT32)
+    if run.config.tile_layers:  # the sum over tiles
+        working += FLOAT32 * trains * run.layer_parameters
     if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
         working += (1 + trains) * run.head_parameters * run.element
     if moment.in_mlp:
@@ -158,7 +168,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
             both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
             working += run.tokens * (both - layer_input)
     if run.group > 1:  # its layers run forward again, and keep what each of them keeps
-        kept_again = run.group if placement.count(OFFLOAD) == 0 else min(run.group, 1 + IN_FLIGHT)
+        kept_again = min(run.group, 1 + in_flight(run)) if set(placement.layers) & set(AWAY) else run.group
         working += kept_again * kept_by_layer(run, KEEP)
     done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
     kept = _kept_here(run, placement, group)
@@ -191,6 +201,9 @@ def _tiles(run: PlannedRun) -> float:
     """Of an MLP over tiles of tokens: three buffers as wide as it is, and its weights' gradients in float32; or with
     adapters, whose weights have none, inputs and weights of the widest product side by side."""
     hidden, _, _, intermediate = run.widths
+    if run.config.tile_layers:  # the layer's own MLP, and what is around it
+        tokens = min(run.tokens, TILE_TOKENS)
+        return tokens * run.element * (intermediate * UNTILED_BUFFERS[run.config.torch_compile] + 10 * hidden)
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
     if run.adapters:

@@ -82,6 +82,12 @@ LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
         "attention": LayerMoment(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
     },
 }
+# Of layers over tiles, compiled or not: gradients of what goes out and of the residual; and of attention's output, q, k
+# and v, or the gradients of these.
+TILED_MOMENTS: Mapping[str, LayerMoment] = {
+    "MLP": LayerMoment(Widths(hidden=2, attention=1), in_mlp=True),
+    "attention": LayerMoment(Widths(hidden=2, attention=2, key_value=2), in_attention=True),
+}
 UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # as wide as the MLP, where it is not tiled
 # With --remat none the backward pass frees as it goes: at attention, what the MLP kept is gone.
 KEPT_WITHOUT_REMAT: Mapping[bool, Widths] = {

@@ -83,10 +83,13 @@ def _estimate(choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, s
 
 def matrix_seconds(run: PlannedRun) -> float:
     """Of a forward and a backward pass: what remat repeats, and the head's three products, included."""
-    linear, (hidden, _, _, intermediate) = run.layer_linears, run.widths
+    linear, (hidden, attention, key_value, intermediate) = run.layer_linears, run.widths
     passes = 2.0 if run.adapters else 3.0  # by the input, and backward by the gradient, for input and weight
     products = passes * linear
-    if run.config.remat_policy != "none":
+    if run.config.tile_layers:  # layers once more, and the projections twice
+        projections = hidden * (attention + 2 * key_value)
+        products += linear + projections * (2 if run.config.remat_policy == "full" else 1)
+    elif run.config.remat_policy != "none":
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
             products += 3 * hidden * intermediate

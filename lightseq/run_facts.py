@@ -61,6 +61,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "transport": trainer.context.transport.name + (f" ({passed_over})" if passed_over else ""),
         "remat": c.remat_policy
         + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
+        + (", layers over tiles" if c.tile_layers else "")
         + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
         + (f", {trainer.placement.words}" if trainer.placement else ""),
         "parameters": trainer.engine.parameters + _adapters(trainer),

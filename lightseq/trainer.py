@@ -111,6 +111,7 @@ class Trainer:
             ulysses_size=config.ulysses_size,
             remat=config.remat_policy,
             layers_per_checkpoint=config.layers_per_checkpoint,
+            tile_layers=config.tile_layers,
             offload=config.offload,
             placement=self.placement.layers if self.placement else None,
             host_memory_bytes=self._host_memory_bytes(),
@@ -264,7 +265,7 @@ class Trainer:
         sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
         grouped = c.layers_per_checkpoint > 1
         counted = (self.inputs.model_config, c.model_max_length, sequences)
-        return Work(*counted, c.remat_policy, grouped, self.adapter_parameters, on_fp8_cores)
+        return Work(*counted, c.remat_policy, grouped, c.tile_layers, self.adapter_parameters, on_fp8_cores)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""

@@ -40,6 +40,7 @@ class Work:
     sequences: int
     remat: str
     grouped: bool = False  # layers share checkpoints
+    tiled: bool = False  # layers run over tiles
     adapters: int = 0  # weights of adapters, where these alone train
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
 
@@ -132,7 +133,7 @@ class Closed:
         tokens = work.sequences * work.length
         share = squares / self.steps / (work.sequences * work.length**2)
         flops = model_flops(work.model, work.length, work.sequences, work.adapters, share)
-        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped, share)
+        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped, work.tiled, share)
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(

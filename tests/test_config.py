@@ -181,6 +181,8 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--offload auto --layers_per_checkpoint 2", "--layers_per_checkpoint 2 was given; leave these out"),
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
         ("--deepspeed d.json --offload both", "use offload_optimizer in d.json, and --offload activations"),
+        ("--tile_layers True --remat none", "--tile_layers recomputes layers, but --remat none was given"),
+        ("--tile_layers True --deepspeed d.json", "--tile_layers does not run under --deepspeed"),
         ("--deepspeed d.json --layers_per_checkpoint 2", "--layers_per_checkpoint 2 does not run under --deepspeed"),
         ("--layers_per_checkpoint 0", "--layers_per_checkpoint 0: give at least 1"),
         (

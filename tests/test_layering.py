@@ -48,6 +48,7 @@ LAYERS = {
     "lightseq.masking": 2,
     "lightseq.parallelize": 3,
     "lightseq.hf": 3,
+    "lightseq.tiled": 3,
     "lightseq.weights": 3,
     "lightseq.data": 3,
     "lightseq.packing": 3,

@@ -50,6 +50,7 @@ class Case(NamedTuple):
     tile_tokens: int = mlp.TILE_TOKENS
     offload: str = "none"
     layers_per_checkpoint: int = 1
+    tile_layers: bool = False
 
 
 class Result(NamedTuple):
@@ -116,7 +117,7 @@ def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) 
         rank, folder, case.model, device,
         max_steps=steps, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
         sequence_parallel_size=dist.get_world_size() // case.data_ranks, fsdp=case.fsdp, offload=case.offload,
-        layers_per_checkpoint=case.layers_per_checkpoint,
+        layers_per_checkpoint=case.layers_per_checkpoint, tile_layers=case.tile_layers,
         per_device_train_batch_size=1 if case.accumulation > 1 else 2,
     )  # fmt: skip
     gradients: dict[str, Tensor] = {}
@@ -225,6 +226,9 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama3", "ring", 1, 3, remat="none", fsdp="", offload="activations"),
         Case("tiny-llama3", "zigzag", 1, 3, offload="activations", layers_per_checkpoint=3),
         Case("tiny-llama2", "prefix", world, 1, remat="full", layers_per_checkpoint=2),
+        Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, tile_layers=True, offload="activations"),
+        Case("tiny-llama2", "zigzag", 1, 3, tile_tokens=16, tile_layers=True, remat="full", layers_per_checkpoint=3),
+        Case("tiny-llama3", "zigzag", world, 3, tile_layers=True, fsdp=""),
     ]
     _run(tmp_path, world, cases, steps=1)
 

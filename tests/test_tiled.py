@@ -1,0 +1,233 @@
+"""Layers over tiles of tokens against those of transformers: values, gradients, what they hold, which they know."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operators import Operators
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightseq import hf, mlp
+from lightseq.flops import attention_forward_flops, recompute_flops
+from lightseq.plan_attention import _Live
+from lightseq.plan_rates import TILED_MOMENTS
+from lightseq.tiled import _Sums, tile_layers
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+}
+LENGTH = 21
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A world of this process, and tiles of seven tokens."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "TILE_TOKENS", 7)
+        yield
+    dist.destroy_process_group()
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    for parameter in model.parameters():  # biases and norms too
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    return model
+
+
+def ids(batch: int = 1, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, 32, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+
+
+def check(name: str, batch: int = 1, keep: bool = True, length: int = LENGTH, adapt: bool = False) -> None:
+    models = [build(name) for _ in range(2)]
+    for model in models:
+        if adapt:
+            inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj", "o_proj", "up_proj"]), model)
+            torch.manual_seed(2)
+            for parameter_name, parameter in model.named_parameters():
+                parameter.requires_grad_("lora_" in parameter_name)
+                if parameter.requires_grad:
+                    torch.nn.init.normal_(parameter)
+    plain, ours = models
+    context = hf.enable(ours)
+    tile_layers(ours.model.layers, keep)
+    inputs = ids(batch, length)
+    want = gradients(plain, input_ids=inputs, labels=inputs)
+    got = gradients(ours, **hf.shard_batch(context, inputs, inputs))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_losses_and_gradients_are_those_of_transformers(name: str, keep: bool) -> None:
+    check(name, keep=keep)
+
+
+@pytest.mark.parametrize("batch, length", [(3, LENGTH), (9, 4), (1, 5), (2, 8)])
+def test_batches_and_lengths_that_tiles_do_not_divide(batch: int, length: int) -> None:
+    check("llama", batch, length=length)
+
+
+def test_adapters_alone_get_gradients() -> None:
+    check("llama", adapt=True)
+
+
+def test_documents_are_kept_apart() -> None:
+    found = []
+    for tiled in (False, True):
+        model, inputs = build("llama"), ids()
+        context = hf.enable(model, packed=True)
+        if tiled:
+            tile_layers(model.model.layers)
+        found.append(gradients(model, **hf.shard_batch(context, inputs, inputs, cu_seqlens=[0, 4, 15, LENGTH])))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+class _Products(TorchDispatchMode):
+    """FLOPs of matrix products; torch's own counter cannot be asked about modules inside an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = op(*args, **kwargs or {})
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.flops += 2 * made.numel() * args[-1].shape[0]
+        return made
+
+
+@pytest.mark.parametrize("policy", ["attention", "full"])
+def test_what_is_repeated_is_what_is_reported(policy: str) -> None:
+    counts = []
+    for tiled in (False, True):
+        model, inputs = build("llama"), ids()
+        context = hf.enable(model)
+        if tiled:
+            tile_layers(model.model.layers, policy == "attention")
+        batch = hf.shard_batch(context, inputs, inputs)
+        with _Products() as products:
+            model(**batch).loss.backward()
+        counts.append(products.flops)
+    config, whole = model.config, recompute_flops(model.config, LENGTH, 1, policy, tiled=True)
+    attention = attention_forward_flops(config, LENGTH) if policy == "full" else 0  # inside the operator, not counted
+    assert counts[1] - counts[0] == whole - attention
+
+
+class _Widest(TorchDispatchMode):
+    """The most elements for a token of the sequence that live results of operators had together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = op(*args, **kwargs or {})
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, Tensor)]
+        self.most = max([self.most, *sizes] if not op.is_view else [self.most])
+        return made
+
+
+def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
+    widest = []
+    for tiled in (False, True):
+        model, inputs = build("llama"), ids(length=63)
+        context = hf.enable(model)
+        if tiled:
+            tile_layers(model.model.layers)
+        layer, batch = model.model.layers[1], hf.shard_batch(context, inputs)
+        turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), batch["position_ids"])
+        hidden = torch.randn(1, 63, 16, dtype=torch.float64, requires_grad=True)
+        with _Widest() as seen, Operators() as operators:
+            layer(hidden, position_embeddings=turns).sum().backward()
+        widest.append(seen.most)
+        assert operators.ran.count("lightseq.attention.default") == 1, "attention is kept"
+    assert widest == [63 * 24, 63 * 16]
+
+
+def test_it_holds_what_the_plan_counts() -> None:
+    """Backward, for every token: gradients of output, input and attention's output; q, k and v, and their gradients."""
+    found = []
+    for length in (1024, 2048):
+        model, batch = build("llama"), ids(length=length)
+        context = hf.enable(model)
+        tile_layers(model.model.layers)
+        positions = hf.shard_batch(context, batch)["position_ids"]
+        turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
+        hidden = torch.randn(1, length, 16, dtype=torch.float64, requires_grad=True)
+        given = model.model.layers[0](hidden, position_embeddings=turns)
+        with _Live() as live:
+            given.backward(torch.ones_like(given))
+        found.append(live.peak)
+    hidden_size, attention, key_value = 16, 16, 8
+    of_attention = attention + 2 * key_value  # what the plan counts with attention itself
+    widths = TILED_MOMENTS["attention"].widths.elements(hidden_size, attention, key_value, 24)
+    assert (found[1] - found[0]) / 1024 / 8 == widths + of_attention
+
+
+def test_gradients_of_weights_add_up_in_float32() -> None:
+    """A bfloat16 sum of equal terms stands still after 256 of them."""
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    sums = _Sums([weight])
+    one = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(1024):
+        sums.backward(lambda x: x * weight, [one.clone().requires_grad_()], [], [one])
+    (total,) = sums.finished()
+    assert total is not None and total.item() == 1024 and total.dtype is torch.bfloat16
+
+
+def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CompileCounterWithBackend("aot_eager")
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **words: plain(function, backend=counted, **words))
+    torch._dynamo.reset()
+    models = [build("llama").float() for _ in range(2)]
+    found = []
+    for model, compiled in zip(models, (False, True), strict=True):
+        context, inputs = hf.enable(model), ids()
+        tile_layers(model.model.layers, compiled=compiled)
+        found.append(gradients(model, **hf.shard_batch(context, inputs, inputs)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert counted.frame_count <= 4, "project and finish, each with and without gradients"
+
+
+def test_layers_that_are_put_together_otherwise_are_refused() -> None:
+    model = Phi3ForCausalLM(Phi3Config(**SIZES, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(ValueError, match="but this model has Phi3DecoderLayer"):
+        tile_layers(model.model.layers)
