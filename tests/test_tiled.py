@@ -231,3 +231,28 @@ def test_layers_that_are_put_together_otherwise_are_refused() -> None:
     model = Phi3ForCausalLM(Phi3Config(**SIZES, bos_token_id=1, eos_token_id=2))
     with pytest.raises(ValueError, match="but this model has Phi3DecoderLayer"):
         tile_layers(model.model.layers)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp, "TILE_TOKENS", 128)
+    wide = SIZES | dict(hidden_size=256, intermediate_size=512, head_dim=64, max_position_embeddings=1024)
+    inputs, found = ids(length=300).cuda(), []
+    for kind in ("truth", "whole", "tiled"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**wide)).bfloat16().cuda()
+        if kind == "truth":
+            found.append(gradients(model.double(), input_ids=inputs, labels=inputs))
+            continue
+        context = hf.enable(model)
+        if kind == "tiled":
+            tile_layers(model.model.layers, compiled=compiled)
+        found.append(gradients(model, **hf.shard_batch(context, inputs, inputs)))
+    truth, *others = ([x.double() for x in each] for each in found)
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    whole, tiled = ([((x - y).norm() / y.norm()).item() for x, y in zip(each, truth, strict=True)] for each in others)
+    for name, ours, plain in zip(names, tiled, whole, strict=True):
+        assert ours <= 2 * plain + 1e-4, f"{name}: {ours:.1e} against {plain:.1e}"
