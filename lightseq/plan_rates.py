@@ -131,8 +131,13 @@ WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cu
 ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 CLIP_BYTES = 12.0  # the norm reads a gradient, clipping reads and writes it
 HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one thread a rank (points)
-# Of the time of a layer's products in bfloat16 (one run each, 8 layers of 8B at 32K on two GPUs).
-FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.73, "tensorwise": 0.62}
+# Of the time of a layer's products in bfloat16; and bytes read and written to cast what goes into linears and comes out
+# (two runs each: 8 layers of 8B at 32K on two GPUs, 3B at 16K on one).
+FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}
+FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
+LINEAR_ENDS = Widths(
+    hidden=7, attention=2, key_value=2, intermediate=3
+)  # in and out of linears
 # To update one weight where an optimizer takes them one by one (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
 # To launch a layer, forward and backward. Eager: 2,048 tokens on four GPUs, docs/experiments.md; compiled: assumed.

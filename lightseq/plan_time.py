@@ -12,6 +12,7 @@ from lightseq.plan_rates import (
     ATTENTION_SHARE,
     CLIP_BYTES,
     FORWARD_SHARE,
+    FP8_CAST_BYTES,
     FP8_TIME,
     GLUE,
     HEAD_DIM_SHARE,
@@ -19,6 +20,7 @@ from lightseq.plan_rates import (
     HOST_SECONDS,
     HOST_UPDATE_RATE,
     KERNEL_SHARE,
+    LINEAR_ENDS,
     LOGIT_PASSES,
     MATRIX_SHARE,
     MEMORY_SHARE,
@@ -165,7 +167,7 @@ def _glue_bytes(run: PlannedRun) -> float:
     again = run.config.remat_policy != "none"
     once, repeated = GLUE[run.config.torch_compile]
     width = once.elements(*run.widths) + again * repeated.elements(*run.widths) * (2 if run.group > 1 else 1)
-    return width * run.element
+    return width * run.element + FP8_CAST_BYTES[run.config.fp8] * LINEAR_ENDS.elements(*run.widths)
 
 
 def _weight_copies(run: PlannedRun) -> float:

@@ -58,8 +58,8 @@ def test_attention_layers_take_what_was_measured_of_them_alone() -> None:
         for r in records
         if r.get("implementation") == "lightseq"
         and r["seconds_median"]
-        # Those of four GPUs were measured when out still travelled with the queries.
-        and not (name.startswith("attention-4xh200") and r["schedule"] in ("ulysses", "usp", "balanced"))
+        # Most of four GPUs were measured when out still travelled with the queries.
+        and ("2xh200" in name or "auto" in name or r["schedule"] not in ("ulysses", "usp", "balanced"))
     ]
     long = [r for r in layers if r["length"] >= 65536]  # below, what the benchmark holds beside counts
     assert len({(r["schedule"], r["head_groups"]) for r in long}) >= 7
