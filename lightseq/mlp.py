@@ -94,7 +94,7 @@ def _gated_mlp(
 ) -> Tensor:
     gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul_(gate, up)
         down_HI.forward(gate, out=out[rows])
@@ -125,7 +125,7 @@ def _gated_mlp_backward(
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     wanted = iter([_Sum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)])
     sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
-    for rows in _tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = gate_IH.forward(x), up_IH.forward(x)
         act = gradient_of_input([down_HI], [dout], torch.empty_like(gate))
@@ -189,7 +189,8 @@ class _Sum:
         return self._total.to(self._dtype)
 
 
-def _tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
+def tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
+    """Rows of each tile, of the first alone for a rehearsal; the last may reach past the end."""
     return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
 
 

@@ -147,16 +147,16 @@ def transform(
     if techniques.remat != "none":
         tile_mlps(layers, first_tile_only, shrink)
     offload, inner = _offloads(techniques, device)
-    states = _states(techniques, len(layers))
+    states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
         chosen = [layer for layer, state in zip(layers, states, strict=True) if (state in AGAIN) == again]
         if techniques.tile_layers:
-            tile_layers(chosen, policy == "attention", techniques.compile, first_tile_only, shrink)
+            tile_layers(chosen, policy == "attention", techniques.compile, first_tile_only, shrink, options)
         else:
             apply_remat(chosen, policy, techniques.compile, inner or offload)
     if techniques.compile:
         for module in (*(() if techniques.tile_layers else layers), model.model.norm):
-            module.forward = torch.compile(module.forward, options=FP8_COMPILE_OPTIONS if techniques.fp8 else None)
+            module.forward = torch.compile(module.forward, options=options)
     groups = _groups(layers, techniques)
     if techniques.layers_per_checkpoint > 1:
         checkpoint_groups(groups, inner)

@@ -24,6 +24,7 @@ from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, i
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
+from lightseq.tiled import KNOWN
 
 K = 2**10
 MOST_LENGTH, MOST_GPUS = 2**30, 4096
@@ -207,7 +208,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
         "remat": ["attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
-        "tile_layers": [asked.tile_layers, True],
+        "tile_layers": [asked.tile_layers, run.made_of.layer_class in KNOWN],
         "optim": [asked.optim, "adamw_8bit"],
     }
     for values in product(*choices.values()):

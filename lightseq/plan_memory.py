@@ -23,6 +23,7 @@ from lightseq.plan_rates import (
     LAYER_MOMENTS,
     MOMENTS_WITHOUT_REMAT,
     PROCESS_BYTES,
+    TILE_HIDDEN,
     TILED_MOMENTS,
     UNTILED_BUFFERS,
     LayerMoment,
@@ -164,9 +165,10 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         working += _tiles(run)
     if moment.in_attention:
         working += attention_of(run).backward * run.tokens
-        if placement.layers[group * run.group] in AGAIN:  # its output and lse are there again
-            both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
-            working += run.tokens * (both - layer_input)
+    if (moment.in_attention or run.config.tile_layers) and placement.layers[group * run.group] in AGAIN:
+        # Its output and lse are there again.
+        both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
+        working += run.tokens * (both - layer_input)
     if run.group > 1:  # its layers run forward again, and keep what each of them keeps
         kept_again = min(run.group, 1 + in_flight(run)) if set(placement.layers) & set(AWAY) else run.group
         working += kept_again * kept_by_layer(run, KEEP)
@@ -203,7 +205,7 @@ def _tiles(run: PlannedRun) -> float:
     hidden, _, _, intermediate = run.widths
     if run.config.tile_layers:  # the layer's own MLP, and what is around it
         tokens = min(run.tokens, TILE_TOKENS)
-        return tokens * run.element * (intermediate * UNTILED_BUFFERS[run.config.torch_compile] + 10 * hidden)
+        return tokens * run.element * (intermediate * UNTILED_BUFFERS[run.config.torch_compile] + TILE_HIDDEN * hidden)
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * intermediate * run.element * UNTILED_BUFFERS[run.config.torch_compile]
     if run.adapters:

@@ -82,12 +82,13 @@ LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
         "attention": LayerMoment(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
     },
 }
-# Of layers over tiles, compiled or not: gradients of what goes out and of the residual; and of attention's output, q, k
-# and v, or the gradients of these.
+# Of layers over tiles: gradients of what goes out and of the residual; and of attention's output, q, k and v, or the
+# gradients of these (counted, eager).
 TILED_MOMENTS: Mapping[str, LayerMoment] = {
     "MLP": LayerMoment(Widths(hidden=2, attention=1), in_mlp=True),
     "attention": LayerMoment(Widths(hidden=2, attention=2, key_value=2), in_attention=True),
 }
+TILE_HIDDEN = 10.0  # around the MLP, in a tile of a layer (assumed)
 UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # as wide as the MLP, where it is not tiled
 # With --remat none the backward pass frees as it goes: at attention, what the MLP kept is gone.
 KEPT_WITHOUT_REMAT: Mapping[bool, Widths] = {
@@ -135,9 +136,7 @@ HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one th
 # (two runs each: 8 layers of 8B at 32K on two GPUs, 3B at 16K on one).
 FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}
 FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
-LINEAR_ENDS = Widths(
-    hidden=7, attention=2, key_value=2, intermediate=3
-)  # in and out of linears
+LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # in and out of linears
 # To update one weight where an optimizer takes them one by one (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
 # To launch a layer, forward and backward. Eager: 2,048 tokens on four GPUs, docs/experiments.md; compiled: assumed.

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from lightseq.mlp import TILE_TOKENS
 from lightseq.plan_layers import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
-from lightseq.plan_memory import kept_by_layer
+from lightseq.plan_memory import in_flight, kept_by_layer
 from lightseq.plan_rates import (
     ADAMW_BYTES,
     ATTENTION_SHARE,
@@ -136,6 +136,8 @@ def exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) 
 def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
     """Of one layer: out beside its forward pass, back beside its backward pass."""
     copied = kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
+    if in_flight(run) == 1:  # nothing is copied beside the computing
+        return 2 * copied
     forward, backward = (share * run.group * layer_seconds for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
     return max(0.0, copied - forward) + max(0.0, copied - backward)
 

@@ -29,6 +29,7 @@ from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
+from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 
 LOCK = "lock"  # in the output directory, of the run that writes there
@@ -275,6 +276,8 @@ def _check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> No
 
 
 def _check_layers(config: TrainConfig, found: Architecture) -> None:
+    if config.tile_layers:
+        check_layer_class(found.layer_class)
     asked = config.fsdp_transformer_layer_cls_to_wrap
     if asked is not None and asked != found.layer_class:
         raise ValueError(

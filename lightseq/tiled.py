@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightseq import mlp
 from lightseq.attention import attention_backward
+from lightseq.fp8 import MULTIPLE
 from lightseq.hf import attend
 
 # Norm, attention, residual, norm, MLP, residual; q and k perhaps with norms of their own.
@@ -32,17 +33,23 @@ def tile_layers(
     compiled: bool = False,
     first_tile_only: bool = False,
     shrink: float = 1.0,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Replaces the forward of every layer. Raises ValueError for layers that are put together in another way.
 
-    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`.
+    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's.
     """
-    step = partial(torch.compile, dynamic=False) if compiled else lambda function: function
+    step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
     tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), keep_attention, first_tile_only)
     for layer in layers:
-        if type(layer).__name__ not in KNOWN:
-            raise ValueError(f"--tile_layers knows {', '.join(KNOWN)}, but this model has {type(layer).__name__}")
+        check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
+
+
+def check_layer_class(name: str) -> None:
+    """Raises ValueError for a class of layers that cannot be cut into tiles."""
+    if name not in KNOWN:
+        raise ValueError(f"--tile_layers knows {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
 def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,13 +84,14 @@ class _Tiled:
     others: Any = None  # arguments that attention is passed
 
     def tiles(self, x: Tensor) -> Iterator[slice]:
-        length, size = x.shape[1], max(1, self.tile_tokens // x.shape[0])
-        for start in range(0, size if self.first_tile_only else length, size):
-            yield slice(start, min(start + size, length))
+        size = max(1, self.tile_tokens // x.shape[0])
+        size -= size % MULTIPLE if size > MULTIPLE else 0  # which FP8's products want
+        return mlp.tiles(x.shape[1], size, self.first_tile_only)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
+        x = x.detach()  # or the compiler tells training from evaluation
         for rows in self.tiles(x):
             parts = self.project(self.layer, x[:, rows], *(turn[:, rows] for turn in self.turns))
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
@@ -93,7 +101,7 @@ class _Tiled:
         return q, k, v
 
     def finished(self, x: Tensor, out: Tensor) -> Tensor:
-        whole = torch.empty_like(x)
+        whole, x = torch.empty_like(x), x.detach()
         for rows in self.tiles(x):
             whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
         return whole
