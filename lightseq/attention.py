@@ -177,7 +177,7 @@ def attention(
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSHD, k_BSKD, v_BSKD))
+    q, k, v = map(_readable, (q_BSHD, k_BSKD, v_BSKD))
     return _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
 
 
@@ -195,9 +195,14 @@ def attention_backward(
     """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
-    tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    tensors = map(_readable, (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
     dq, dk, dv = _attention_backward(*tensors, out_BSHD, lse_BHS, scale, context.name, boundaries)
     return dq, dk, dv
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As kernels read it: the gradient of a sum, say, is one number expanded."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
@@ -320,9 +325,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum, say, is one number expanded
     *tensors, documents = ctx.saved_tensors
-    return (*_attention_backward(dout, *tensors, ctx.scale, ctx.context, documents), None, None, None)
+    return (*_attention_backward(_readable(dout), *tensors, ctx.scale, ctx.context, documents), None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -211,12 +211,12 @@ class SymmetricTransport:
 def _fetch(receives: list[Receive], copy: Copy | None) -> None:
     """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
     pairs = [(into, there) for _, there, into in receives if into is not None]
-    small = [pair for pair in pairs if pair[0].nbytes < ENGINE_BYTES and copy is not None]
-    if copy is not None and small:
+    small = [pair for pair in pairs if pair[0].nbytes < ENGINE_BYTES]
+    if small and copy is not None:
         copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
+        pairs = [pair for pair in pairs if pair[0].nbytes >= ENGINE_BYTES]
     for into, there in pairs:
-        if copy is None or into.nbytes >= ENGINE_BYTES:
-            into.copy_(there)  # contiguous on both sides
+        into.copy_(there)  # contiguous on both sides
 
 
 class NoTransport:

@@ -20,6 +20,11 @@ ALIGNMENT, MOST_LOST = 512, 1 / 8  # of pinned buffers, in bytes; and of a slab,
 IN_FLIGHT = 2  # layers whose tensors are leaving, or of which they are there again
 
 
+def layers_in_flight(tile_layers: bool) -> int:
+    """Layers over tiles compute for seconds: one in flight takes least memory, and little is lost."""
+    return 1 if tile_layers else IN_FLIGHT
+
+
 class HostMemory:
     """Buffers on the host, made once and used again, `limit_bytes` of them in all.
 

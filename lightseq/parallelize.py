@@ -19,7 +19,7 @@ from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
-from lightseq.offload import IN_FLIGHT, HostMemory, Offload
+from lightseq.offload import HostMemory, Offload, layers_in_flight
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.remat import apply_remat, checkpoint_groups
 from lightseq.stopwatch import Stopwatch
@@ -184,7 +184,7 @@ def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | N
     if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
         return None, None
     memory = HostMemory(techniques.host_memory_bytes, pinned=device.type == "cuda")
-    make = partial(Offload, device, memory, 1 if techniques.tile_layers else IN_FLIGHT)
+    make = partial(Offload, device, memory, layers_in_flight(techniques.tile_layers))
     return make(), make() if techniques.layers_per_checkpoint > 1 else None
 
 

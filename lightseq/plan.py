@@ -208,7 +208,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
         "remat": ["attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
-        "tile_layers": [asked.tile_layers, run.made_of.layer_class in KNOWN],
+        "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],
         "optim": [asked.optim, "adamw_8bit"],
     }
     for values in product(*choices.values()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
-from lightseq.offload import IN_FLIGHT, slabs_for
+from lightseq.offload import layers_in_flight, slabs_for
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
     AGAIN,
@@ -131,7 +131,7 @@ def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
 
 def in_flight(run: PlannedRun) -> int:
     """Layers whose tensors leave, or come back."""
-    return 1 if run.config.tile_layers else IN_FLIGHT
+    return layers_in_flight(run.config.tile_layers)
 
 
 def _states(run: PlannedRun) -> tuple[float, float, float]:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from test_plan_training import planned_run
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 
 from lightseq.__main__ import BOTH, main
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.memory import GIB
-from lightseq.plan import longest, make_plan, placement_of, remedies, usable
+from lightseq.plan import _changes, longest, make_plan, placement_of, remedies, usable
 from lightseq.plan_attention import attention_memory
 from lightseq.plan_layers import (
     AWAY,
@@ -33,6 +33,11 @@ from lightseq.plan_rates import CHIPS, chip_named, chip_of_device
 from lightseq.schedule_choice import Choice
 
 LLAMA = preset_config(BOTH, "llama3-8b")
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "num_key_value_heads",
+)
+PHI = Phi3Config(**{name: getattr(LLAMA, name) for name in SIZES}, pad_token_id=0)
 WORDS = "--model_name_or_path llama3-8b --bf16 --torch_compile --host_memory 1900"
 
 
@@ -175,6 +180,17 @@ def test_every_remedy_makes_the_run_fit() -> None:
     assert "GPUs" in found[1].words and found[2].words.startswith("--model_max_length")
     assert all(r.plan.fits for r in found)
     assert found[0].words.startswith("--") and found[2].plan.run.config.model_max_length == longest(run)
+
+
+def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Neither offered to a model of other layers nor planned for it; and no change is tried twice."""
+    for model, offered in ((LLAMA, {False, True}), (PHI, {False})):
+        runs = [changed for _, changed in _changes(planned_run(model, "--bf16 --torch_compile", 8))]
+        assert {run.config.tile_layers for run in runs} == offered
+        assert len({repr(run.config) for run in runs}) == len(runs)
+    PHI.save_pretrained(tmp_path)
+    assert main(f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --tile_layers True".split()) == 2
+    assert "--tile_layers knows LlamaDecoderLayer" in capsys.readouterr().err
 
 
 def test_adapters_leave_the_weights_without_gradients_and_hosts_need_no_bound(
