@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -90,8 +91,8 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            out = ctx.run(hidden)
-        torch.autograd.backward(out, dout)
+            edge = get_gradient_edge(ctx.run(hidden))  # of the output itself nothing is needed any more
+        torch.autograd.backward(edge, dout)
         return hidden.grad, None, None
 
 

@@ -29,6 +29,7 @@ from lightseq import hf, mlp
 from lightseq.flops import attention_forward_flops, recompute_flops
 from lightseq.plan_attention import _Live
 from lightseq.plan_rates import TILED_MOMENTS
+from lightseq.remat import checkpoint_groups
 from lightseq.tiled import _Sums, tile_layers
 
 SIZES: dict[str, Any] = dict(
@@ -42,6 +43,7 @@ MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
 LENGTH = 21
+HIDDEN, ATTENTION, KEY_VALUE = 16, 16, 8  # widths of a token
 
 
 @pytest.fixture(autouse=True)
@@ -169,23 +171,37 @@ def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_it_holds_what_the_plan_counts(keep: bool) -> None:
     """Backward, for every token: gradients of output, input and attention's output; q, k and v, and their gradients."""
+    again = 0 if keep else ATTENTION + 4  # its output and a log-sum-exp for every head
+    assert held_by_backward(keep, grouped=False) == planned_widths() + again
+
+
+def test_layers_of_a_group_hold_what_the_plan_counts() -> None:
+    """Beside what one of them takes, the inputs of all but the first, which was kept."""
+    assert held_by_backward(False, grouped=True) == planned_widths() + ATTENTION + 4 + 2 * HIDDEN
+
+
+def planned_widths() -> float:
+    widths: float = TILED_MOMENTS["attention"].widths.elements(HIDDEN, ATTENTION, KEY_VALUE, 24)
+    return widths + ATTENTION + 2 * KEY_VALUE  # what the plan counts with attention itself
+
+
+def held_by_backward(keep: bool, grouped: bool) -> float:
+    """The most elements of one token that the backward pass of one layer, or of three under one checkpoint, makes."""
     found = []
     for length in (1024, 2048):
         model, batch = build("llama"), ids(length=length)
-        context = hf.enable(model)
-        tile_layers(model.model.layers, keep)
+        context, layers = hf.enable(model), model.model.layers
+        tile_layers(layers, keep)
+        if grouped:
+            checkpoint_groups([list(layers)])
         positions = hf.shard_batch(context, batch)["position_ids"]
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
-        hidden = torch.randn(1, length, 16, dtype=torch.float64, requires_grad=True)
-        given = model.model.layers[0](hidden, position_embeddings=turns)
+        hidden = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)
+        given = layers[0](hidden, position_embeddings=turns)
         with _Live() as live:
             given.backward(torch.ones_like(given))
         found.append(live.peak)
-    hidden_size, attention, key_value = 16, 16, 8
-    of_attention = attention + 2 * key_value  # what the plan counts with attention itself
-    widths = TILED_MOMENTS["attention"].widths.elements(hidden_size, attention, key_value, 24)
-    again = 0 if keep else attention + 4  # its output and a log-sum-exp for every head
-    assert (found[1] - found[0]) / 1024 / 8 == widths + of_attention + again
+    return (found[1] - found[0]) / 1024 / 8
 
 
 def test_gradients_of_weights_add_up_in_float32() -> None:
