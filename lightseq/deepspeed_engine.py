@@ -21,7 +21,7 @@ from lightseq.checkpoint import STATE
 from lightseq.config import TrainConfig
 from lightseq.deepspeed_config import DeepSpeedSettings
 from lightseq.engine import Update, fill_weights
-from lightseq.mesh import Meshes, World, agree, ready_for_deepspeed
+from lightseq.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
 from lightseq.optimization import make_optimizer
 from lightseq.parallelize import Techniques, transform
 from lightseq.prepare import Inputs
@@ -54,6 +54,8 @@ class DeepSpeedEngine:
         self._settings, self._world = settings, world
         agree(world, lambda: self._check(config))
         offloads = [part for part in ("offload_optimizer", "offload_param") if _on_cpu(settings, part)]
+        if offloads:
+            use_host_cores(world)
         self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
         self.model = weights.build_on_meta(inputs.model_config)
         inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lightseq import adapters, checkpoint, weights
 from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
-from lightseq.mesh import Meshes, World, agree
+from lightseq.mesh import Meshes, World, agree, use_host_cores
 from lightseq.offload import Offload
 from lightseq.optimization import (
     LossScaler,
@@ -97,7 +97,9 @@ class FsdpEngine:
         self.loss_model: nn.Module = loss_model
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         on_host = config.offload in ("optimizer", "both")
-        self.parameters += ", in host memory" if on_host else ""
+        if on_host:
+            self.parameters += ", in host memory"
+            use_host_cores(world)
         weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)

@@ -96,6 +96,17 @@ def _is_ours_alone(folder: Path) -> bool:
     return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))
 
 
+def use_host_cores(world: World) -> None:
+    """Gives what GPUs leave to the host, AdamW say, this rank's share of its cores.
+
+    torch's launcher allows a process one thread where OMP_NUM_THREADS says nothing; more that were asked for stand. On
+    a CPU nothing changes, for there the number of threads decides the last bits of sums.
+    """
+    share = len(os.sched_getaffinity(0)) // world.local_size
+    if world.device.type == "cuda" and torch.get_num_threads() == 1 < share:
+        torch.set_num_threads(share)
+
+
 def ready_for_deepspeed(world: World) -> None:
     """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)

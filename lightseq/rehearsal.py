@@ -12,9 +12,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,6 +33,7 @@ from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
 
 LEAST_VOCABULARY = 32  # token ids that every model has
+STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
 
 
@@ -46,11 +49,16 @@ class Rehearsal:
     peak_bytes: int | None
     capacity_bytes: int | None
     offloaded_bytes: int
-    seconds: float
+    seconds: float  # since the process began
+    spent: dict[str, float]  # of these, on what
     parts: Breakdown
 
     def lines(self, config: TrainConfig) -> list[str]:
-        end = [f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep"]
+        spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
+        end = [
+            f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep",
+            f"took {self.seconds:.0f} s: {spent}",
+        ]
         if self.peak_bytes is None or self.capacity_bytes is None:
             return [
                 *self.parts.lines(),
@@ -85,12 +93,13 @@ def main(family: Family, argv: Sequence[str]) -> int:
 
 def rehearse(trainer: Trainer) -> Rehearsal:
     """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
-    begin, on_gpu = time.perf_counter(), trainer.world.device.type == "cuda"
+    times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
     if trainer.inputs.deepspeed is None:  # which makes its state with its engine
         for p in trainer.model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         trainer.engine.optimizer.step()
         trainer.engine.optimizer.zero_grad()
+    times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled
         if on_gpu:
@@ -100,6 +109,8 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             trainer._step(step)
             if on_gpu:
                 torch.cuda.synchronize()
+    times.append(time.time())
+    spent = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
     offload = trainer.engine.offload
     parts = trainer.memory_parts(taken.bytes if on_gpu else None)
     host = offload.memory.allocated_bytes if offload else 0
@@ -108,7 +119,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     peak, host = (int(x) for x in worst.tolist())
     return Rehearsal(
         trainer.config.model_max_length, trainer.world.size, peak if on_gpu else None,
-        hardware(trainer.world.device).get("memory_bytes"), host, time.perf_counter() - begin, parts,
+        hardware(trainer.world.device).get("memory_bytes"), host, times[-1] - times[0], spent, parts,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightseq.config import TrainConfig
 from lightseq.flops import total_parameters
 from lightseq.metrics import hardware
@@ -38,6 +40,7 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
         "notes": list(trainer.notes),
         "hardware": hardware(trainer.world.device),
+        "host_threads": torch.get_num_threads(),
         "config": trainer.config.to_json(),
         "model_config": trainer.inputs.model_config.to_dict(),
     }

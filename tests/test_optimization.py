@@ -15,6 +15,7 @@ from worlds import spawn
 
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
+from lightseq.mesh import World, use_host_cores
 from lightseq.optimization import (
     LearningRate,
     LocalAdamW,
@@ -115,6 +116,21 @@ def _norms(rank: int) -> float:
     clip(grads, norm, 0.5)
     assert gradient_norms(grads, dist.group.WORLD).norm().item() == pytest.approx(0.5, rel=1e-5)
     return norm.item()
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "ranks", "wanted"),
+    [("cuda:0", 1, 4, [16]), ("cuda:0", 8, 4, []), ("cuda:0", 1, 64, []), ("cpu", 1, 4, [])],
+)
+def test_an_update_on_the_host_has_a_ranks_share_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, ranks: int, wanted: list[int]
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(64)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    use_host_cores(World(0, ranks, 0, ranks, torch.device(device)))
+    assert asked == wanted
 
 
 def test_the_norm_spans_all_ranks_and_clipping_reaches_it() -> None:

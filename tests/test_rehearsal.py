@@ -21,6 +21,7 @@ from lightseq.kernels import KernelSpec
 from lightseq.loss import cross_entropy_sum
 from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.mlp import Linear, gated_mlp
+from lightseq.rehearsal import STAGES
 from lightseq.schedule_cost import AttentionShape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,9 @@ def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_
     # Each layer's input but the last one's, where they reach a MiB: half of 1024 tokens are less.
     assert record["offloaded_bytes"] == 0 and model.hidden_size * 4 * length / 2 < 2**20
     assert "cpu, elided" in done.stdout and "without a GPU only these parts are known" in done.stdout
+    spent = record["spent"]
+    assert list(spent) == list(STAGES) and min(spent.values()) > 0 and sum(spent.values()) == record["seconds"]
+    assert f"took {record['seconds']:.0f} s: setting up {spent['setting up']:.0f}, " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["rehearsal.jsonl"]
 
 
