@@ -1,8 +1,6 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from lightseq import executor
 from lightseq.comm import Transport, make_transport
 from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
+from lightseq.keeping import results_of
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout, shard
@@ -257,23 +256,6 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     context.shapes.add(shape)
 
 
-# What is called in the place of attention's computation, which it is given, within `instead`.
-Around = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-_AROUND: ContextVar[Around | None] = ContextVar("around", default=None)
-
-
-@contextmanager
-def instead(around: Around) -> Iterator[None]:
-    """Within it, in this thread, every attention's (out, lse) is what `around` makes of the function that computes it:
-    a checkpoint keeps the result, or hands out what it kept. A dispatch mode would do that at the price of some ten
-    microseconds for every other operation."""
-    token = _AROUND.set(around)
-    try:
-        yield
-    finally:
-        _AROUND.reset(token)
-
-
 @torch.library.custom_op("lightseq::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
@@ -284,8 +266,8 @@ def _attention(
         _agree_on_shapes(c, q, k, documents)
         return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
 
-    around = _AROUND.get()
-    return compute() if around is None else around(compute)
+    out, lse = results_of(compute)
+    return out, lse
 
 
 @_attention.register_fake

@@ -20,7 +20,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
     "transport": ("auto", "nccl", "gloo", "symmetric"),
     "fp8": ("tensorwise", "rowwise"),
-    "remat": ("none", "attention", "full"),
+    "remat": ("none", "attention+mlp", "attention", "full"),
     "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
@@ -186,6 +186,11 @@ def _check_memory(config: TrainConfig) -> None:
     if config.tile_layers and config.remat_policy == "none":
         raise ValueError(
             "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
+        )
+    if config.remat == "attention+mlp" and (config.tile_layers or config.fp8):
+        given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
+        raise ValueError(
+            f"--remat attention+mlp keeps what the MLP makes, which {given} does not; give --remat attention"
         )
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"

@@ -70,14 +70,17 @@ def recompute_flops(
 ) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
-    `attention` repeats the layers' linears, `full` attention too. The down projection is never repeated: it ends its
-    layer, and no gradient needs what it gives out. What flash kernels repeat inside is not counted.
+    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's. The down
+    projection is never repeated: it ends its layer, and no gradient needs what it gives out. What flash kernels repeat
+    inside is not counted.
     Layers that are `grouped` under one checkpoint run forward once more before that. Layers that are `tiled` repeat
     their last product too, and the projections to q, k and v once more, for attention's backward pass.
     """
-    assert remat in ("none", "attention", "full"), remat
+    assert remat in ("none", "attention+mlp", "attention", "full"), remat
     found = examine(config)
     repeated = 0 if remat == "none" else found.layer_linears - found.ending_linears
+    if remat == "attention+mlp":
+        repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
     attention = attention_forward_flops(config, length) if remat == "full" else 0
     if tiled:
         projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)

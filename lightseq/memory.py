@@ -74,10 +74,12 @@ def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) 
 
 
 def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
-    """What a checkpointed layer keeps of a token: its input, and under `attention` the operator's out and lse."""
+    """What a checkpointed layer keeps of a token: its input, under `attention` the operator's out and lse, and under
+    `attention+mlp` gate and up besides."""
     heads = heads_of(model)
-    kept = {"full": 0, "attention": heads.query * (heads.dim * element + 4)}
-    return model.hidden_size * element + kept[policy]
+    attention = 0 if policy == "full" else heads.query * (heads.dim * element + 4)
+    products = 2 * model.intermediate_size * element if policy == "attention+mlp" else 0
+    return model.hidden_size * element + attention + products
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     """The knob that moves the largest part which a knob can move."""
     states = parts.parameters + parts.gradients + parts.optimizer
     options: list[tuple[int, str]] = []
-    if config.remat_policy == "none":
+    if config.remat_policy in ("none", "attention+mlp"):
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
     elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"

@@ -1,4 +1,4 @@
-"""The gated MLP of a layer over tiles of tokens: what it makes in between exists for one tile at a time.
+"""The gated MLP of a layer over tiles of tokens: what it makes in between exists for one tile at a time, or is kept.
 
 Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from lightseq.keeping import results_of
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 from lightseq.low_rank import Linear, gradient_of_input, linear_of
@@ -20,12 +21,16 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
-def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0) -> None:
+def tile_mlps(
+    layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0, keep: bool = False
+) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
     beside them or without; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
     forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
+    With `keep` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep them; then a
+    layer whose MLP is another raises ValueError.
     `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
     A run that stands for one `shrink` times as long has tiles so many times smaller.
     """
@@ -33,7 +38,13 @@ def tile_mlps(layers: Iterable[nn.Module], first_tile_only: bool = False, shrink
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and _is_gated(mlp):
             mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
+            mlp.keeps_products = keep
             mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
+        elif keep:
+            raise ValueError(
+                f"--remat attention+mlp keeps gate and up of an MLP of plain linears, and {type(layer).__name__} has "
+                "another; give --remat attention"
+            )
 
 
 def _is_gated(mlp: Any) -> bool:
@@ -58,10 +69,11 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
     others by it, compile all of them, and give up after eight."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if x.numel() <= self.tile_tokens * x.shape[-1]:
+        keep = self.keeps_products and torch.is_grad_enabled()
+        if x.numel() <= self.tile_tokens * x.shape[-1] and not keep:
             return kind.forward(self, x)
         linears = [linear_of(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only)
+        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only, keep)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
@@ -71,14 +83,19 @@ def shrunk(tokens: int, shrink: float) -> int:
     return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
 
 
-def gated_mlp(x: Tensor, linears: Sequence[Linear], tile_tokens: int, first_tile_only: bool = False) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202); keeps nothing but x for the backward pass.
+def gated_mlp(
+    x: Tensor, linears: Sequence[Linear], tile_tokens: int, first_tile_only: bool = False, keep: bool = False
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
+    For the backward pass it keeps x, and with `keep` gate(x) and up(x), which are made again otherwise.
     `linears` are gate (I, H), up (I, H) and down (H, I). The product is rounded once, and gradients of weights and of
     adapters add up over the tiles in float32 or wider; weights that do not train get none.
     """
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
+    if keep:
+        return _keeping_gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only)[0].view(x.shape)
     return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only).view(x.shape)
 
 
@@ -96,7 +113,7 @@ def _gated_mlp(
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
-        _silu_mul_(gate, up)
+        _silu_mul(gate, up, gate)
         down_HI.forward(gate, out=out[rows])
         del gate, up  # or they stay while the next tile's are made
     return out
@@ -109,17 +126,50 @@ def _(
     return x_NH.new_empty(x_NH.shape)
 
 
+@torch.library.custom_op("lightseq::keeping_gated_mlp", mutates_args=())
+def _keeping_gated_mlp(
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the MLP gives, gate and up. Where a checkpoint kept the latter, the first is left as memory is."""
+    gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
+    out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+
+    def compute() -> tuple[Tensor, Tensor]:
+        gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
+        for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+            gate_IH.forward(x_NH[rows], out=gate[rows])
+            up_IH.forward(x_NH[rows], out=up[rows])
+            act = torch.empty_like(gate[rows])
+            _silu_mul(gate[rows], up[rows], act)
+            down_HI.forward(act, out=out[rows])
+            del act
+        return gate, up
+
+    gate, up = results_of(compute)
+    return out, gate, up
+
+
+@_keeping_gated_mlp.register_fake
+def _(
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    gate_IH, up_IH, _ = _taken_apart(tensors, scales)
+    gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
+    return x_NH.new_empty(x_NH.shape), gate, up
+
+
 @torch.library.custom_op("lightseq::gated_mlp_backward", mutates_args=())
 def _gated_mlp_backward(
     dout_NH: Tensor,
     x_NH: Tensor,
     tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
     first_tile_only: bool,
 ) -> list[Tensor]:
-    """The gradient of x, and those of the tensors that train, in order."""
+    """The gradient of x, and those of the tensors that train, in order. `kept` are gate and up, or none."""
     linears = _taken_apart(tensors, scales)
     gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
@@ -127,13 +177,14 @@ def _gated_mlp_backward(
     sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
     for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
         x, dout = x_NH[rows], dout_NH[rows]
-        gate, up = gate_IH.forward(x), up_IH.forward(x)
+        gate, up = (y[rows] for y in kept) if kept else (gate_IH.forward(x), up_IH.forward(x))
+        dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if kept else (gate, up)
         act = gradient_of_input([down_HI], [dout], torch.empty_like(gate))
-        _silu_mul_backward_(gate, up, act)  # dgate, dup and the product itself
-        for total, dy, y_from in zip(sums, (gate, up, dout), (x, x, act), strict=True):
+        _silu_mul_backward(gate, up, act, dgate, dup)  # act becomes the product itself
+        for total, dy, y_from in zip(sums, (dgate, dup, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
-        gradient_of_input([gate_IH, up_IH], [gate, up], dx[rows])
-        del gate, up, act, dy, y_from
+        gradient_of_input([gate_IH, up_IH], [dgate, dup], dx[rows])
+        del gate, up, dgate, dup, act, dy, y_from
     return [dx, *(done for total in sums for done in total.finish())]
 
 
@@ -142,6 +193,7 @@ def _(
     dout_NH: Tensor,
     x_NH: Tensor,
     tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
@@ -194,21 +246,22 @@ def tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
 
 
-def _silu_mul_(gate: Tensor, up: Tensor) -> None:
+def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
     if fused := fused_kernels(gate, "fused_swiglu"):
-        fused.silu_mul_(gate, up)
+        fused.silu_mul(gate, up, out)
         return
     g, u = _wide(gate), _wide(up)
-    gate.copy_(g * torch.sigmoid(g) * u)
+    out.copy_(g * torch.sigmoid(g) * u)
 
 
-def _silu_mul_backward_(gate: Tensor, up: Tensor, dact: Tensor) -> None:
+def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """The gradients may go where gate and up are; dact becomes the product."""
     if fused := fused_kernels(gate, "fused_swiglu"):
-        fused.silu_mul_backward_(gate, up, dact)
+        fused.silu_mul_backward(gate, up, dact, dgate, dup)
         return
     g, u, d = _wide(gate), _wide(up), _wide(dact)
     s = torch.sigmoid(g)
-    for x, value in ((gate, d * u * s * (1 + g * (1 - s))), (up, d * g * s), (dact, g * s * u)):
+    for x, value in ((dgate, d * u * s * (1 + g * (1 - s))), (dup, d * g * s), (dact, g * s * u)):
         x.copy_(value)
 
 
@@ -218,16 +271,22 @@ def _wide(x: Tensor) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, tensors, *ctx.others = inputs
-    ctx.save_for_backward(x, *tensors)
+    kept = output[1:] if isinstance(output, tuple) else ()
+    ctx.set_materialize_grads(False)  # nothing comes back through what is kept
+    ctx.save_for_backward(x, *kept, *tensors)
 
 
-def _backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
-    x, *tensors = ctx.saved_tensors
-    scales, *sizes = ctx.others
+def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-def]
     trains = list(ctx.needs_input_grad[1])
-    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, scales, trains, *sizes)
+    x, *saved = ctx.saved_tensors
+    kept, tensors = saved[: -len(trains)], saved[-len(trains) :]
+    scales, *sizes = ctx.others
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, kept, scales, trains, *sizes)
     gradients = iter(found)
     return dx, [next(gradients) if t else None for t in trains], None, None, None
 
 
-_gated_mlp.register_autograd(_backward, setup_context=_setup_context)
+for _operator in (_gated_mlp, _keeping_gated_mlp):
+    _operator.register_autograd(_backward, setup_context=_setup_context)
+
+KEEPING_MLP_OP = torch.ops.lightseq.keeping_gated_mlp.default  # what a checkpointing policy names

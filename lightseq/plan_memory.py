@@ -93,12 +93,14 @@ def host_by_layer(run: PlannedRun, state: str) -> float:
 
 def _leaving(run: PlannedRun, state: str) -> list[int]:
     """Bytes of each tensor that a layer hands over."""
-    hidden, attention, _, _ = run.widths
+    hidden, attention, _, intermediate = run.widths
     if run.config.remat_policy == "none":
         return [int(kept_by_layer(run, state))]
-    kept = [attention * run.element, FLOAT32 * run.heads]
-    both = state == OFFLOAD and run.config.remat_policy == "attention"
-    return [run.tokens * size for size in (hidden * run.element, *(kept if both else []))]
+    kept = [hidden * run.element]
+    if state == OFFLOAD and run.config.remat_policy != "full":
+        kept += [attention * run.element, FLOAT32 * run.heads]
+        kept += [intermediate * run.element] * (2 if run.config.remat_policy == "attention+mlp" else 0)
+    return [run.tokens * size for size in kept]
 
 
 def host_bytes(run: PlannedRun, placement: Placement) -> float:

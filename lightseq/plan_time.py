@@ -93,7 +93,9 @@ def matrix_seconds(run: PlannedRun) -> float:
         products += linear + projections * (2 if run.config.remat_policy == "full" else 1)
     elif run.config.remat_policy != "none":
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
-        if run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
+        if run.config.remat_policy == "attention+mlp":
+            products -= 2 * hidden * intermediate
+        elif run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
             products += 3 * hidden * intermediate
     if run.group > 1:
         products += linear

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: nothing, everything in a layer but attention, or everything."""
+"""What the backward pass recomputes: nothing, all of a layer but attention (and the MLP's products), or everything."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,20 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lightseq.attention import ATTENTION_OP, instead
+from lightseq.attention import ATTENTION_OP
+from lightseq.keeping import Results, instead
+from lightseq.mlp import KEEPING_MLP_OP
 from lightseq.offload import Offload
 
-POLICIES: Final = ("none", "attention", "full")
+KEEP_MLP: Final = "attention+mlp"
+POLICIES: Final = ("none", KEEP_MLP, "attention", "full")
 
 
 def apply_remat(
     layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
 ) -> None:
-    """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse.
+    """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
+    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept.
 
     The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
     is for a forward that torch.compile shall see; `offload` takes what is kept.
@@ -33,9 +37,9 @@ def apply_remat(
     if policy == "none":
         return
     options: dict[str, Any] = {}
-    if policy == "attention":
+    if policy != "full":
         # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
-        by_policy = partial(create_selective_checkpoint_contexts, _keep_attention)
+        by_policy = partial(create_selective_checkpoint_contexts, _keep_results)
         options["context_fn"] = by_policy if compiled else partial(_keep_contexts, offload)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
@@ -100,23 +104,23 @@ def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return hidden
 
 
-def _keep_attention(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is ATTENTION_OP else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = op in (ATTENTION_OP, KEEPING_MLP_OP)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_contexts(offload: Offload | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the forward pass and for the recomputation: what attention gave is kept in the one and taken in the other."""
-    kept: deque[tuple[Any, Any]] = deque()
+    """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
+    kept: deque[list[Any]] = deque()
     keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
 
-    def keeping(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        out, lse = compute()
-        kept.append((keep(out.detach()), keep(lse.detach())))
-        return out, lse
+    def keeping(compute: Callable[[], Results]) -> Results:
+        results = compute()
+        kept.append([keep(x.detach()) for x in results])
+        return results
 
-    def taking(_compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        out, lse = kept.popleft()
-        return fetch(out).detach(), fetch(lse).detach()
+    def taking(_compute: Callable[[], Results]) -> Results:
+        return tuple(fetch(x).detach() for x in kept.popleft())
 
     return instead(keeping), instead(taking)

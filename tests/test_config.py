@@ -75,6 +75,7 @@ def test_the_older_spelling_is_the_same_flag() -> None:
         ("--gradient_checkpointing True", "attention"),
         ("--gradient_checkpointing False", "none"),
         ("--remat full", "full"),
+        ("--remat attention+mlp", "attention+mlp"),
         ("--remat none --gradient_checkpointing False", "none"),
     ],
 )
@@ -182,6 +183,8 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
         ("--deepspeed d.json --offload both", "use offload_optimizer in d.json, and --offload activations"),
         ("--tile_layers True --remat none", "--tile_layers recomputes layers, but --remat none was given"),
+        ("--tile_layers True --remat attention+mlp", "keeps what the MLP makes, which --tile_layers does not"),
+        ("--fp8 rowwise --bf16 --remat attention+mlp", "keeps what the MLP makes, which --fp8 rowwise does not"),
         ("--tile_layers True --deepspeed d.json", "--tile_layers does not run under --deepspeed"),
         ("--deepspeed d.json --layers_per_checkpoint 2", "--layers_per_checkpoint 2 does not run under --deepspeed"),
         ("--layers_per_checkpoint 0", "--layers_per_checkpoint 0: give at least 1"),

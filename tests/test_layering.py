@@ -39,6 +39,7 @@ LAYERS = {
     "lightseq.low_rank": 2,
     "lightseq.trace": 0,
     "lightseq.traffic": 0,
+    "lightseq.keeping": 1,
     "lightseq.mlp": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,

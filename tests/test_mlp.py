@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from lightseq import mlp as tiled
 from lightseq.low_rank import Linear, gradient_of_input
 from lightseq.mlp import LINEARS, gated_mlp, tile_mlps
-from lightseq.remat import POLICIES, apply_remat
+from lightseq.remat import KEEP_MLP, POLICIES, apply_remat
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
 TILES = [1, 7, 25, 49, 50, 51]
@@ -51,15 +51,16 @@ def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (x, *weights(m)), dout)]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("tile", TILES)
-def test_value_and_gradients_are_those_of_transformers(tile: int) -> None:
+def test_value_and_gradients_are_those_of_transformers(tile: int, keep: bool) -> None:
     m, (x, dout) = module(), inputs()
     want = results(m(x), x, m, dout)
-    for got, expected in zip(results(gated_mlp(x, linears(m), tile), x, m, dout), want, strict=True):
+    for got, expected in zip(results(gated_mlp(x, linears(m), tile, keep=keep), x, m, dout), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
-def check_half_precision(dtype: torch.dtype, device: str, tile: int) -> None:
+def check_half_precision(dtype: torch.dtype, device: str, tile: int, keep: bool) -> None:
     """Against float64 on the same, already rounded numbers; plain is the module itself."""
     m, (x, dout) = module(dtype, device), inputs(dtype, device)
     exact, wide = copy.deepcopy(m).double(), x.detach().double().requires_grad_()
@@ -68,22 +69,24 @@ def check_half_precision(dtype: torch.dtype, device: str, tile: int) -> None:
     def errors(found: list[Tensor]) -> list[float]:
         return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
 
-    ours, plain = errors(results(gated_mlp(x, linears(m), tile), x, m, dout)), errors(results(m(x), x, m, dout))
+    ours = errors(results(gated_mlp(x, linears(m), tile, keep=keep), x, m, dout))
+    plain = errors(results(m(x), x, m, dout))
     for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
         assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tile", [7, 50])
-def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int) -> None:
-    check_half_precision(dtype, "cpu", tile)
+@pytest.mark.parametrize(("tile", "keep"), [(7, False), (7, True), (50, False)])
+def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, keep: bool) -> None:
+    check_half_precision(dtype, "cpu", tile, keep)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("tile", [8, 50])
-def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int) -> None:
-    check_half_precision(dtype, "cuda", tile)
+def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, keep: bool) -> None:
+    check_half_precision(dtype, "cuda", tile, keep)
 
 
 def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
@@ -99,9 +102,10 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
     torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("targets", [LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
 def test_adapters_beside_the_weights_give_what_peft_gives(
-    targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...], keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
@@ -114,7 +118,7 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
     adapters = [p for p in layer.parameters() if p.requires_grad]
     want = torch.autograd.grad(out := m(x), (x, *adapters), dout)
     monkeypatch.setattr(tiled, "TILE_TOKENS", 7)
-    tile_mlps([layer])
+    tile_mlps([layer], keep=keep)
     with Operators() as operators:
         ours = m(x)
         found = torch.autograd.grad(ours, (x, *adapters), dout)
@@ -174,10 +178,17 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     """Of what is as wide as the MLP and a tile long, three at most are there at once: gate, up and the product."""
     m, (x, dout) = module(torch.bfloat16), inputs(torch.bfloat16)
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
-    for operator, first, most in ((tiled._gated_mlp, (flat,), 2), (tiled._gated_mlp_backward, (dout, flat), 3)):
+    tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3
+    with torch.no_grad():
+        kept = tiled._keeping_gated_mlp._init_fn(flat, tensors, scales, 7, False)[1:]
+    for operator, words, most in (
+        (tiled._gated_mlp, (flat, tensors, scales), 2),
+        (tiled._keeping_gated_mlp, (flat, tensors, scales), 1),  # gate and up are whole
+        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains), 3),
+        (tiled._gated_mlp_backward, (dout, flat, tensors, kept, scales, trains), 3),
+    ):
         with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
-            trains = ([False] * 3,) if most == 3 else ()
-            operator._init_fn(*first, list(weights(m)), [0.0] * 3, *trains, 7, False)
+            operator._init_fn(*words, 7, False)
         assert alive.most == most
 
 
@@ -214,6 +225,41 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
     assert "lightseq.gated_mlp_backward.default" in operators.ran and "lightseq.gated_mlp.default" not in operators.ran
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tile", [5, 50])
+def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
+    compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In short sequences, which fit one tile, as well."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=3, vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids, made = LlamaModel(config), torch.arange(20).reshape(1, 20) % 32, []
+    parameters, weigh = list(model.parameters()), torch.randn(1, 20, HIDDEN)
+
+    def loss() -> Tensor:
+        return (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
+
+    want = torch.autograd.grad(loss(), parameters)
+    multiply = tiled._silu_mul
+    monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+    monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
+    tile_mlps(model.layers, keep=True)
+    apply_remat(model.layers, KEEP_MLP, compiled)
+    for layer in model.layers if compiled else []:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    total = loss()
+    assert sum(made) == 3 * 20
+    for got, expected in zip(torch.autograd.grad(total, parameters), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert sum(made) == 3 * 20, "made again by the backward pass"
+    with torch.no_grad():
+        assert model.layers[0].mlp(torch.randn(1, 5, HIDDEN)).shape == (1, 5, HIDDEN)
+    assert sum(made) == 3 * 20, "an evaluation keeps nothing"
+
+
 def test_short_sequences_keep_the_modules_own_forward() -> None:
     m, (x, _) = module(), inputs()
     layer = nn.Module()
@@ -240,13 +286,16 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
     assert not replaced(lambda m: setattr(m, "act_fn", nn.GELU()))
     assert not replaced(lambda m: setattr(m, "up_proj", Adapted(HIDDEN, INTERMEDIATE, bias=False)))
     assert not replaced(lambda m: setattr(m, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE)))
+    with pytest.raises(ValueError, match="has another; give --remat attention"):
+        tile_mlps([nn.Linear(2, 2)], keep=True)
     tile_mlps([nn.Linear(2, 2)])  # a layer without an MLP
 
 
-def test_the_operator_keeps_torchs_contract() -> None:
+@pytest.mark.parametrize("name", ["gated_mlp", "keeping_gated_mlp"])
+def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
-        torch.ops.lightseq.gated_mlp.default, (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, False),
+        getattr(torch.ops.lightseq, name).default, (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What layers keep goes to host memory and comes back the same, within the budget; gradients do not notice."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import hf, offload
+from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
-from lightseq.remat import apply_remat
+from lightseq.remat import KEEP_MLP, apply_remat
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
 
@@ -147,7 +149,8 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def test_what_attention_gave_leaves_too() -> None:
-    """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not."""
+    """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not; under
+    `attention+mlp` what gate and up make besides."""
     spawn(1, _kept_by_llama)
 
 
@@ -161,19 +164,22 @@ def _kept_by_llama(rank: int) -> None:
     context = hf.enable(model)
     batch = hf.shard_batch(context, torch.randint(64, (1, 24)), torch.randint(64, (1, 24)))
     want = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
-    for compiled in (False, True):
+    for policy, compiled in product(("attention", KEEP_MLP), (False, True)):
         wrapped = LlamaForCausalLM(config)
         wrapped.load_state_dict(model.state_dict())
         hf.enable(wrapped)
         layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), HostMemory(float("inf"), False))
-        apply_remat(layers, "attention", compiled, host)
+        keep = policy == KEEP_MLP
+        tile_mlps(layers, keep=keep)
+        apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
         host.wrap(layers[:-1])
         loss = wrapped(**batch).loss
-        size, lse = 24 * 32 * 4, 24 * 4 * 4
-        own = {(kept.host.nbytes) for layer in host._layers for kept in layer.kept.values()}
-        assert {size, lse} <= own and host.kept_bytes >= 2 * (2 * size + lse), (compiled, own, host.kept_bytes)
+        size, lse, wide = 24 * 32 * 4, 24 * 4 * 4, 24 * 64 * 4
+        own = [kept.host.nbytes for layer in host._layers for kept in layer.kept.values()]
+        assert {size, lse} <= set(own) and own.count(wide) == 2 * 2 * keep, (policy, compiled, own)
+        assert host.kept_bytes >= 2 * (2 * size + lse), (policy, compiled, host.kept_bytes)
         got = torch.autograd.grad(loss, list(wrapped.parameters()))
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-7)

@@ -229,6 +229,8 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, tile_layers=True, offload="activations"),
         Case("tiny-llama2", "zigzag", 1, 3, tile_tokens=16, tile_layers=True, remat="full", layers_per_checkpoint=3),
         Case("tiny-llama3", "zigzag", world, 3, tile_layers=True, fsdp=""),
+        Case("tiny-llama3", "zigzag", 1, 3, tile_tokens=7, remat="attention+mlp", offload="activations"),
+        Case("tiny-llama2", "prefix", world, 1, remat="attention+mlp", layers_per_checkpoint=2),
     ]
     _run(tmp_path, world, cases, steps=1)
 

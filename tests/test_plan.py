@@ -14,7 +14,7 @@ from lightseq.__main__ import BOTH, main
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.memory import GIB
-from lightseq.plan import _changes, longest, make_plan, placement_of, remedies, usable
+from lightseq.plan import Plan, _changes, longest, make_plan, placement_of, remedies, usable
 from lightseq.plan_attention import attention_memory
 from lightseq.plan_layers import (
     AWAY,
@@ -120,6 +120,19 @@ def test_what_leaves_the_device_is_on_the_host_and_the_budget_bounds_it() -> Non
     assert left.parts.total < kept.parts.total
     words = "--bf16 --model_max_length 131072 --offload activations --host_memory_budget 1"
     assert make_plan(planned_run(LLAMA, words, 8)).placement.count(OFFLOAD) == int(GIB // layer)
+
+
+def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again() -> None:
+    def plan(flags: str) -> Plan:
+        words = f"--bf16 --torch_compile --model_max_length 131072 {flags}"
+        return make_plan(planned_run(LLAMA, words, 4, host=1000 * GIB))
+
+    less, more, away = (plan(x) for x in ("", "--remat attention+mlp", "--remat attention+mlp --offload activations"))
+    products = 2 * 14336 * 2 * 32768  # of a layer
+    assert more.parts.kept_activations - less.parts.kept_activations == 32 * products
+    flops = 32 * 2 * 32768 * 2 * 4096 * 14336
+    assert less.seconds["matrix products"] - more.seconds["matrix products"] == pytest.approx(flops / (0.7 * 989e12))
+    assert away.host_bytes - more.host_bytes >= 4 * 31 * products and away.parts.total < less.parts.total + 3 * products
 
 
 def test_every_moment_grows_with_the_length() -> None:

@@ -88,6 +88,9 @@ def test_what_layers_keep_by_hand() -> None:
     layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4
     assert kept_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input
     assert kept_activations(model, given("--bf16"), 10) == 10 * 32 * (layer_input + out + lse)
+    products = 2 * 14336 * 2
+    keeping = given("--bf16 --remat attention+mlp")
+    assert kept_activations(model, keeping, 10) == 10 * 32 * (layer_input + out + lse + products)
     grouped = given("--bf16 --layers_per_checkpoint 5")
     assert kept_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
     logits, gradients = loss_bytes(model, given("--bf16"), 10_000)

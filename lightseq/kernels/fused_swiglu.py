@@ -1,4 +1,4 @@
-"""Triton kernels for the product in a gated MLP, silu(gate) * up, and its gradients, in the place of their inputs."""
+"""Triton kernels for the product in a gated MLP, silu(gate) * up, and its gradients."""
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
@@ -10,35 +10,36 @@ from torch import Tensor
 BLOCK = 4096  # elements of one program
 
 
-def silu_mul_(gate: Tensor, up: Tensor) -> None:
-    """gate becomes silu(gate) * up, computed in float32. Contiguous tensors of one shape and dtype."""
-    assert gate.is_contiguous() and up.is_contiguous()
-    _forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, gate.numel(), BLOCK=BLOCK, num_warps=8)
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """out becomes silu(gate) * up, computed in float32. Contiguous tensors of one shape and dtype; out may be gate."""
+    assert gate.is_contiguous() and up.is_contiguous() and out.is_contiguous()
+    _forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
 
 
-def silu_mul_backward_(gate: Tensor, up: Tensor, dact: Tensor) -> None:
-    """gate and up become their gradients; dact, the gradient of the product, becomes the product."""
-    assert gate.is_contiguous() and up.is_contiguous() and dact.is_contiguous()
-    _backward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, dact, gate.numel(), BLOCK=BLOCK, num_warps=8)
+def silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Writes the gradients, perhaps where gate and up are; dact, the gradient of the product, becomes the product."""
+    assert all(x.is_contiguous() for x in (gate, up, dact, dgate, dup))
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    _backward[grid](gate, up, dact, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit
-def _forward(gate, up, size, BLOCK: tl.constexpr):
+def _forward(gate, up, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     g = tl.load(gate + at, mask=inside).to(tl.float32)
     u = tl.load(up + at, mask=inside).to(tl.float32)
-    tl.store(gate + at, g * tl.sigmoid(g) * u, mask=inside)
+    tl.store(out + at, g * tl.sigmoid(g) * u, mask=inside)
 
 
 @triton.jit
-def _backward(gate, up, dact, size, BLOCK: tl.constexpr):
+def _backward(gate, up, dact, dgate, dup, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     g = tl.load(gate + at, mask=inside).to(tl.float32)
     u = tl.load(up + at, mask=inside).to(tl.float32)
     d = tl.load(dact + at, mask=inside).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(gate + at, d * u * s * (1 + g * (1 - s)), mask=inside)
-    tl.store(up + at, d * g * s, mask=inside)
+    tl.store(dgate + at, d * u * s * (1 + g * (1 - s)), mask=inside)
+    tl.store(dup + at, d * g * s, mask=inside)
     tl.store(dact + at, g * s * u, mask=inside)
