@@ -28,6 +28,7 @@ from lightseq.tiled import KNOWN
 
 K = 2**10
 MOST_LENGTH, MOST_GPUS = 2**30, 4096
+LEAST_GAIN = 0.02  # of a step's time, for flags to be worth naming
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def longest(run: PlannedRun) -> int | None:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that makes a run fit."""
+    """A change that makes a run fit, or one that fits faster."""
 
     words: str
     plan: Plan
@@ -188,6 +189,23 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     return found
 
 
+def faster(run: PlannedRun) -> list[Remedy]:
+    """Flags with which it fits as well and a step is at least 2% shorter: the fewest, and what is shorter still."""
+    asked, found = make_plan(run).step_seconds, []
+    options = [(len(changes), make_plan(changed)) for changes, changed in _changes(run) if "optim" not in changes]
+    fit = [(count, plan) for count, plan in options if plan.fits]
+    for order in (
+        lambda option: (option[0], option[1].step_seconds),
+        lambda option: (option[1].step_seconds, option[0]),
+    ):
+        fit = [(count, plan) for count, plan in fit if plan.step_seconds <= (1 - LEAST_GAIN) * asked]
+        if fit:
+            _, plan = min(fit, key=order)
+            found.append(Remedy(_words(run.config, plan.run.config), plan))
+            asked = plan.step_seconds
+    return found
+
+
 def _bound_by_hardware(run: PlannedRun) -> PlannedRun:
     """The same bounds without `--device_memory_budget`, which goes with `--offload auto` alone."""
     memory = usable(run) / (1 - SLACK) + OUTSIDE_BYTES
@@ -205,7 +223,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
     asked = run.config
     choices: dict[str, list[object]] = {
         "torch_compile": [True],
-        "remat": ["attention", "full"],
+        "remat": ["none", "attention+mlp", "attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],

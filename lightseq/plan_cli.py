@@ -17,7 +17,7 @@ from lightseq.architecture import examine
 from lightseq.command_line import parse, underscored
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.memory import GIB
-from lightseq.plan import longest, make_plan, remedies
+from lightseq.plan import faster, longest, make_plan, remedies
 from lightseq.plan_rates import CHIPS, chip_named
 from lightseq.plan_report import record, shown
 from lightseq.plan_run import Hardware, PlannedRun
@@ -62,7 +62,7 @@ def main(family: Family, words: Sequence[str]) -> int:
         mine, others = parser().parse_known_args([underscored(word) for word in words])
         run = planned_run(family, mine, others)
         plan = make_plan(run)
-        further, changes = longest(run), [] if plan.fits else remedies(run)
+        further, changes = longest(run), faster(run) if plan.fits else remedies(run)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

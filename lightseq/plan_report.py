@@ -16,6 +16,10 @@ from lightseq.plan import Plan, Remedy, placement_words
 
 def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
     run, hardware = plan.run, plan.run.hardware
+    changes = [
+        {"change": remedy.words, "peak_bytes": remedy.plan.parts.total, "step_seconds": remedy.plan.step_seconds}
+        for remedy in remedies
+    ]
     return {
         "plan": "training",
         "fits": plan.fits,
@@ -32,10 +36,8 @@ def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[
         "mfu": plan.mfu,
         "placement": list(plan.placement.layers),
         "longest_length": longest,
-        "to_fit": [
-            {"change": remedy.words, "peak_bytes": remedy.plan.parts.total, "step_seconds": remedy.plan.step_seconds}
-            for remedy in remedies
-        ],
+        "to_fit": [] if plan.fits else changes,
+        "faster": changes if plan.fits else [],
         "schedule": run.choice.schedule,
         "head_groups": run.choice.head_groups,
         "ulysses_size": run.choice.ulysses_size,
@@ -100,11 +102,11 @@ def _time(plan: Plan) -> Table:
 
 
 def _remedies(plan: Plan, remedies: Sequence[Remedy]) -> Table | str | None:
-    if plan.fits:
+    if plan.fits and not remedies:
         return None
     if not remedies:
         return "to fit: nothing that the plan knows of; take a smaller model or larger GPUs"
-    out = _table("to fit, any of", "GiB a GPU", "GiB a host", "s a step")
+    out = _table("faster, any of" if plan.fits else "to fit, any of", "GiB a GPU", "GiB a host", "s a step")
     for remedy in remedies:
         found = remedy.plan
         sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", seconds(found.step_seconds))

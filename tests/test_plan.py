@@ -14,7 +14,7 @@ from lightseq.__main__ import BOTH, main
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.memory import GIB
-from lightseq.plan import Plan, _changes, longest, make_plan, placement_of, remedies, usable
+from lightseq.plan import Plan, _changes, faster, longest, make_plan, placement_of, remedies, usable
 from lightseq.plan_attention import attention_memory
 from lightseq.plan_layers import (
     AWAY,
@@ -133,6 +133,18 @@ def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again
     flops = 32 * 2 * 32768 * 2 * 4096 * 14336
     assert less.seconds["matrix products"] - more.seconds["matrix products"] == pytest.approx(flops / (0.7 * 989e12))
     assert away.host_bytes - more.host_bytes >= 4 * 31 * products and away.parts.total < less.parts.total + 3 * products
+
+
+def test_flags_that_fit_as_well_and_are_faster_are_named() -> None:
+    words = "--bf16 --model_max_length 131072"
+    found = faster(planned_run(LLAMA, words, 4, gpu=140 * GIB))
+    assert [change.words for change in found] == ["--torch_compile True", "--torch_compile True --remat attention+mlp"]
+    asked = make_plan(planned_run(LLAMA, words, 4, gpu=140 * GIB)).step_seconds
+    assert all(change.plan.fits for change in found)
+    assert (
+        0.98 * asked >= found[0].plan.step_seconds and 0.98 * found[0].plan.step_seconds >= found[1].plan.step_seconds
+    )
+    assert not faster(planned_run(LLAMA, f"{words} --torch_compile --remat attention+mlp", 4, gpu=140 * GIB))
 
 
 def test_every_moment_grows_with_the_length() -> None:
