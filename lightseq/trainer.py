@@ -207,7 +207,7 @@ class Trainer:
             ends = done == last or stopped_by is not None
             saves |= ends and self.saving is not None
             evaluates |= saves and self.config.keep_best
-            if evaluates or saves or ends:
+            if evaluates or ends:
                 self.journal.record(closed)
                 closed = None
             if self.saving is not None and save_failed:
@@ -220,6 +220,8 @@ class Trainer:
                 self._mark(done, "saving")
                 with window.paused(saves=True):
                     saved = self.saving.save(done, found.loss if found is not None else None)
+                self.journal.record(closed)  # only now: the device knows its copies, and has not waited for them
+                closed = None
             if ends:
                 break
         profile.close()

@@ -19,7 +19,7 @@ from small import CONFIG, losses, words, write_inputs
 from worlds import GPU_WORLDS, spawn
 
 from benchmarks.saving import costs
-from lightseq import disk, manifest, saver, staging, state_files, trainer, weights
+from lightseq import disk, journal, manifest, saver, saving, staging, state_files, trainer, weights
 from lightseq.checkpoint import FACTS, STATE, find, read_facts
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream
@@ -218,6 +218,30 @@ def test_the_training_goes_on_while_a_checkpoint_of_before_is_written(files: Pat
     for step in (4, 6):
         assert tensors_saved(files / "beside", step) == tensors_saved(files / "inline", step)
     assert losses(files, "beside") == losses(files, "inline")
+
+
+def in_order(rank: int, run: str) -> list[str]:
+    """The steps recorded and saved, in the order in which the training came to them."""
+    seen, record, save = [], journal.Journal.record, saving.Saving.save
+
+    def recorded(self: journal.Journal, closed: Any) -> None:
+        seen.extend([f"record {closed.step}"] if closed is not None else [])
+        record(self, closed)
+
+    def saved(self: saving.Saving, step: int, eval_loss: float | None) -> Path:
+        seen.append(f"save {step}")
+        return save(self, step, eval_loss)
+
+    journal.Journal.record, saving.Saving.save = recorded, saved  # type: ignore[method-assign]
+    assert program(rank, "llama3", run).status == 0
+    return seen
+
+
+def test_copies_begin_before_the_host_waits_for_the_step_that_they_are_of(files: Path) -> None:
+    """To read a step's figures the host waits for the device, which would then wait for the copies to begin."""
+    (seen,) = spawn(1, in_order, words(files, "order", "--max_steps 5 --save_steps 3"))
+    steps = ["record 1", "record 2", "save 3", "record 3", "record 4", "record 5", "save 5"]
+    assert seen == steps
 
 
 def with_a_failing_disk(rank: int, failing: str, runs: list[str]) -> list[Ended]:
