@@ -5,7 +5,7 @@ The model keeps its class and the names of its modules; its own weights stay as 
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from lightseq.low_rank import adapted, linear_of
 from lightseq.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ROPE: Final = "adapter_rope.json"  # what a run changed in the config of its model; peft's files have no place for it
 ALL: Final = "all-linear"
 
 
@@ -122,15 +123,30 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if ADAPTER in name)
 
 
+def rope_of(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What a run's flags made of its model's RoPE, as config.json has it; None where they left it alone."""
+    if config.rope_theta is None and config.rope_scaling is None:
+        return None
+    found = model_config.to_dict()
+    return {key: found[key] for key in ("rope_parameters", "max_position_embeddings")}
+
+
 def save(
-    whole: Iterable[tuple[str, Tensor]], directory: Path, lora: Lora, base: str, tokenizer_from: Path | None
+    whole: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    lora: Lora,
+    base: str,
+    tokenizer_from: Path | None,
+    rope: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name."""
+    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name; `rope` beside."""
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     source = str(Path(base).resolve()) if Path(base).is_dir() else base
     _peft_config(lora, source).save_pretrained(str(directory))
+    if rope is not None:
+        (directory / ROPE).write_text(json.dumps(rope, indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
 

@@ -4,22 +4,24 @@ python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir o
 """
 
 import argparse
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightseq.adapters import CONFIG, read_config
+from lightseq.adapters import CONFIG, ROPE, read_config
 from lightseq.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.checkpoint import FACTS
 from lightseq.weights import TOKENIZER_FILES, download
 
 PREFIX: Final = "base_model.model."
+OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # what configs of transformers 4 have in place of rope_parameters
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> str:
-    """Writes base + scale · B·A in the base's own dtype, file by file; returns a closing line."""
+    """Writes base + scale · B·A in the base's own dtype, file by file, and a config with the RoPE of the adapter's run.
+
+    Returns a closing line.
+    """
     settings = read_config(adapter)
     base = model_name_or_path or settings["base_model_name_or_path"]
     source = Path(base) if Path(base).is_dir() else download(base)
@@ -51,7 +56,15 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
         for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in (CONFIG, FACTS)):
             shutil.copyfile(path, output_dir / path.name)
+    if (adapter / ROPE).is_file():
+        _set_rope(output_dir / "config.json", json.loads((adapter / ROPE).read_text()))
     return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
+
+
+def _set_rope(path: Path, rope: Mapping[str, Any]) -> None:
+    """Gives a config.json the RoPE of an adapter's run; older spellings would go before it and are dropped."""
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in OLDER_ROPE}
+    path.write_text(json.dumps({**config, **rope}, indent=2) + "\n")
 
 
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

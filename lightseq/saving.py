@@ -71,8 +71,8 @@ class Saving:
     def _write_model(self, directory: Path, state: Path) -> None:
         whole = state_files.whole_tensors(state, "model.")
         if self._inputs.lora is not None:
-            base = self._config.model_name_or_path
-            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.weights)
+            base, rope = self._config.model_name_or_path, adapters.rope_of(self._config, self._inputs.model_config)
+            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.weights, rope)
         weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.weights, whole)
 
     @contextmanager

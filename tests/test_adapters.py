@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from programs import Ended, program
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from worlds import spawn
 
 from lightseq import adapters, trainer
@@ -33,6 +34,8 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 LORA = adapters.Lora(4, 16.0, ("down_proj", "k_proj", "q_proj"))
 FLAGS = "--lora_rank 4 --lora_alpha 16 --lora_target_modules q_proj,k_proj,down_proj"
+
+FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 
 
 def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
@@ -88,6 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{common} --output_dir {folder}/whole --max_steps {STEPS}",
         f"{common} --output_dir {folder}/parts --max_steps 2 --layers_per_checkpoint 2",
         f"{common} --output_dir {folder}/parts --max_steps {STEPS} --resume_from_checkpoint True",
+        f"{common} --output_dir {folder}/far --max_steps 1 {FAR}",
+        f"{common.removesuffix(FLAGS)} --output_dir {folder}/far-all --max_steps 1 {FAR}",
         f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16",
     ]
     for words, (end, seen) in zip(runs, spawn(2, programs, runs)[0], strict=True):
@@ -198,6 +203,30 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     assert "the adapter [" in capsys.readouterr().err
     assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
     assert "holds no adapter_config.json" in capsys.readouterr().err
+
+
+def test_a_merged_model_has_the_rope_that_its_adapter_was_trained_with(folder: Path) -> None:
+    older = folder / "older"  # its config.json as transformers 4 wrote it
+    shutil.copytree(folder / "model", older)
+    facts = json.loads((older / "config.json").read_text())
+    theta = facts.pop("rope_parameters")["rope_theta"]
+    linear = {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (older / "config.json").write_text(json.dumps(facts | linear))
+    trained = AutoConfig.from_pretrained(folder / "far-all" / "checkpoint-1")
+    assert trained.rope_parameters["rope_type"] == "yarn" and trained.max_position_embeddings == 256
+    for base in (folder / "model", older):
+        merged = f"{folder}/far-merged-{base.name}"
+        words = ["merge", "--adapter", f"{folder}/far/checkpoint-1", "--model_name_or_path", str(base)]
+        assert lightseq([*words, "--output_dir", merged]) == 0
+        found = AutoConfig.from_pretrained(merged)
+        assert found.rope_parameters == trained.rope_parameters
+        assert found.max_position_embeddings == trained.max_position_embeddings
+
+
+def test_a_run_that_leaves_rope_alone_leaves_the_config_as_it_was(folder: Path) -> None:
+    words = ["merge", "--adapter", f"{folder}/whole/checkpoint-{STEPS}", "--output_dir", f"{folder}/same"]
+    assert lightseq(words) == 0
+    assert (folder / "same" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("policy", ["attention", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "full"))])
