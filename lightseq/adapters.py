@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config import TrainConfig
 from lightseq.low_rank import adapted, linear_of
+from lightseq.tokens import first_line
 from lightseq.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -156,10 +157,29 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
-    found: dict[str, Any] = json.loads(path.read_text())
+    found = read_object(path)
     plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
     plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
     for key, value in plain.items():
         if found.get(key, value) != value:
             raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA is merged here, use peft for others")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(found.get(key), int | float) or found[key] <= 0:
+            raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
+    return found
+
+
+def read_rope(directory: Path) -> dict[str, Any] | None:
+    """What `save` was given; None where the run left its model's RoPE alone."""
+    return read_object(directory / ROPE) if (directory / ROPE).is_file() else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds. Raises ValueError that names it where that is no object."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); copy it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object; copy it again")
     return found

@@ -6,21 +6,23 @@ python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir o
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightseq.adapters import CONFIG, ROPE, read_config
+from lightseq.adapters import CONFIG, read_config, read_object, read_rope
 from lightseq.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.checkpoint import FACTS
+from lightseq.tokens import first_line
 from lightseq.weights import TOKENIZER_FILES, download
 
-PREFIX: Final = "base_model.model."
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # what configs of transformers 4 have in place of rope_parameters
 
 
@@ -35,51 +37,66 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
 
     Returns a closing line.
     """
-    settings = read_config(adapter)
-    base = model_name_or_path or settings["base_model_name_or_path"]
+    settings, rope = read_config(adapter), read_rope(adapter)
+    base = model_name_or_path or settings.get("base_model_name_or_path")
+    if base is None:
+        raise ValueError(f"{adapter / CONFIG} names no model; name it with --model_name_or_path")
     source = Path(base) if Path(base).is_dir() else download(base)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another")
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{source} holds no safetensors; name the model with --model_name_or_path")
-    pairs = _pairs(load_file(adapter / ADAPTER_WEIGHTS))
+    pairs = _pairs(adapter / ADAPTER_WEIGHTS)
     output_dir.mkdir(parents=True, exist_ok=True)
-    scale, left = settings["lora_alpha"] / settings["r"], set(pairs)
-    for file in files:
-        left -= _merge_file(file, output_dir / file.name, pairs, scale)
-    if left:
-        shutil.rmtree(output_dir)
-        raise ValueError(
-            f"{source} has no {min(left)}, which {adapter} adapts; name its model with --model_name_or_path"
-        )
-    for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-        for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in (CONFIG, FACTS)):
-            shutil.copyfile(path, output_dir / path.name)
-    if (adapter / ROPE).is_file():
-        _set_rope(output_dir / "config.json", json.loads((adapter / ROPE).read_text()))
+    try:
+        _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
+        for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
+            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in (CONFIG, FACTS)):
+                shutil.copyfile(path, output_dir / path.name)
+        if rope is not None:
+            _write_config(source / "config.json", output_dir / "config.json", rope)
+    except BaseException:
+        shutil.rmtree(output_dir)  # half a model looks like a whole one
+        raise
     return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
 
 
-def _set_rope(path: Path, rope: Mapping[str, Any]) -> None:
-    """Gives a config.json the RoPE of an adapter's run; older spellings would go before it and are dropped."""
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in OLDER_ROPE}
-    path.write_text(json.dumps({**config, **rope}, indent=2) + "\n")
+def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
+    """A config.json with the RoPE of an adapter's run; older spellings would go before it and are dropped."""
+    kept = {key: value for key, value in read_object(source).items() if key not in OLDER_ROPE}
+    target.write_text(json.dumps({**kept, **rope}, indent=2) + "\n")
 
 
-def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Name of a weight → A and B."""
-    names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    return {
-        f"{name.removeprefix(PREFIX)}.weight": (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
-        for name in names
-    }
+    with _readable(path):
+        tensors = load_file(path)
+    names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
+    if not names:
+        raise ValueError(f"{path} holds no adapter of a linear; copy it again")
+    if odd := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
+        what = "is of no linear; merge it with peft" if min(odd) in tensors else "is missing; copy the adapter again"
+        raise ValueError(f"{path}: {min(odd)} {what}")
+    return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
+
+
+def _merge_weights(
+    source: Path, output_dir: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, adapter: Path
+) -> None:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{source} holds no safetensors; name the model with --model_name_or_path")
+    left = set(pairs)
+    for file in files:
+        left -= _merge_file(file, output_dir / file.name, pairs, scale)
+    if left:
+        raise ValueError(
+            f"{source} has no {min(left)}, which {adapter} adapts; name its model with --model_name_or_path"
+        )
 
 
 def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> set[str]:
     """The names that it held and that were merged."""
     merged: dict[str, Tensor] = {}
-    with safe_open(source, framework="pt") as file:
+    with _readable(source), safe_open(source, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             weight = file.get_tensor(name)
             if name in pairs:
@@ -88,5 +105,16 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
                     raise ValueError(f"{source}: {name} is {list(weight.shape)}, the adapter {[len(b), a.shape[1]]}")
                 weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
             merged[name] = weight
-    save_file(merged, target, metadata={"format": "pt"})
+    try:
+        save_file(merged, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ValueError(f"{target} cannot be written ({first_line(error)}); name another --output_dir") from error
     return set(merged) & set(pairs)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from error

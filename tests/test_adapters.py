@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from programs import Ended, program
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -203,6 +204,61 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     assert "the adapter [" in capsys.readouterr().err
     assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
     assert "holds no adapter_config.json" in capsys.readouterr().err
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda a, b: halve(a / adapters.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
+        (lambda a, b: (a / adapters.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
+        (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors holds no adapter"),
+        (
+            lambda a, b: save_file({"x.lora_A.weight": torch.ones(2, 2)}, a / adapters.WEIGHTS),
+            "a/adapter_model.safetensors: x.lora_B.weight is missing",
+        ),
+        (
+            lambda a, b: save_file(
+                load_file(a / adapters.WEIGHTS) | {"a.lora_embedding_A": torch.ones(2)}, a / adapters.WEIGHTS
+            ),
+            "a/adapter_model.safetensors: a.lora_embedding_A is of no linear",
+        ),
+        (lambda a, b: halve(a / adapters.CONFIG), "a/adapter_config.json cannot be read ("),
+        (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is no JSON object"),
+        (lambda a, b: (a / adapters.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
+        (
+            lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8}'),
+            "a/adapter_config.json names no model; name it with --model_name_or_path",
+        ),
+        (lambda a, b: (a / adapters.ROPE).write_text("{"), "a/adapter_rope.json cannot be read ("),
+        (lambda a, b: halve(b / "model-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors cannot be read"),
+        (lambda a, b: narrow(b / "model-00003-of-00003.safetensors"), "the adapter ["),
+        (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
+    ],
+)
+def test_what_is_damaged_is_named_and_leaves_no_half_of_a_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path, Path], None], line: str
+) -> None:
+    adapter, base = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(folder / "far" / "checkpoint-1", adapter)
+    AutoModelForCausalLM.from_pretrained(folder / "model").save_pretrained(base, max_shard_size="30KB")
+    assert len(list(base.glob("*.safetensors"))) == 3
+    config = json.loads((adapter / adapters.CONFIG).read_text())
+    (adapter / adapters.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    damage(adapter, base)
+    capsys.readouterr()
+    assert lightseq(["merge", "--adapter", str(adapter), "--output_dir", str(tmp_path / "merged")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and line in said and said.count("\n") == 1
+    assert not (tmp_path / "merged").exists()
+
+
+def narrow(path: Path) -> None:
+    """Every matrix a column less."""
+    save_file({n: x[:, 1:].contiguous() if x.ndim == 2 else x for n, x in load_file(path).items()}, path)
 
 
 def test_a_merged_model_has_the_rope_that_its_adapter_was_trained_with(folder: Path) -> None:
