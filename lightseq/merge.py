@@ -19,10 +19,12 @@ from torch import Tensor
 from lightseq.adapters import CONFIG, read_config, read_object, read_rope
 from lightseq.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.checkpoint import FACTS
+from lightseq.manifest import MANIFEST
 from lightseq.tokens import first_line
 from lightseq.weights import TOKENIZER_FILES, download
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+OF_OTHERS: Final = (CONFIG, FACTS, MANIFEST)  # what a model's directory may hold that is untrue of the merged one
 OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # what configs of transformers 4 have in place of rope_parameters
 
 
@@ -49,7 +51,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     try:
         _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in (CONFIG, FACTS)):
+            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in OF_OTHERS):
                 shutil.copyfile(path, output_dir / path.name)
         if rope is not None:
             _write_config(source / "config.json", output_dir / "config.json", rope)

@@ -23,6 +23,7 @@ from lightseq.command_line import parse
 from lightseq.config import TrainConfig
 from lightseq.data import permutation
 from lightseq.flops import model_flops
+from lightseq.manifest import MANIFEST
 from lightseq.metrics import read_records
 from lightseq.remat import apply_remat
 
@@ -281,7 +282,10 @@ def test_a_merged_model_has_the_rope_that_its_adapter_was_trained_with(folder: P
 
 def test_a_run_that_leaves_rope_alone_leaves_the_config_as_it_was(folder: Path) -> None:
     words = ["merge", "--adapter", f"{folder}/whole/checkpoint-{STEPS}", "--output_dir", f"{folder}/same"]
+    (folder / "model" / MANIFEST).write_text("{}")  # as that of a checkpoint has
     assert lightseq(words) == 0
+    (folder / "model" / MANIFEST).unlink()
+    assert not (folder / "same" / MANIFEST).exists(), "it lists the files of another directory"
     assert (folder / "same" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
 
 
