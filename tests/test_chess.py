@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +67,41 @@ def test_pgn_becomes_rows_and_what_is_illegal_is_counted_and_named(tmp_path: Pat
     assert replay(MATE).is_checkmate()
 
 
+@pytest.mark.parametrize(
+    ("headers", "moves", "reason"),
+    [
+        ("", "1. e4 e5 (1... zz) c5) 2. Nf3 {cut", "unreadable"),  # python-chess loses count of its parentheses
+        ("", "1. e4 e5 (1... zz) c5)\n2. Nf3\n2. e4 {x}", "unreadable"),
+        ('[FEN "garbage fen"]\n', "1. e4 *", "illegal (expected 'w' or 'b'"),
+        ('[Variant "Foo"]\n', "1. e4 *", "illegal (unsupported variant: Foo"),
+        ('[Variant "Antichess"]\n', "1. e4 *", "not chess from its initial position"),
+        ('[SetUp "1"]\n[FEN "8/8/8/8/8/4k3/8/4K3 b - - 0 1"]\n', "1... Kd4 2. Kd2 *", "not chess from its initial"),
+        ("", "1. e4 0000 2. d4 *", "illegal (a null move)"),
+        ("", "1. -- *", "illegal (a null move)"),
+    ],
+)
+def test_games_beside_one_that_cannot_be_are_kept(tmp_path: Path, headers: str, moves: str, reason: str) -> None:
+    broken = f'[Event "b"]\n{headers}\n{moves}\n\n'
+    (tmp_path / "a.pgn").write_text('[Event "a"]\n\n1. e4 *\n\n' + broken + '[Event "c"]\n[Result "odd"]\n\n1. c4 *\n')
+    read = list(games.read(tmp_path / "a.pgn"))
+    assert [text for _, text, _ in read] == ["1. e4 *", None, "1. c4 *"]
+    assert read[1][0].endswith("game 2") and read[1][2].startswith(reason)
+
+
+def test_a_file_that_is_no_pgn_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.pgn").write_bytes(random.Random(0).randbytes(3000))
+    with pytest.raises(ValueError, match=r"a\.pgn game 1: "):
+        games.write(games.read(tmp_path / "a.pgn"), tmp_path / "a.jsonl")
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".pgn", ".lock")]
+
+
 def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
-    lines = ["1. e4 e5 2. Bc4 Nc6 3.Qh5 Nf6 4. Qxf7# 1-0", "e2e4 e7e5 f1c4 b8c6 d1h5 g8f6 h5f7", "e4 Ke7", ""]
+    lines = ["1. e4 e5 2. Bc4 Nc6 3.Qh5 Nf6 4. Qxf7# 1-0", "e2e4 e7e5 f1c4 b8c6 d1h5 g8f6 h5f7", "e4 Ke7", "e4 0000 d4"]
     (tmp_path / "a.moves").write_text("\n".join(lines))
     read = list(games.read(tmp_path / "a.moves"))
     assert [text for _, text, _ in read[:2]] == [MATE, MATE]
     assert read[2][1] is None and read[2][0].endswith("line 3") and "illegal" in read[2][2]
+    assert read[3][1] is None and read[3][2] == "illegal (a null move)"
 
 
 def test_what_holds_no_game_is_one_line(tmp_path: Path) -> None:

@@ -6,17 +6,21 @@ python3 examples/chess/games.py --games 1000 --output data/games.jsonl
 
 import argparse
 import fcntl
+import itertools
 import json
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import chess
 import chess.pgn
 
 LONGEST_GAME = 120  # half moves of one that is made up
+RESULTS = ("1-0", "0-1", "1/2-1/2", "*")
+Found = tuple[str, str | None, str]  # where a game stands, its text, or None and why not
 MOVES_SUFFIXES = (".txt", ".moves")  # a game a line, moves as e4 Nf3 or e2e4 g1f3, numbers or not
 
 
@@ -39,43 +43,66 @@ def random_game(seed: int) -> str:
     return movetext(moves, board.result())
 
 
-def from_pgn(path: Path) -> Iterator[tuple[str, str | None, str]]:
-    """Where a game stands, its text, or None and why not."""
+def from_pgn(path: Path) -> Iterator[Found]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        number = 0
-        while (game := chess.pgn.read_game(file)) is not None:
-            number += 1
-            where, board, moves = f"{path} game {number}", game.board(), []
-            if game.errors:
-                yield where, None, f"illegal ({' '.join(str(game.errors[0]).split())})"
+        for number in itertools.count(1):
+            try:
+                game = chess.pgn.read_game(file)
+            except (IndexError, ValueError):  # parentheses that do not match: python-chess loses count of them
+                _pass_over(file)
+                yield f"{path} game {number}", None, "unreadable"
                 continue
-            for move in game.mainline_moves():
-                moves.append(board.san(move))
-                board.push(move)
-            yield where, movetext(moves, game.headers.get("Result", "*")) if moves else None, "without a move"
+            if game is None:
+                return
+            yield f"{path} game {number}", *_text_of(game)
 
 
-def from_moves(path: Path) -> Iterator[tuple[str, str | None, str]]:
+def _pass_over(file: TextIO) -> None:
+    """The rest of a game: an empty line ends it."""
+    while (line := file.readline()) and not line.isspace():
+        pass
+
+
+def _text_of(game: chess.pgn.Game) -> tuple[str | None, str]:
+    if game.errors:  # before it is asked for a board, which it may not have
+        return None, f"illegal ({' '.join(str(game.errors[0]).split())})"
+    board, result = game.board(), game.headers.get("Result")
+    if type(board) is not chess.Board or board.fen() != chess.STARTING_FEN:
+        return None, "not chess from its initial position"
+    return _text(board, game.mainline_moves(), result if result in RESULTS else None)
+
+
+def from_moves(path: Path) -> Iterator[Found]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            board, moves = chess.Board(), []
-            words = [word.split(".")[-1] for word in line.split() if word not in ("1-0", "0-1", "1/2-1/2", "*")]
-            try:
-                for word in filter(None, words):
-                    move = board.parse_san(word) if not _is_uci(word) else board.parse_uci(word)
-                    moves.append(board.san(move))
-                    board.push(move)
-            except ValueError as error:
-                yield f"{path} line {number}", None, f"illegal ({error})"
-                continue
-            yield f"{path} line {number}", movetext(moves, board.result()) if moves else None, "without a move"
+            board, words = chess.Board(), (word.split(".")[-1] for word in line.split() if word not in RESULTS)
+            yield f"{path} line {number}", *_text(board, _parsed(board, filter(None, words)))
+
+
+def _parsed(board: chess.Board, words: Iterable[str]) -> Iterator[chess.Move]:
+    """Each move as the board stands when it is asked for."""
+    return (board.parse_uci(word) if _is_uci(word) else board.parse_san(word) for word in words)
+
+
+def _text(board: chess.Board, moves: Iterable[chess.Move], result: str | None = None) -> tuple[str | None, str]:
+    """The text of a game, or None and why not; a result that is not given is the board's at the end."""
+    written = list[str]()
+    try:
+        for move in moves:
+            if not move:
+                return None, "illegal (a null move)"
+            written.append(board.san(move))
+            board.push(move)
+    except ValueError as error:
+        return None, f"illegal ({error})"
+    return (movetext(written, result or board.result()), "") if written else (None, "without a move")
 
 
 def _is_uci(word: str) -> bool:
     return len(word) in (4, 5) and word[0] in "abcdefgh" and word[2] in "abcdefgh" and (word[1] + word[3]).isdigit()
 
 
-def read(path: Path) -> Iterator[tuple[str, str | None, str]]:
+def read(path: Path) -> Iterator[Found]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name a .pgn file, or one of moves ({', '.join(MOVES_SUFFIXES)})")
     if path.suffix == ".pgn":
@@ -85,7 +112,7 @@ def read(path: Path) -> Iterator[tuple[str, str | None, str]]:
     raise ValueError(f"{path} is neither .pgn nor one of moves ({', '.join(MOVES_SUFFIXES)})")
 
 
-def write(games: Iterable[tuple[str, str | None, str]], output: Path) -> str:
+def write(games: Iterable[Found], output: Path) -> str:
     """Rows with a `text`, and beside them what was left out and why; of several processes one writes."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_suffix(".lock").open("w") as held:
