@@ -41,6 +41,11 @@ PGN = """[Event "one"]
 MATE = "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4. Qxf7# 1-0"
 
 
+def rows_of(source: Path | None, count: int = 1) -> str:
+    output = source.with_suffix(".jsonl") if source else Path("made-up.jsonl")
+    return games.write(*games.source_of(source, count, seed=0), output)
+
+
 def replay(text: str) -> Any:
     board = chess.Board()
     *words, result = text.split()
@@ -60,7 +65,7 @@ def test_games_that_are_made_up_are_legal_and_each_its_own() -> None:
 
 def test_pgn_becomes_rows_and_what_is_illegal_is_counted_and_named(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_text(PGN)
-    said = games.write(games.read(tmp_path / "a.pgn"), tmp_path / "a.jsonl")
+    said = rows_of(tmp_path / "a.pgn")
     assert [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [MATE]
     meta = json.loads((tmp_path / "a.meta.json").read_text())
     assert meta["skipped"] == 2 and "game 2: illegal" in meta["skipped_games"][0] and "game 3: without a move" in said
@@ -91,8 +96,31 @@ def test_games_beside_one_that_cannot_be_are_kept(tmp_path: Path, headers: str, 
 def test_a_file_that_is_no_pgn_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_bytes(random.Random(0).randbytes(3000))
     with pytest.raises(ValueError, match=r"a\.pgn game 1: "):
-        games.write(games.read(tmp_path / "a.pgn"), tmp_path / "a.jsonl")
+        rows_of(tmp_path / "a.pgn")
     assert not [path for path in tmp_path.iterdir() if path.suffix not in (".pgn", ".lock")]
+
+
+def test_rows_are_kept_for_the_same_games_and_written_anew_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def written(source: Path | None, count: int = 1) -> tuple[str, int, int]:
+        said, output = rows_of(source, count), tmp_path / (f"{source.stem}.jsonl" if source else "made-up.jsonl")
+        return said, output.read_text().count("\n"), output.stat().st_mtime_ns
+
+    assert [written(None, count)[1] for count in (3, 6, 4)] == [3, 6, 4]
+    (tmp_path / "a.pgn").write_text(PGN)
+    first = written(tmp_path / "a.pgn")
+    assert "left out: 2" in first[0] and written(tmp_path / "a.pgn") == first
+    (tmp_path / "a.pgn").write_text(PGN + '\n[Event "four"]\n\n1. d4 *\n')
+    assert written(tmp_path / "a.pgn")[1] == 2
+    (tmp_path / "a.moves").write_text("c4\n")
+    assert written(tmp_path / "a.moves")[1] == 1, "of a source with the same stem"
+    (tmp_path / "a.meta.json").unlink()
+    with pytest.raises(ValueError, match=r"a\.jsonl is there and was not made here"):
+        rows_of(tmp_path / "a.pgn")
+    assert (tmp_path / "a.jsonl").read_text() == '{"text": "1. c4 *"}\n'
 
 
 def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
@@ -107,7 +135,7 @@ def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
 def test_what_holds_no_game_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_text("")
     with pytest.raises(ValueError, match="the source is empty"):
-        games.write(games.read(tmp_path / "a.pgn"), tmp_path / "a.jsonl")
+        rows_of(tmp_path / "a.pgn")
     for name in ("none.pgn", "a.csv"):
         (tmp_path / "a.csv").write_text("e4")
         with pytest.raises(ValueError, match=name):

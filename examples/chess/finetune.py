@@ -70,30 +70,28 @@ def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world:
     return [*found, *more], note
 
 
-def rows(arguments: argparse.Namespace) -> Path:
-    """The games as rows; a file of games is made rows once, beside the run."""
+def rows(arguments: argparse.Namespace) -> tuple[Path, str | None]:
+    """The games as rows, and what there is to say; a file of games is made rows once, beside the run."""
     source = arguments.data_path
     if source is not None and source.suffix not in (".pgn", *games.MOVES_SUFFIXES):
-        return source
+        return source, None
     output = Path(arguments.output_dir) / "data" / f"{source.stem if source else 'made-up'}.jsonl"
-    found = games.read(source) if source else games.made_up(arguments.games, seed=0)
-    said = games.write(found, output)
-    if not said.endswith("already"):
-        print(said, flush=True)
-    return output
+    return output, games.write(*games.source_of(source, arguments.games, seed=0), output)
 
 
 def main() -> int:
     arguments, more = parser().parse_known_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        asked, note = words(arguments, more, rows(arguments), world)
-    except ValueError as error:
+        data, said = rows(arguments)
+        asked, note = words(arguments, more, data, world)
+    except (ValueError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    if note and rank == 0:
-        print(f"note: {note}", flush=True)
+    for line in (said, f"note: {note}" if note else None):
+        if line and rank == 0:
+            print(line, flush=True)
     trainer.main(BOTH, asked, "examples/chess/finetune.py")
     return 0
 

@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import chess
 import chess.pgn
@@ -112,14 +112,43 @@ def read(path: Path) -> Iterator[Found]:
     raise ValueError(f"{path} is neither .pgn nor one of moves ({', '.join(MOVES_SUFFIXES)})")
 
 
-def write(games: Iterable[Found], output: Path) -> str:
-    """Rows with a `text`, and beside them what was left out and why; of several processes one writes."""
+def source_of(path: Path | None, count: int, seed: int) -> tuple[Iterator[Found], dict[str, object]]:
+    """The games of a file, or made up where there is none, and what tells them from all others."""
+    if path is None:
+        return made_up(count, seed), {"made_up": count, "seed": seed}
+    games, facts = read(path), path.stat()
+    return games, {"path": str(path.resolve()), "bytes": facts.st_size, "modified_ns": facts.st_mtime_ns}
+
+
+def write(games: Iterable[Found], source: dict[str, object], output: Path) -> str:
+    """Rows with a `text`, and beside them what was left out and why; of several processes one writes.
+
+    What was written of the same source is left as it is. Returns a closing line, the same for each of them.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        if output.exists():
-            return f"{output} is there already"
-        partial, kept, skipped = output.with_suffix(f".{os.getpid()}"), 0, list[str]()
+        meta = _meta(output)
+        if output.exists() and meta is None:
+            raise ValueError(f"{output} is there and was not made here; name another, or remove it")
+        if meta is None or meta.get("source") != source or not output.exists():
+            meta = _write(games, source, output)
+    skipped = f"; left out: {meta['skipped']} ({'; '.join(meta['skipped_games'][:3])})" if meta["skipped"] else ""
+    return f"{meta['games']:,} games in {output}{skipped}"
+
+
+def _meta(output: Path) -> dict[str, Any] | None:
+    """What was written beside games; None where nothing was."""
+    try:
+        found = json.loads(output.with_suffix(".meta.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "skipped_games" in found else None
+
+
+def _write(games: Iterable[Found], source: dict[str, object], output: Path) -> dict[str, Any]:
+    partial, kept, skipped = output.with_suffix(f".{os.getpid()}"), 0, list[str]()
+    try:
         with partial.open("w", encoding="utf-8") as file:
             for where, text, reason in games:
                 if text is None:
@@ -128,13 +157,14 @@ def write(games: Iterable[Found], output: Path) -> str:
                     file.write(json.dumps({"text": text}) + "\n")
                     kept += 1
         if not kept:
-            partial.unlink()
             raise ValueError(f"no game to write to {output}; {skipped[0] if skipped else 'the source is empty'}")
-        meta = {"games": kept, "skipped": len(skipped), "skipped_games": skipped[:100]}
+        meta = {"source": source, "games": kept, "skipped": len(skipped), "skipped_games": skipped[:100]}
+        output.unlink(missing_ok=True)  # first: meta.json beside games of another source would vouch for them
         output.with_suffix(".meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         partial.rename(output)
-    shown = f"; left out: {len(skipped)} ({'; '.join(skipped[:3])})" if skipped else ""
-    return f"{kept:,} games in {output}{shown}"
+    finally:
+        partial.unlink(missing_ok=True)
+    return meta
 
 
 def made_up(count: int, seed: int) -> Iterator[tuple[str, str, str]]:
@@ -149,9 +179,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="a .jsonl file to write")
     arguments = parser.parse_args()
     try:
-        games = read(arguments.source) if arguments.source else made_up(arguments.games, arguments.seed)
-        print(write(games, arguments.output))
-    except ValueError as error:
+        print(write(*source_of(arguments.source, arguments.games, arguments.seed), arguments.output))
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
