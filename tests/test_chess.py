@@ -167,6 +167,39 @@ def test_flags_of_the_guide_are_those_of_training(tmp_path: Path) -> None:
         finetune.words(arguments, more, tmp_path / "a.jsonl", 4)
 
 
+@pytest.mark.parametrize("spelling", ["_parallel_size 2", "_parallel_size=2", "-parallel-size 2", "-parallel-size=2"])
+def test_ranks_that_share_a_sequence_do_not_share_its_passes(tmp_path: Path, spelling: str) -> None:
+    given = f"--output_dir out --gradient_accumulation_steps 8 --sequence{spelling}"
+    arguments, more = finetune.flags_of(given.split())
+    words, note = finetune.words(arguments, more, tmp_path / "a.jsonl", 2)
+    config = parse(words, "train")
+    assert (config.gradient_accumulation_steps, config.sequence_parallel_size, note) == (8, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--sequence_parallel_size", "--sequence_parallel_size: expected one argument"),
+        ("--sequence_parallel_size 0", "--sequence_parallel_size 0: give at least 1"),
+        ("--sequence_parallel_size two", "--sequence_parallel_size: invalid int value: 'two'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, line: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--games", "1", "--output_dir", str(tmp_path), *flags.split()])
+    assert finetune.main() == 2
+    said = capsys.readouterr()
+    assert line in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_flags_of_training_go_before_those_of_the_guide(tmp_path: Path) -> None:
+    for flags, policy in (("", "none"), ("--gradient-checkpointing", "attention")):
+        arguments, more = finetune.flags_of(f"--output_dir out --model-max-length 64 {flags}".split())
+        config = parse(finetune.words(arguments, more, tmp_path / "a.jsonl", 1)[0], "train")
+        assert config.remat_policy == policy and config.model_max_length == 64
+
+
 def test_a_model_is_fetched_for_nodes_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import games
 import torch
@@ -17,12 +18,16 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
 from lightseq import trainer
 from lightseq.__main__ import BOTH
+from lightseq.command_line import underscored
 
-GIVEN = ("--sequence_parallel_size", "--tokenizer", "--bf16", "--fp16", "--model_max_length")
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))  # said once, not on every rank
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+    out = _Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="All other flags are those of training: python3 -m lightseq train --help",
     )  # fmt: skip
@@ -36,8 +41,14 @@ def parser() -> argparse.ArgumentParser:
         help="forward passes of a step on one GPU; several GPUs share them (default: %(default)s)",
     )  # fmt: skip
     out.add_argument("--gradient_checkpointing", action="store_true", help="keep attention, recompute the rest")
+    out.add_argument("--sequence_parallel_size", type=int, default=1, help="GPUs that share a game (default: 1)")
     out.add_argument("--no_fsdp", action="store_true", help="a copy of the model on every GPU (DDP)")
     return out
+
+
+def flags_of(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this guide, and those that go along to training; either spelled with hyphens too."""
+    return parser().parse_known_args([underscored(word) for word in argv])
 
 
 def passes(asked: int, data_ranks: int) -> tuple[int, str | None]:
@@ -55,18 +66,19 @@ def passes(asked: int, data_ranks: int) -> tuple[int, str | None]:
 
 
 def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world: int) -> tuple[list[str], str | None]:
-    """The command line of lightseq, and what there is to say."""
-    given = {flag: flag in more or any(word.startswith(f"{flag}=") for word in more) for flag in GIVEN}
-    sequence = int(more[list(more).index(GIVEN[0]) + 1]) if GIVEN[0] in more else 1
+    """The command line of lightseq, in which a later flag goes before an earlier one, and what there is to say."""
+    sequence = arguments.sequence_parallel_size
+    if sequence < 1:
+        raise ValueError(f"--sequence_parallel_size {sequence}: give at least 1")
     each, note = passes(arguments.gradient_accumulation_steps, max(1, world // sequence))
     found = ["--model_name_or_path", arguments.model_name_or_path, "--data_path", str(data)]
     found += ["--output_dir", str(arguments.output_dir), "--gradient_accumulation_steps", str(each)]
     found += ["--per_device_train_batch_size", str(arguments.batch_size_per_device)]
     found += ["--gradient_checkpointing", str(arguments.gradient_checkpointing)]
     found += ["--fsdp", ""] if arguments.no_fsdp else []
-    found += [] if given["--sequence_parallel_size"] else ["--sequence_parallel_size", "1"]
-    found += [] if given["--model_max_length"] else ["--model_max_length", "1024"]
-    found += ["--bf16"] if torch.cuda.is_available() and not (given["--bf16"] or given["--fp16"]) else []
+    found += ["--sequence_parallel_size", str(sequence), "--model_max_length", "1024"]
+    half = any(word.split("=")[0] == "--fp16" for word in more)
+    found += ["--bf16", "True"] if torch.cuda.is_available() and not half else []
     return [*found, *more], note
 
 
@@ -80,11 +92,11 @@ def rows(arguments: argparse.Namespace) -> tuple[Path, str | None]:
 
 
 def main() -> int:
-    arguments, more = parser().parse_known_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        arguments, more = flags_of(sys.argv[1:])
         data, said = rows(arguments)
-        asked, note = words(arguments, more, data, world)
+        command, note = words(arguments, more, data, world)
     except (ValueError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -92,7 +104,7 @@ def main() -> int:
     for line in (said, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
-    trainer.main(BOTH, asked, "examples/chess/finetune.py")
+    trainer.main(BOTH, command, "examples/chess/finetune.py")
     return 0
 
 
