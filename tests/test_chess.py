@@ -194,7 +194,7 @@ def test_what_cannot_be_asked_for_is_one_line(
 
 
 def test_flags_of_training_go_before_those_of_the_guide(tmp_path: Path) -> None:
-    for flags, policy in (("", "none"), ("--gradient-checkpointing", "attention")):
+    for flags, policy in (("", "none"), ("--remat full", "full"), ("--gradient-checkpointing", "attention")):
         arguments, more = finetune.flags_of(f"--output_dir out --model-max-length 64 {flags}".split())
         config = parse(finetune.words(arguments, more, tmp_path / "a.jsonl", 1)[0], "train")
         assert config.remat_policy == policy and config.model_max_length == 64

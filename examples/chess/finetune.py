@@ -74,7 +74,7 @@ def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world:
     found = ["--model_name_or_path", arguments.model_name_or_path, "--data_path", str(data)]
     found += ["--output_dir", str(arguments.output_dir), "--gradient_accumulation_steps", str(each)]
     found += ["--per_device_train_batch_size", str(arguments.batch_size_per_device)]
-    found += ["--gradient_checkpointing", str(arguments.gradient_checkpointing)]
+    found += ["--gradient_checkpointing", "True"] if arguments.gradient_checkpointing else ["--remat", "none"]
     found += ["--fsdp", ""] if arguments.no_fsdp else []
     found += ["--sequence_parallel_size", str(sequence), "--model_max_length", "1024"]
     half = any(word.split("=")[0] == "--fp16" for word in more)
