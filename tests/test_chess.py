@@ -124,12 +124,19 @@ def test_rows_are_kept_for_the_same_games_and_written_anew_for_others(
 
 
 def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
-    lines = ["1. e4 e5 2. Bc4 Nc6 3.Qh5 Nf6 4. Qxf7# 1-0", "e2e4 e7e5 f1c4 b8c6 d1h5 g8f6 h5f7", "e4 Ke7", "e4 0000 d4"]
+    lines = [
+        "1. e4 e5 2. Bc4 Nc6 3.Qh5 Nf6 4. Qxf7# 1-0",
+        "e2e4 e7e5 f1c4 b8c6 d1h5 g8f6 h5f7",
+        "e4 Ke7",
+        "e4 0000 d4",
+        "e4 e5 0-1",
+    ]
     (tmp_path / "a.moves").write_text("\n".join(lines))
     read = list(games.read(tmp_path / "a.moves"))
     assert [text for _, text, _ in read[:2]] == [MATE, MATE]
     assert read[2][1] is None and read[2][0].endswith("line 3") and "illegal" in read[2][2]
     assert read[3][1] is None and read[3][2] == "illegal (a null move)"
+    assert read[4][1] == "1. e4 e5 0-1", "who resigned is on the line alone"
 
 
 def test_what_holds_no_game_is_one_line(tmp_path: Path) -> None:

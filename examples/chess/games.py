@@ -75,8 +75,10 @@ def _text_of(game: chess.pgn.Game) -> tuple[str | None, str]:
 def from_moves(path: Path) -> Iterator[Found]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            board, words = chess.Board(), (word.split(".")[-1] for word in line.split() if word not in RESULTS)
-            yield f"{path} line {number}", *_text(board, _parsed(board, filter(None, words)))
+            board, words = chess.Board(), line.split()
+            moves = filter(None, (word.split(".")[-1] for word in words if word not in RESULTS))
+            result = next((word for word in words if word in RESULTS), None)
+            yield f"{path} line {number}", *_text(board, _parsed(board, moves), result)
 
 
 def _parsed(board: chess.Board, words: Iterable[str]) -> Iterator[chess.Move]:
