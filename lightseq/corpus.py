@@ -28,15 +28,16 @@ T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once
 HEAD_START: Final = 0.5  # seconds
 STORIES: Final = 5  # rows left out that are named
-VERSION: Final = 2  # of what these modules make of a row
+VERSION: Final = 3  # of what these modules make of a row
 
 
 @dataclass
 class Skipped:
-    """Rows that were left out: counted by reason, the first few by name."""
+    """Rows that were left out: counted by reason, the first few by name; and padding that was."""
 
     counts: Counter[str] = field(default_factory=Counter)
     rows: list[str] = field(default_factory=list)
+    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
 
     def add(self, reason: str, where: str) -> None:
         self.counts[reason] += 1
@@ -53,6 +54,9 @@ def open_rows(
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
     notes += left_out(str(source), meta)
+    if meta["padding"]["rows"]:
+        padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
+        notes.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
@@ -118,7 +122,7 @@ def _write(
     kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
 
     def about() -> dict[str, object]:
-        counts = {"skipped": dict(skipped.counts), "skipped_rows": skipped.rows}
+        counts = {"skipped": dict(skipped.counts), "skipped_rows": skipped.rows, "padding": dict(skipped.padding)}
         return {
             "tokenizer": tokenizer.name,
             "source": str(source),
@@ -147,6 +151,8 @@ def _documents(
         for where, sample in read:
             if sample.skipped is not None:
                 skipped.add(sample.skipped, where)
+            if sample.padding:
+                skipped.padding.update(rows=1, tokens=sample.padding)
         kept = [(where, sample) for where, sample in read if sample.skipped is None]
         encoded = encode([sample for _, sample in kept], kind, tokenizer)
         for (where, _), (ids, targets) in zip(kept, encoded, strict=True):

@@ -32,6 +32,7 @@ class Sample:
     ids: IntArray | None = None
     targets: Targets | None = None
     skipped: str | None = None
+    padding: int = 0  # tokens that were cut off its end
 
 
 Read = Callable[[Row, str, Tokenizer], Sample]
@@ -79,19 +80,43 @@ def _text(row: Row, name: str, where: str) -> Sample:
 
 
 def _ids(row: Row, where: str, _: Tokenizer) -> Sample:
-    values = column(row, "input_ids", where)
-    ids = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
-    if ids.ndim != 1 or ids.dtype.kind != "i":
-        raise ValueError(f"{where}: 'input_ids' is {values!r:.40}, not a list of integers")
-    if not ids.size:
-        return Sample(skipped=EMPTY)
-    if "labels" not in row:
-        return Sample(ids=ids)
-    labels = np.asarray(column(row, "labels", where))
+    ids = _integers(row, "input_ids", where)
+    labels = _integers(row, "labels", where) if "labels" in row else ids
     if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
         raise ValueError(f"{where}: 'labels' are not the input_ids, with -100 where there is no target")
-    targets = labels != -100
-    return Sample(ids=ids, targets=targets) if targets[1:].any() else Sample(skipped=NO_ANSWER)
+    real = _real_tokens(row, len(ids), where)
+    padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != -100
+    if not real:
+        return Sample(skipped=EMPTY)
+    if "labels" not in row:
+        return Sample(ids=ids, padding=padding)
+    return Sample(ids=ids, targets=targets, padding=padding) if targets[1:].any() else Sample(skipped=NO_ANSWER)
+
+
+def _integers(row: Row, name: str, where: str) -> IntArray:
+    """A column that is a list of integers, a null counting as an empty one."""
+    values = column(row, name, where)
+    try:
+        found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
+    except (ValueError, OverflowError):  # lists of several lengths, a number of more than 64 bits
+        found = np.empty((0, 0))
+    if found.ndim != 1 or found.dtype.kind != "i":
+        raise ValueError(f"{where}: {name!r} is {values!r:.40}, not a list of integers")
+    return found
+
+
+def _real_tokens(row: Row, count: int, where: str) -> int:
+    """How many tokens come before the padding. A mask may hide a row's end, and nothing else."""
+    if row.get("attention_mask") is None:
+        return count
+    mask = _integers(row, "attention_mask", where)
+    real = int(np.count_nonzero(mask))
+    if len(mask) != count or not mask[:real].all():
+        raise ValueError(
+            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left or holes, or is not of "
+            f"the {count:,} input_ids; pad on the right, or not at all"
+        )
+    return real
 
 
 def _pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:

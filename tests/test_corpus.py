@@ -137,6 +137,21 @@ def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert "'labels' are not the input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
 
 
+def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Path) -> None:
+    padded = {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
+    whole, hidden = {"input_ids": [8, 9], "attention_mask": None}, {"input_ids": [0, 0], "attention_mask": [0, 0]}
+    examples = opened(lines(tmp_path / "a.jsonl", padded, whole, padded, hidden))
+    assert [examples[i].input_ids.tolist() for i in range(3)] == [[5, 6, 7], [8, 9], [5, 6, 7]]
+    assert any("the padding of 2 rows, 4 tokens by their attention_mask, is cut off" in n for n in examples.notes)
+    assert examples.source.meta["padding"] == {"rows": 2, "tokens": 4} and examples.source.meta["skipped"]["empty"] == 1
+    labelled = {**padded, "labels": [-100, 6, 7, -100, -100]}
+    assert opened(lines(tmp_path / "b.jsonl", labelled))[0].labels.tolist() == [6, 7, IGNORE_INDEX]
+    for mask in ([0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1]):
+        said = refusal(lines(tmp_path / "c.jsonl", padded, {**padded, "attention_mask": mask}))
+        assert said.startswith(f"{tmp_path}/c.jsonl line 2: 'attention_mask' ")
+        assert "has padding on the left or holes" in said
+
+
 def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * n, "completion": "a" * m} for n, m in ((3, 10), (30, 1), (1, 1))]
     path = lines(tmp_path / "a.jsonl", *rows)
@@ -265,6 +280,11 @@ def test_what_is_left_out_is_counted_named_and_kept(tmp_path: Path) -> None:
         ('{"text": "naïve"}\n', "line 1 holds the token id 256, outside the model's vocabulary of 256"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, and tokenizer byte has no chat template"),
         ('{"input_ids": [1, "2"]}', "not a list of integers"),
+        ('{"input_ids": [[1, 2], [3]]}', "line 1: 'input_ids' is [[1, 2], [3]], not a list of integers"),
+        ('{"input_ids": [[1, 2], [3, 4]]}', "line 1: 'input_ids' is [[1, 2], [3, 4]], not a list of integers"),
+        ('{"input_ids": [1, 99999999999999999999]}', "not a list of integers"),
+        ('{"input_ids": 7}', "line 1: 'input_ids' is 7, not a list of integers"),
+        ('{"input_ids": [1, 2], "labels": [[1], [2, 3]]}', "line 1: 'labels' is [[1], [2, 3]], not a list of integers"),
         (
             '{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}',
             "line 2 has labels, and the first row has none; give every row labels",
