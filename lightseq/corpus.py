@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from lightseq.examples import WindowExamples, check_ids, open_windows
+from lightseq.examples import STORIES, WindowExamples, check_ids, open_windows
 from lightseq.progress import with_bar
 from lightseq.rows import Named, identity, rows_of
 from lightseq.samples import Kind, encode, kind_of
@@ -27,7 +27,6 @@ from lightseq.tokens import IntArray, Reading, plural, write_token_directory
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once
 HEAD_START: Final = 0.5  # seconds
-STORIES: Final = 5  # rows left out that are named
 VERSION: Final = 3  # of what these modules make of a row
 
 
@@ -43,6 +42,19 @@ class Skipped:
         self.counts[reason] += 1
         if len(self.rows) < STORIES:
             self.rows.append(f"{where}: {reason}")
+
+
+@dataclass
+class LongestPrompts:
+    """The documents with the longest runs of tokens that are no targets: a whole window may lie in such a run."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, document: int, where: str, targets: Targets) -> None:
+        edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # a first token is nobody's target
+        if longest := int(np.diff(edges).max()) - 1:
+            row = {"document": document, "row": where, "tokens": longest}
+            self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:STORIES]
 
 
 def open_rows(
@@ -120,6 +132,7 @@ def _write(
     if first is None:
         raise ValueError(f"{source} holds no row, so nothing to predict")
     kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
+    prompts = LongestPrompts()
 
     def about() -> dict[str, object]:
         counts = {"skipped": dict(skipped.counts), "skipped_rows": skipped.rows, "padding": dict(skipped.padding)}
@@ -129,10 +142,11 @@ def _write(
             "seed": None,
             "kind": kind.name,
             **counts,
+            "longest_prompts": prompts.rows,
             "made": made,
         }
 
-    documents = _documents(itertools.chain([first], rows), kind, vocab_size, tokenizer, skipped)
+    documents = _documents(itertools.chain([first], rows), kind, vocab_size, tokenizer, skipped, prompts)
     shown = with_bar(documents, progress=progress)
     try:
         write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
@@ -144,8 +158,14 @@ def _write(
 
 
 def _documents(
-    rows: Iterable[Named], kind: Kind, vocab_size: int, tokenizer: Tokenizer, skipped: Skipped
+    rows: Iterable[Named],
+    kind: Kind,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    prompts: LongestPrompts,
 ) -> Iterator[tuple[IntArray, Targets | None]]:
+    written = itertools.count()
     for batch in batches(rows):
         read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
@@ -162,6 +182,9 @@ def _documents(
             elif targets is not None and not kind.masked and not targets[1:].all():
                 raise ValueError(f"{where} has labels, and the first row has none; give every row labels")
             else:
+                number = next(written)
+                if targets is not None:
+                    prompts.add(number, where, targets)
                 yield ids, targets
 
 

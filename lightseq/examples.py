@@ -14,6 +14,7 @@ from lightseq.pickles import read_pickle
 from lightseq.tokens import META, IntArray, TokenDirectory, open_token_directory, plural
 
 IGNORE_INDEX = -100
+STORIES = 5  # documents that a note names
 Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -109,17 +110,30 @@ class WindowExamples:
         return window(ids, labels, 0, self.length)
 
 
-def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> int:
-    """How many windows teach nothing: an answer is elsewhere in their document."""
+def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
     if source.targets is None or not first[-1]:
-        return 0
+        return np.zeros(len(first) - 1, np.int64)
     windows = np.diff(first)
     nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # in its document
     starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
     ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
     edges = np.stack([starts, ends], axis=1).ravel()
     counts = np.add.reduceat(source.targets, edges[: -1 if edges[-1] == len(source.targets) else None], dtype=np.int64)
-    return int((counts[::2] == 0).sum())
+    return np.bincount(np.repeat(np.arange(len(windows)), windows), counts[::2] == 0, len(windows)).astype(np.int64)
+
+
+def targetless(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
+    """What to say of windows without a target: how many they are, and which documents have most of them."""
+    barren = windows_without_target(source, first, length)
+    if not barren.any():
+        return ()
+    rows = {prompt["document"]: prompt["row"] for prompt in source.meta.get("longest_prompts", ())}
+    most = [document for document in np.argsort(-barren, kind="stable")[:STORIES].tolist() if barren[document]]
+    shown = "; ".join(f"{rows.get(i, f'document {i}')}: {int(barren[i]):,}" for i in most)
+    more = "; …" if int((barren > 0).sum()) > STORIES else ""
+    windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
+    return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
@@ -129,11 +143,9 @@ def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
     first = first_windows(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
-    if barren := windows_without_target(source, first, length):
-        notes = (*notes, f"{path}: {plural(barren, 'window')} of {int(first[-1]):,} without a target")
     if not first[-1]:
         raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
-    return WindowExamples(source, length, vocab_size, first, notes)
+    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless(source, first, length)))
 
 
 @dataclass(frozen=True)

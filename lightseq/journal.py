@@ -8,6 +8,7 @@ from lightseq.endings import end_for_skipped_steps
 from lightseq.mesh import World
 from lightseq.metrics import MetricsFile
 from lightseq.terminal import Terminal
+from lightseq.tokens import plural
 from lightseq.window import Closed
 
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
@@ -33,11 +34,13 @@ class Journal:
         if closed is None:
             return
         record, sick = closed.record(), closed.sick_parameter()
-        self.losses.append(record.loss)
+        if record.loss is not None:
+            self.losses.append(record.loss)
         self.log(asdict(record))
         self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
-        if not record.valid_tokens:
-            self._note(f"step {record.step}: no valid target in the batch; nothing was learnt")
+        if record.steps_without_target:
+            which = f"{record.steps_without_target:,} of {plural(closed.steps, 'step')} up to step {record.step:,}"
+            self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
         too_high_a_scale = self._scaled and self._skipped < MOST_SKIPPED
         if sick is not None and not too_high_a_scale:
             what = f"the gradient of {self._trained[sick]} is not finite"

@@ -24,12 +24,16 @@ PACKAGES: Final = (
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step. Times and the loss are means over the steps since the last one, memory is the worst rank's."""
+    """One logged step. Times and the loss are means over the steps since the last one, memory is the worst rank's.
+
+    Of these steps, the loss is of those that had a target.
+    """
 
     step: int  # optimizer steps done
-    loss: float  # mean over valid tokens of -log p
+    loss: float | None  # mean over valid tokens of -log p; None where no step had one
     grad_norm: float  # before clipping, over all parameters
     skipped_steps: int  # since the last record: their gradients were not finite
+    steps_without_target: int  # since the last record
     learning_rate: float
     tokens: int  # positions of a step, padding included, all ranks
     valid_tokens: int  # of them with a target

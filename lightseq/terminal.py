@@ -45,7 +45,8 @@ class Terminal:
             line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
             self._console.print(line, markup=False)
             return
-        status = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        loss = "without a target" if record["loss"] is None else f"loss {record['loss']:.4f}"
+        status = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None:
             progress, task = self._bar
             progress.update(task, completed=record["step"], status=status)

@@ -280,7 +280,8 @@ class Trainer:
             ]
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
-        divisor = self._over_data_ranks(valid).clamp_min(1)
+        targets = self._over_data_ranks(valid)
+        divisor = targets.clamp_min(1)
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
             with self._phase(step, "forward"):
@@ -298,7 +299,7 @@ class Trainer:
                 self._stop.ask(self.saving is not None and self.saving.failed)
             norm, sick = self.engine.update()
         squares = sum(batch.squares for batch in batches)
-        return StepResult(loss, norm, sick, rate, valid, squares, imbalance, data_seconds)
+        return StepResult(loss, norm, sick, rate, valid, targets, squares, imbalance, data_seconds)
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:

@@ -26,6 +26,7 @@ class StepResult:
     sick: Tensor  # the first parameter without a finite gradient, or -1
     learning_rate: float
     valid_tokens: int  # of this rank's sequence-parallel group
+    targets: Tensor  # of all groups, as the device counted them
     squares: int  # of the lengths of its documents, summed
     imbalance: float  # attention area of the fullest of its ranks over the mean; 0 where that is the schedule's own
     data_seconds: float
@@ -86,9 +87,9 @@ class Window:
         reduced = reduce_over_ranks([loss, valid, squares, sent, own_seconds], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
-        numbers = torch.cat(
-            [*reduced, norm.reshape(1), (sick >= 0).sum(dtype=torch.float64).reshape(1), sick.max().reshape(1)]
-        )
+        learnt = torch.stack([result.targets for result in self.results]) > 0
+        counts = torch.stack([learnt.sum(dtype=torch.float64), (sick >= 0).sum(dtype=torch.float64)])
+        numbers = torch.cat([*reduced, norm.reshape(1), counts, sick.max().reshape(1)])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         pauses, saving = tuple(self._pauses), tuple(self.saving)
@@ -123,7 +124,7 @@ class Closed:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
         loss, valid, squares, sent, own_seconds, data_seconds, allocated, *rest = self.numbers.tolist()
-        reserved, rss, offloaded, imbalance, slowest, norm, skipped, _ = rest
+        reserved, rss, offloaded, imbalance, slowest, norm, learnt, skipped, _ = rest
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
@@ -138,9 +139,10 @@ class Closed:
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
             step=self.step,
-            loss=loss / self.steps,
+            loss=loss / learnt if learnt else None,
             grad_norm=norm,
             skipped_steps=round(skipped),
+            steps_without_target=self.steps - round(learnt),
             learning_rate=self.learning_rate,
             tokens=tokens,
             valid_tokens=round(valid / self.steps),

@@ -161,6 +161,7 @@ def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
         assert targets == sum(m + 1 for _, m in ((3, 10), (30, 1), (1, 1))), length
         barren = sum(not (examples[i].labels != IGNORE_INDEX).any() for i in range(len(examples)))
         assert any(f"{barren} window" in note and "without a target" in note for note in examples.notes) is (barren > 0)
+        assert any(f"({path} line 2: " in note for note in examples.notes) is (barren > 0), "most of them are here"
 
 
 def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
@@ -352,8 +353,35 @@ def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path
     targets = sum(2 + i % 6 for i in range(8))
     assert [sum(record["valid_tokens"] for record in records) for records in (whole, parts)] == [targets, targets]
     assert f"left out: 1 without an answer ({path} line 9" in said[0]
-    assert "no valid target in the batch; nothing was learnt" in said[0] + said[1]
+    assert f"2 windows of 10 without a target ({path} line 6: 2)" in said[0]
     assert "1 a step from example 6 on, none skipped or repeated" in said[2]
     assert len(whole) == 10 and len(parts) == 3 + 4
     assert "was trained on data of seed 42, not 1" in ends[3].err
     assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
+
+
+def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"prompt": "p" * 100, "completion": "ab"}, {"prompt": "p", "completion": "no"})
+    common = (
+        "--model_name_or_path tiny-llama3 --random_init --tokenizer byte --model_max_length 16 --learning_rate 1e-3 "
+        f"--data_path {path} --data_cache {tmp_path}/cache --num_train_epochs 1 --save_strategy no"
+    )
+    runs = [
+        f"{common} --output_dir {tmp_path}/{name} {more}"
+        for name, more in (
+            ("each", ""), ("all", "--logging_steps 8"), ("ranks", "--logging_steps 4 --sequence_parallel_size 1")
+        )
+    ]  # fmt: skip
+    ends = spawn(2, programs, runs)[0]
+    assert [end.status for end in ends] == [0, 0, 0], [end.err for end in ends]
+    each, whole, ranks = (read_records(tmp_path / run / "metrics.jsonl") for run in ("each", "all", "ranks"))
+    losses = [record["loss"] for record in each if record["loss"] is not None]
+    assert len(each) == 8 and len(losses) == 2 and min(losses) > 4
+    assert [record["steps_without_target"] == 0 for record in each] == [record["loss"] is not None for record in each]
+    assert whole[-1]["steps_without_target"] == 6 and whole[-1]["loss"] == pytest.approx(sum(losses) / 2)
+    assert ranks[-1]["loss"] > 4 and ranks[-1]["steps_without_target"] in (2, 3), "of two sequences each"
+    for end, line in zip(
+        ends, ("1 of 1 step up to step", "6 of 8 steps up to step 8", "of 4 steps up to"), strict=True
+    ):
+        assert f"{line} " in end.out and "had no target; in such a step only momentum" in end.out
+    assert f"from {losses[0]:.4f} to {losses[1]:.4f}" in ends[0].out and "without a target  " in ends[0].out
