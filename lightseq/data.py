@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from lightseq.lazy_texts import open_lazily
 from lightseq.rows import HUB_PREFIX, ROW_SUFFIXES, holds_rows
 from lightseq.tokenizer import Tokenizer, load_tokenizer
 from lightseq.tokens import Reading
+
+SAMPLED = 16  # examples that tell data from other data
 
 
 def open_examples(
@@ -134,7 +137,17 @@ class BatchStream:
             "seed": self.seed,
             "length": self.length,
             "sequences_per_step": self.sequences_per_step,
+            "fingerprint": self.fingerprint,
         }
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of a sample of the examples, evenly spaced: the same wherever the data lies and however it was stored."""
+        seen, last = hashlib.sha256(), len(self.examples) - 1
+        for index in np.linspace(0, last, min(SAMPLED, last + 1)).astype(int).tolist():
+            example = self.examples[index]
+            seen.update(example.input_ids.tobytes() + example.labels.tobytes())
+        return int.from_bytes(seen.digest()[:6])
 
     def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
         """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
@@ -144,6 +157,11 @@ class BatchStream:
             raise ValueError(
                 f"--resume_from_checkpoint was trained on data of {was}; resume with the data, --seed and "
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
+            )
+        if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
+            raise ValueError(
+                "--resume_from_checkpoint was trained on other data, of as many examples; resume with the data that it "
+                "was saved with, or begin anew from its weights with --model_name_or_path"
             )
         stream = replace(self, first_step=step, first_place=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say

@@ -114,7 +114,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
         return stream, ()
     facts = checkpoint.read_facts(resume_from)
     data = facts.get(checkpoint.DATA)
-    needed = stream.state(0).keys() - {"sequences_per_step"}  # which older ones do not say
+    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
     return stream.resumed(facts["step"], data)

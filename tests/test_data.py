@@ -425,6 +425,22 @@ def test_a_run_resumed_with_other_data_is_refused(tmp_path: Path) -> None:
             stream.resumed(1, stream.state(1) | change)
 
 
+def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(40)]
+    before = BatchStream(open_examples(jsonl_file(tmp_path / "a.jsonl", *texts), 9, 300, "byte"), 9, 1)
+    other = BatchStream(
+        open_examples(jsonl_file(tmp_path / "b.jsonl", *(t[::-1] for t in texts)), 9, 300, "byte"), 9, 1
+    )
+    with pytest.raises(ValueError, match="trained on other data, of as many examples"):
+        other.resumed(1, before.state(1))
+    moved = open_examples(
+        jsonl_file(tmp_path / "c.jsonl", *texts), 9, 300, "byte", False, reading=Reading(cache=tmp_path / "cache")
+    )
+    assert BatchStream(moved, 9, 1).resumed(1, before.state(1))[1] == (), "the same, wherever it lies"
+    older = {key: value for key, value in before.state(1).items() if key != "fingerprint"}
+    assert other.resumed(1, older)[0].first_place == 1
+
+
 def test_a_sequence_without_a_target_is_left_out_and_counted(tmp_path: Path) -> None:
     content = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[-100, -100, -100], [-100, -100, 6]]}
     path = pickle_file(tmp_path / "p.pkl", content)
