@@ -84,7 +84,7 @@ def make_text(arguments: argparse.Namespace) -> str:
 
     def about() -> Mapping[str, object]:
         origin = " ".join(arguments.sources)
-        return {"tokenizer": tokenizer.name, "source": origin, "seed": None, "skipped": dict(skipped.counts)}
+        return {"tokenizer": tokenizer.name, "source": origin, "seed": None, **skipped.facts()}
 
     encoded = (ids for batch in batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
     tokenised = with_bar(up_to(arguments.max_tokens, encoded))

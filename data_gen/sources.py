@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightseq.rows import HUB_PREFIX
-from lightseq.rows import texts_of as texts_of_rows
+from lightseq import corpus
+from lightseq.rows import HUB_PREFIX, rows_of, text_in
+from lightseq.samples import EMPTY
 from lightseq.tokens import first_line, plural
 
 TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
@@ -18,14 +18,13 @@ NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
-class Skipped:
-    """What was left out: counted by reason, with the whole story of the first few unreadable files."""
+class Skipped(corpus.Skipped):
+    """What was left out: counted by reason, and the whole story of the first few unreadable files."""
 
-    counts: Counter[str] = field(default_factory=Counter)
     stories: list[str] = field(default_factory=list)
 
-    def add(self, reason: str, story: str = "") -> None:
-        self.counts[reason] += 1
+    def add(self, reason: str, where: str, story: str = "") -> None:
+        super().add(reason, where)
         if story and len(self.stories) < 5:
             self.stories.append(story)
 
@@ -65,27 +64,29 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 def texts_of(source: Path | str, column: str, skipped: Skipped) -> Iterator[str]:
     """The texts of one file or data set. A file that cannot be read is counted; a data set that cannot is an error."""
-    if isinstance(source, str):
-        texts = texts_of_rows(source, column)
-    else:
-        texts = _readable(source, column, skipped)
-    for text in texts:
+    named = _texts_of_rows(source, column) if isinstance(source, str) else _readable(source, column, skipped)
+    for where, text in named:
         if text:
             yield text
         else:
-            skipped.add("empty")
+            skipped.add(EMPTY, where)
 
 
-def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[str]:
+def _texts_of_rows(source: Path | str, column: str) -> Iterator[tuple[str, str]]:
+    return ((where, text_in(row, column, where)) for where, row in rows_of(source))
+
+
+def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[tuple[str, str]]:
     rows = 0
     try:
         if path.suffix not in TEXT_SUFFIXES:
-            yield path.read_bytes().decode("utf-8")
+            yield str(path), path.read_bytes().decode("utf-8")
             return
-        for text in texts_of_rows(path, column):
-            yield text
+        for named in _texts_of_rows(path, column):
+            yield named
             rows += 1
     except UnicodeDecodeError:
-        skipped.add("not UTF-8", f"{path} is not UTF-8 text")
+        skipped.add("not UTF-8", str(path), f"{path} is not UTF-8 text")
     except (OSError, ValueError) as error:
-        skipped.add("unreadable", first_line(error) + (f"; {plural(rows, 'row')} before it kept" if rows else ""))
+        kept = f"; {plural(rows, 'row')} before it kept" if rows else ""
+        skipped.add("unreadable", str(path), first_line(error) + kept)

@@ -43,6 +43,10 @@ class Skipped:
         if len(self.rows) < STORIES:
             self.rows.append(f"{where}: {reason}")
 
+    def facts(self) -> dict[str, object]:
+        """What meta.json says of them."""
+        return {"skipped": dict(self.counts), "skipped_rows": self.rows}
+
 
 @dataclass
 class LongestPrompts:
@@ -135,13 +139,13 @@ def _write(
     prompts = LongestPrompts()
 
     def about() -> dict[str, object]:
-        counts = {"skipped": dict(skipped.counts), "skipped_rows": skipped.rows, "padding": dict(skipped.padding)}
         return {
             "tokenizer": tokenizer.name,
             "source": str(source),
             "seed": None,
             "kind": kind.name,
-            **counts,
+            **skipped.facts(),
+            "padding": dict(skipped.padding),
             "longest_prompts": prompts.rows,
             "made": made,
         }
@@ -152,8 +156,8 @@ def _write(
         write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
     except ValueError as error:
         if skipped.counts and "no document to write" in str(error):
-            meta = {"skipped": skipped.counts, "skipped_rows": skipped.rows}
-            raise ValueError(f"{source} has nothing to learn from; {left_out(str(source), meta)[0]}") from error
+            said = left_out(str(source), skipped.facts())[0]
+            raise ValueError(f"{source} has nothing to learn from; {said}") from error
         raise
 
 

@@ -15,6 +15,7 @@ from lightseq.tokens import META, IntArray, TokenDirectory, open_token_directory
 
 IGNORE_INDEX = -100
 STORIES = 5  # documents that a note names
+CHUNK = 1 << 24  # tokens looked through at once
 Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -110,6 +111,18 @@ class WindowExamples:
         return window(ids, labels, 0, self.length)
 
 
+def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
+    """Raises ValueError naming the first document with an id outside the vocabulary, if the meta data knows of one."""
+    if source.meta["max_token_id"] < vocab_size:
+        return
+    for start in range(0, len(source.tokens), CHUNK):
+        outside = np.flatnonzero(source.tokens[start : start + CHUNK] >= vocab_size)
+        if outside.size:
+            document = int(np.searchsorted(source.offsets, start + outside[0], side="right")) - 1
+            check_ids(source.document(document), vocab_size, f"{source.path} document {document}")
+    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
+
+
 def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
     if source.targets is None or not first[-1]:
@@ -138,7 +151,7 @@ def targetless(source: TokenDirectory, first: NDArray[np.int64], length: int) ->
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
     source = open_token_directory(path)
-    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{path / META}: the corpus")
+    _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
     first = first_windows(sizes, length)
     short = int((sizes < 2).sum())

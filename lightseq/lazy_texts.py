@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
+from lightseq.corpus import Skipped, left_out
 from lightseq.examples import Example, check_ids, window
-from lightseq.rows import texts_of
+from lightseq.rows import rows_of, text_in
+from lightseq.samples import EMPTY
 from lightseq.tokenizer import Tokenizer
-from lightseq.tokens import Reading, plural
+from lightseq.tokens import Reading
 
 
 @dataclass(frozen=True)
 class TextExamples:
     """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
 
-    path: Path
-    texts: Sequence[str]
+    texts: Sequence[tuple[str, str]]  # where each stands, and what it says
     tokenizer: Tokenizer
     length: int
     vocab_size: int
@@ -28,18 +28,24 @@ class TextExamples:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Example:
-        ids = self.tokenizer.encode(self.texts[index])
-        check_ids(ids, self.vocab_size, f"{self.path} text {index}")
+        where, text = self.texts[index]
+        ids = self.tokenizer.encode(text)
+        check_ids(ids, self.vocab_size, where)
         return window(ids, ids, 0, self.length)
 
 
 def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading) -> TextExamples:
-    rows = list(islice(texts_of(path, reading.text_column), reading.limit))
-    texts = [text for text in rows if text]
+    rows = ((where, text_in(row, reading.text_column, where)) for where, row in rows_of(path, reading.limit))
+    texts, skipped = list[tuple[str, str]](), Skipped()
+    for where, text in rows:
+        if text:
+            texts.append((where, text))
+        else:
+            skipped.add(EMPTY, where)
     if not texts:
         raise ValueError(f"{path} holds no text")
-    left_out = (f"{path}: {plural(len(rows) - len(texts), 'empty text')} left out",) if len(rows) > len(texts) else ()
     cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
-    examples = TextExamples(path, texts, tokenizer, length, vocab_size, (*left_out, cut))
+    notes = (*left_out(str(path), skipped.facts()), cut)
+    examples = TextExamples(texts, tokenizer, length, vocab_size, notes)
     examples[0]  # a tokenizer too large for the model shows here, not hours later
     return examples

@@ -34,17 +34,23 @@ def rows_of(source: str | Path, limit: int | None = None) -> Iterator[Named]:
     return islice(_rows_of(source), limit)
 
 
-def texts_of(source: str | Path, column: str = "text") -> Iterator[str]:
-    """One column of the rows; a null counts as an empty text."""
-    return (text_in(row, column, where) for where, row in _rows_of(source))
-
-
 def text_in(row: Row, column: str, where: str) -> str:
+    """A column that holds text; a null counts as an empty one."""
     if column not in row:
         raise ValueError(f"{where} has no column {column!r}; it has: {', '.join(row)}")
     if not isinstance(row[column], str | None):
         raise ValueError(f"{where}: {column!r} is {row[column]!r:.40}, not text")
-    return row[column] or ""
+    return encodable(row[column] or "", where)
+
+
+def encodable(text: str, where: str) -> str:
+    """The text, if it is one: JSON can write half a character, of which no tokenizer makes ids."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):x}"
+        raise ValueError(f"{where}: character {error.start} is {half}, half of a surrogate pair; remove it") from error
+    return text
 
 
 def identity(source: str | Path) -> list[str]:
@@ -129,7 +135,7 @@ def _parquet(path: Path) -> Iterator[Named]:
                 for value in rows.to_pylist():
                     yield f"{path} row {number}", value
                     number += 1
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet past row {number}: {first_line(error)}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightseq.rows import Row, text_in
+from lightseq.rows import Row, encodable, text_in
 from lightseq.tokenizer import Part, Targets, Tokenizer
 from lightseq.tokens import IntArray, first_line
 
@@ -178,9 +178,10 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> S
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, where: str) -> str:
     assert tokenizer.chat_template is not None
     try:
-        return tokenizer.chat_template(messages, asks)
+        written = tokenizer.chat_template(messages, asks)
     except Exception as error:  # templates raise what they like
         raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
+    return encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
 
 
 def encode(samples: Sequence[Sample], kind: Kind, tokenizer: Tokenizer) -> list[tuple[IntArray, Targets | None]]:

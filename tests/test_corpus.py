@@ -313,6 +313,7 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
     cases = [
         ({"messages": "hello"}, "'messages' is 'hello', not a list of turns"),
         ({"messages": [{"role": "user"}]}, "has no role or content"),
+        ({"messages": [*CHAT[:1], {"role": "assistant", "content": "\ud800"}]}, "line 1, as the chat template of "),
     ]
     for number, (row, line) in enumerate(cases):
         assert line in refusal(lines(tmp_path / f"{number}.jsonl", row), mistral)

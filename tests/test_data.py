@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Sequence
@@ -123,16 +124,16 @@ def test_borders_that_fall_are_corrupt(tmp_path: Path) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> None:
-    directory = token_directory(tmp_path / "t", [1, 2, 99])
+    directory = token_directory(tmp_path / "t", [1, 2], [3, 99], [99, 98])
     lists = pickle_file(tmp_path / "p.pkl", {"input_ids": [[1, 2], [3, 99]]})
     negative = pickle_file(tmp_path / "n.pkl", {"input_ids": [[1, -5, 2]]})
     labels = pickle_file(tmp_path / "l.pkl", {"input_ids": [[1, 2]], "labels": [[-100, 99]]})
     text = jsonl_file(tmp_path / "text.jsonl", "ab")
-    assert "token id 99" in refusal(directory, 4, 99)
+    assert f"{directory} document 1 holds the token id 99" in refusal(directory, 4, 99)
     assert "sequence 1 holds the token id 99" in refusal(lists, 4, 99)
     assert "token id -5" in refusal(negative, 4, 99)
     assert "labels 0 holds the token id 99" in refusal(labels, 4, 99)
-    assert "text 0 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte")
+    assert f"{text} line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte")
     cached = {"lazy": False, "reading": Reading(cache=tmp_path / "cache")}
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
@@ -259,11 +260,12 @@ def test_a_text_is_cut_on_access_or_split_into_windows_beforehand(tmp_path: Path
     assert as_lists(examples, 0) == (list(b"abc"), list(b"bcd"))
     assert as_lists(examples, len(examples) - 1) == ([ord("e"), 256], [256, IGNORE_INDEX])
     notes = "\n".join(examples.notes)
+    assert "left out: 2 empty (" in notes and f"{path} {'row 1' if kind == 'parquet' else 'line 2'}: empty" in notes
     if lazy:
-        assert len(examples) == 2 and "2 empty texts left out" in notes
+        assert len(examples) == 2 and "tokenised on access" in notes
     else:
         assert as_lists(examples, 1) == ([ord("d"), 256], [256, IGNORE_INDEX])
-        assert "left out: 2 empty (" in notes and "1 row of more than 3 tokens split into windows" in notes
+        assert "1 row of more than 3 tokens split into windows" in notes
 
 
 def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
@@ -273,6 +275,7 @@ def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ('{"body": 1}', "body"),
         ('{"text": 3}', "3"),
         ("", "no"),
+        ('{"text": "a"}\n{"text": "bc\\ud800"}', "text.jsonl line 2: character 2 is \\ud800, half of a surrogate pair"),
     ):
         path.write_text(content)
         assert said in refusal(path, 4, 300, tokenizer="byte")
@@ -284,6 +287,16 @@ def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     assert str(path) in refusal(path, 4, 300, tokenizer="byte")
     pq.write_table(pa.table({"text": [1], "body": ["a"]}), path)
     assert "row 0: 'text' is 1, not text" in refusal(path, 4, 300, tokenizer="byte")
+    offsets = pa.py_buffer(np.array([0, 2, 3], np.int32).tobytes())
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab\xff"))}), path)
+    assert f"{path} cannot be read as Parquet past row 0: 'utf-8' codec" in refusal(path, 4, 300, tokenizer="byte")
+
+
+def test_a_text_read_on_access_is_named_by_its_line(tmp_path: Path) -> None:
+    path = jsonl_file(tmp_path / "text.jsonl", "abc", None, "", "na\u00efve")
+    ascii_alone = dataclasses.replace(ByteTokenizer(), vocab_size=300, end_of_document=0)
+    with pytest.raises(ValueError, match=f"{path} line 4 holds the token id 195"):
+        open_examples(path, 9, 128, ascii_alone)[1]
 
 
 def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ def test_a_folder_is_read_in_name_order_and_what_is_left_out_is_said(
     texts = [ByteTokenizer().decode(source.document(i)) for i in range(source.meta["documents"])]
     assert texts == ["alpha", "one", "two", "beta ∑"]
     assert source.meta["skipped"] == {"empty": 2, "not UTF-8": 1} and source.meta["tokenizer"] == "byte"
+    left_out = ["empty.py: empty", "picture.png: not UTF-8", "rows.jsonl line 2: empty"]
+    assert source.meta["skipped_rows"] == [f"{folder}/{row}" for row in left_out]
     shown = capsys.readouterr()
     assert shown.out.endswith("left out: 2 empty, 1 not UTF-8\n") and "picture.png" in shown.err
 
