@@ -19,7 +19,7 @@ import numpy as np
 
 from lightseq.examples import STORIES, WindowExamples, check_ids, open_windows
 from lightseq.progress import with_bar
-from lightseq.rows import Named, identity, rows_of
+from lightseq.rows import IN_FOLDERS, Named, identity, passed_over, rows_of
 from lightseq.samples import Kind, encode, kind_of
 from lightseq.tokenizer import Targets, Tokenizer
 from lightseq.tokens import IntArray, Reading, plural, write_token_directory
@@ -70,9 +70,7 @@ def open_rows(
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
     notes += left_out(str(source), meta)
-    if meta["padding"]["rows"]:
-        padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
-        notes.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
+    notes += _not_read(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
@@ -83,6 +81,20 @@ def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
     shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > STORIES else ''})"
     return [f"{source}: left out: {counts}{shown}"] if counts else []
+
+
+def _not_read(source: str, meta: Mapping[str, Any]) -> list[str]:
+    """What to say of a folder's other files, and of padding."""
+    said = []
+    if files := meta["passed_over"]["files"]:
+        shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > STORIES else "")
+        said.append(
+            f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, {' and '.join(IN_FOLDERS)} are read"
+        )
+    if meta["padding"]["rows"]:
+        padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
+        said.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
+    return said
 
 
 def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
@@ -136,7 +148,7 @@ def _write(
     if first is None:
         raise ValueError(f"{source} holds no row, so nothing to predict")
     kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
-    prompts = LongestPrompts()
+    prompts, others = LongestPrompts(), passed_over(source)
 
     def about() -> dict[str, object]:
         return {
@@ -146,6 +158,7 @@ def _write(
             "kind": kind.name,
             **skipped.facts(),
             "padding": dict(skipped.padding),
+            "passed_over": {"files": len(others), "first": others[:STORIES]},
             "longest_prompts": prompts.rows,
             "made": made,
         }

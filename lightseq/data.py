@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from lightseq.corpus import open_rows
-from lightseq.examples import IGNORE_INDEX, Example, Examples, open_pickle, open_windows
+from lightseq.examples import IGNORE_INDEX, STORIES, Example, Examples, open_pickle, open_windows
 from lightseq.lazy_texts import open_lazily
-from lightseq.rows import HUB_PREFIX, ROW_SUFFIXES, holds_rows
+from lightseq.rows import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
 from lightseq.tokenizer import Tokenizer, load_tokenizer
-from lightseq.tokens import Reading
+from lightseq.tokens import META, Reading
 
 SAMPLED = 16  # examples that tell data from other data
 
@@ -53,6 +53,12 @@ def open_examples(
     if reading.limit is not None or reading.text_column != "text":
         given = f"--max_train_samples {reading.limit}" if reading.limit else f"--text_column {reading.text_column}"
         raise ValueError(f"{given} is about rows, and {path} holds none; leave it out")
+    if path.is_dir() and not (path / META).exists():
+        holds = ", ".join(passed_over(path)[:STORIES]) or "nothing"
+        raise ValueError(
+            f"{path} is no token directory, for it has no {META}, and no folder of {' or '.join(IN_FOLDERS)}: it holds "
+            f"{holds}; name a file, or make tokens with python3 -m data_gen"
+        )
     if path.is_dir():
         return open_windows(path, length, vocab_size)
     if path.suffix == ".pkl":

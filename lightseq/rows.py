@@ -83,9 +83,22 @@ def _is_saved(path: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with rows below a folder, hidden ones aside, in name order."""
-    found = (p for p in sorted(folder.rglob("*")) if p.suffix in IN_FOLDERS and p.is_file())
+    """The files with rows below a folder, in name order."""
+    return [path for path in _visible(folder) if path.suffix in IN_FOLDERS]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """All files below a folder, hidden ones aside, in name order."""
+    found = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+
+
+def passed_over(source: str | Path) -> list[str]:
+    """The files of a folder that are not read, as they are named in it; of a saved data set, and of a file, none."""
+    path = Path(source)
+    if not path.is_dir() or _is_saved(path):
+        return []
+    return [str(p.relative_to(path)) for p in _visible(path) if p.suffix not in IN_FOLDERS]
 
 
 def _object(value: Any, where: str) -> Row:

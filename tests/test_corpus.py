@@ -229,6 +229,20 @@ def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
         assert bytes(int(examples[i].input_ids[0]) for i in range(len(examples))) == texts
 
 
+def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    lines(folder / "a.jsonl", {"text": "a"})
+    for name in ("b.json", "c.jsonl.gz", "d.txt", "e.arrow", "f.JSONL", "g.csv", ".h.jsonl"):
+        (folder / name).write_text("{}")
+    examples = opened(folder)
+    said = f"{folder}: 6 files passed over (b.json, c.jsonl.gz, d.txt, e.arrow, f.JSONL, …)"
+    assert any(note.startswith(said) for note in examples.notes)
+    assert examples.source.meta["passed_over"]["files"] == 6
+    (folder / "a.jsonl").unlink()
+    assert "no folder of .jsonl or .parquet: it holds b.json, c.jsonl.gz, d.txt" in refusal(folder)
+
+
 def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
