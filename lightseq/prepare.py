@@ -32,6 +32,7 @@ from lightseq.packing import PackedExamples, open_packed
 from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 
+UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
 LOCK = "lock"  # in the output directory, of the run that writes there
 
 
@@ -182,16 +183,22 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
         )
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
-    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config))
+    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config, sequence_size))
     lora = lora_of(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
 
-def _warnings(config: TrainConfig, model_config: PreTrainedConfig) -> list[str]:
+def _warnings(config: TrainConfig, model_config: PreTrainedConfig, sequence_size: int) -> list[str]:
     context = context_warning(model_config, config.model_max_length)
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
-    return ([context] if context else []) + ([casts] if eager else [])
+    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
+    areas = (
+        f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
+        "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
+        "--schedule out, or take striped or ulysses"
+    )
+    return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
 
 
 def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:

@@ -18,11 +18,13 @@ import llama3
 from lightseq import hf, weights
 from lightseq.config import TrainConfig
 from lightseq.data import BatchStream, permutation
+from lightseq.documents import balance, packed_schedule
 from lightseq.examples import IGNORE_INDEX
 from lightseq.family import preset_config
 from lightseq.mesh import World
 from lightseq.packing import PackedExamples, best_fit, open_packed
 from lightseq.prepare import prepare
+from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
 
@@ -285,6 +287,23 @@ def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> No
     world = World(0, 1, 0, 1, CPU)
     with pytest.raises(ValueError, match="documents of many lengths into a sequence, and RoPE dynamic scales with one"):
         prepare(config, llama3.FAMILY, world)
+
+
+def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1, 2, 3]]}))
+
+    def warned(schedule: str, ranks: int, packing: str = "best_fit") -> bool:
+        config = TrainConfig(
+            model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing=packing,
+            output_dir=f"{tmp_path}/run", schedule=schedule, max_steps=1,
+        )  # fmt: skip
+        notes = prepare(config, llama3.FAMILY, World(0, ranks, 0, ranks, CPU)).notes
+        return any(note.startswith(f"warning: --schedule {schedule} gives each rank the same part") for note in notes)
+
+    for schedule in SCHEDULES:
+        table = packed_schedule(make_schedule(schedule, 8), (0, 100, 700, 720, 724, 1024))
+        assert warned(schedule, 8) == (balance(table) < 0.9), f"{schedule}: {balance(table)}"
+    assert not warned("ring", 1) and not warned("ring", 8, "none") and not warned("auto", 8)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
