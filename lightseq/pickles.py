@@ -43,18 +43,26 @@ def load_plain_pickle(path: Path) -> Any:
 
 
 def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
-    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers."""
+    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers.
+
+    An 'attention_mask' may stand beside them, and hide nothing.
+    """
     content = load_plain_pickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
         raise ValueError(f"{path} is not a dict whose 'input_ids' is a list of lists of token ids; write it so")
-    sequences, all_labels = content["input_ids"], content.get("labels")
-    if all_labels is not None and (not isinstance(all_labels, list | tuple) or len(all_labels) != len(sequences)):
-        raise ValueError(f"{path}: 'labels' is not a list with one entry for each of {len(sequences)} input_ids")
+    sequences, all_labels, masks = content["input_ids"], content.get("labels"), content.get("attention_mask")
+    for name, column in (("labels", all_labels), ("attention_mask", masks)):
+        if column is not None and (not isinstance(column, list | tuple) or len(column) != len(sequences)):
+            raise ValueError(f"{path}: {name!r} is not a list with one entry for each of {len(sequences)} input_ids")
     for index, sequence in enumerate(sequences):
         ids = _integers(sequence, f"{path} sequence {index}")
         labels = ids if all_labels is None else _integers(all_labels[index], f"{path} labels {index}")
         if len(labels) != len(ids):
             raise ValueError(f"{path} sequence {index}: {len(ids)} input_ids but {len(labels)} labels; align them")
+        if masks is not None and not _integers(masks[index], f"{path} attention_mask {index}").all():
+            raise ValueError(
+                f"{path} sequence {index}: its attention_mask hides tokens, as of padding; write it without them"
+            )
         yield ids, labels
 
 

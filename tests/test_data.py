@@ -159,6 +159,11 @@ def test_a_pickle_is_one_example_a_sequence_cut_and_counted(tmp_path: Path) -> N
     )
 
 
+def test_a_pickle_may_hold_a_mask_that_hides_nothing(tmp_path: Path) -> None:
+    content = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}
+    assert as_lists(open_examples(pickle_file(tmp_path / "data.pkl", content), 4, 10), 0)[0] == [1, 2, 3]
+
+
 def test_labels_of_a_pickle_are_shifted_once(tmp_path: Path) -> None:
     content = {"input_ids": [[1, 2, 3, 4, 5]], "labels": [[-100, -100, 3, 4, 5]]}
     examples = open_examples(pickle_file(tmp_path / "data.pkl", content), length=4, vocab_size=10)
@@ -232,6 +237,8 @@ def test_a_damaged_or_hostile_pickle_is_one_line(tmp_path: Path, damaged: bytes)
         {"input_ids": [[1, 1 << 70]]},
         {"input_ids": [[1, 2]], "labels": [[1, 2], [3]]},
         {"input_ids": [[1, 2]], "labels": [[1]]},
+        {"input_ids": [[1, 2]], "attention_mask": [[1, 1], [1]]},
+        {"input_ids": [[3, 4], [1, 0]], "attention_mask": [[1, 1], [1, 0]]},
         {"input_ids": []},
         {"input_ids": [[], [1]]},
     ],
