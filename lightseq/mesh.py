@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class World:
     local_size: int
     device: torch.device
     restarts: int = 0  # how often the launcher has started this run anew
-    launch: str = ""  # the launcher's name for the run, the same after a restart
+    launch: str = ""  # one launcher's work, the same on every rank and after a restart
 
     @property
     def is_main(self) -> bool:
@@ -124,26 +125,29 @@ def start(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
+    store = _store(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
-        store=_store(restarts, timeout),
+        store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
         rank=rank,
         world_size=size,
     )
     try:
-        local_size, launch = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("TORCHELASTIC_RUN_ID", "")
+        # Not the launcher's own name for it: unless told one, it calls every launch "none".
+        launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
     finally:
         dist.destroy_process_group()
 
 
-def _store(restarts: int, timeout: timedelta) -> dist.Store:
-    """Where the processes meet. A launcher that starts them again keeps its store, with addresses that are dead."""
+def _store(timeout: timedelta) -> dist.Store:
+    """Where the processes meet; a launcher that starts them again keeps it."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"start {restarts}", store)
+    return store
 
 
 def agree(world: World, prepare: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import FAMILIES, Ended, program
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from worlds import spawn
+from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
 from lightseq import journal, trainer, weights
@@ -281,6 +281,27 @@ def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files
     end = spawn(2, program, "llama2", words, 1, "two")[0]
     assert end.status == 2 and "already holds a run" in end.err
     assert files.records("others") == before and files.checkpoints("others") == ["checkpoint-1", "checkpoint-2"]
+
+
+LAUNCHED = """
+import sys
+from lightseq.mesh import start
+with start(60) as world, open(sys.argv[1], "a") as file:
+    file.write(f"{world.launch}\\n")
+sys.exit(not world.restarts)
+"""
+
+
+def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Told nothing else, torch's launcher has one name for all that it ever starts."""
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    launcher = "-m torch.distributed.run --nproc_per_node=1 --max_restarts=1 --master_port"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    for _ in range(2):
+        words = f"{launcher} {free_port()} {tmp_path}/launched.py {tmp_path}/launches"
+        subprocess.run([sys.executable, *words.split()], env=environment, check=True, capture_output=True, timeout=120)
+    first, again, *second = (tmp_path / "launches").read_text().splitlines()
+    assert first == again and second == [second[0]] * 2 and first != second[0]
 
 
 KILLED = """

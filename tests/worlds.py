@@ -26,7 +26,7 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
             ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.trainer"]
         )
     queue = context.SimpleQueue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=_enter, args=(rank, world, port, device, queue, fn, args), daemon=True)
         for rank in range(world)
@@ -65,7 +65,7 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
         os._exit(1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
