@@ -155,16 +155,25 @@ class Watchdog:
 
     def _give_up(self, text: str) -> None:
         """Leaves the stacks of all threads in a file, says the verdict once, and ends this process."""
+        try:
+            self._write_stacks(text)
+            where = f"where every rank was is in {self._stacks}"
+        except OSError as error:
+            where = f"where rank {self._world.rank} was is not in {self._stacks} ({error.strerror})"
+        first = True
+        with suppress(RuntimeError):  # the store may be what is gone
+            first = self._store is None or self._store.add("said", 1) == 1
+        if first:
+            print(f"error: {text}; {where}", file=sys.stderr, flush=True)
+        time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
+        leave(STATUS)
+
+    def _write_stacks(self, text: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
-        path = self._stacks / f"rank{self._world.rank}.txt"
-        with path.open("w") as file:
+        with (self._stacks / f"rank{self._world.rank}.txt").open("w") as file:
             file.write(text + "\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        if self._store is None or self._store.add("said", 1) == 1:
-            print(f"error: {text}; where every rank was is in {self._stacks}", file=sys.stderr, flush=True)
-        time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
-        leave(STATUS)
 
 
 def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:

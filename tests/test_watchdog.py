@@ -142,6 +142,34 @@ def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None
     )
 
 
+class Gone(Unreachable):
+    """A store whose holder was killed."""
+
+    def set(self, key: str, value: str) -> None:
+        if json.loads(value)["number"]:
+            raise RuntimeError("Broken pipe")
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("holds", ["a folder", "nothing"])
+def test_who_can_ask_no_store_and_write_no_file_still_says_so_and_ends(
+    holds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr("lightseq.watchdog.leave", ends.append)
+    stacks = tmp_path / "hang"
+    if holds == "nothing":
+        stacks.write_text("a file of that name")
+    with Watchdog(World(1, 2, 1, 2, torch.device("cpu")), 0.5, stacks, store=Gone()) as watchdog:  # type: ignore
+        watchdog._thread.join(20)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ends == [STATUS] and line.startswith("error: the store that the ranks meet in is gone")
+    where = "where every rank was is in" if holds == "a folder" else "where rank 1 was is not in"
+    assert f"; {where} {stacks}" in line
+
+
 def test_a_verdict_names_who_is_to_blame() -> None:
     beats = [beat(0, 5, "backward"), beat(1, 5, "data"), beat(2, 5, "forward"), beat(3, 5, "data")]
     behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
