@@ -2,15 +2,18 @@
 
 Every rank tells a shared store once a second where it is, from a thread that goes on while the main one waits in a
 collective. A rank whose beat stops is dead or frozen; among ranks that still beat, the one that is furthest behind is
-who the others wait for.
+who the others wait for. Where a rank's death breaks a connection, the others' main threads end with an error that does
+not say whose end it was: they wait for its beats to stop, and name it.
 """
 
 import faulthandler
 import json
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -66,6 +69,7 @@ class Watchdog:
         if self._store is not None:
             self._publish(self._here(0))
         self._asked: float | None = None  # since when the store owes an answer
+        self._error: Exception | None = None  # that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         if self._store is not None:
@@ -78,14 +82,26 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """This rank is done, and the others need not hear of it again; after an error they should miss it."""
+        if self._store is not None and isinstance(error, Exception):
+            self._error = error
+            self._wait_for_a_verdict()
         self.mark(None, "end")
         self._closed.set()
         self._thread.join(self._timeout)
         if self._store is not None and kind is None and not self._thread.is_alive():
             with suppress(RuntimeError):  # the launcher may be gone already
                 self._publish(self._here(-1))
+
+    def _wait_for_a_verdict(self) -> None:
+        """The error may be another rank's end, which shows when that rank's beats stop; then this process ends here.
+
+        Meanwhile it lives on after a SIGTERM, which a launcher sends to all others as soon as one has ended.
+        """
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._thread.join((SILENT_BEATS + 3) * self._interval)
+        signal.signal(signal.SIGTERM, before)
 
     def _watch(self) -> None:
         number = 0
@@ -147,14 +163,21 @@ class Watchdog:
 
     def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
         """Ranks that have beaten before and do no more."""
-        now, patience = time.monotonic(), max(SILENT_BEATS * self._interval, min(self._timeout / 2, SILENT_SECONDS))
+        now, patience = time.monotonic(), SILENT_BEATS * self._interval
+        if self._error is None:
+            patience = max(patience, min(self._timeout / 2, SILENT_SECONDS))
         for beat in beats:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
         return [beat for beat in beats if beat.phase != "end" and now - self._heard[beat.rank][1] > patience]
 
     def _give_up(self, text: str) -> None:
-        """Leaves the stacks of all threads in a file, says the verdict once, and ends this process."""
+        """Leaves the stacks of all threads in a file, says the verdict once, and ends this process.
+
+        An error of this rank is shown besides, for it may be its own.
+        """
+        if self._error is not None:
+            traceback.print_exception(self._error)
         try:
             self._write_stacks(text)
             where = f"where every rank was is in {self._stacks}"
@@ -172,6 +195,7 @@ class Watchdog:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with (self._stacks / f"rank{self._world.rank}.txt").open("w") as file:
             file.write(text + "\n")
+            file.writelines(traceback.format_exception(self._error) if self._error is not None else ())
             file.flush()
             faulthandler.dump_traceback(file)
 

@@ -37,13 +37,12 @@ with start(60) as world:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "dies":
                     os._exit(9)
+                if what == "raises":
+                    raise ValueError("of its own")
                 if what == "falls behind":
                     time.sleep(1000)
             watchdog.mark(step, "forward")
-            if what == "dies":  # the others wait where no closed connection wakes them
-                time.sleep(0.2 if step < 3 else 1000)
-            else:
-                dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1))
     print("done", world.rank)
 """
 
@@ -81,7 +80,8 @@ def run(what: str, folder: Path) -> list[tuple[int | None, str, str]]:
     ("what", "words"),
     [
         ("freezes", "no sign of life from rank 1 on"),
-        pytest.param("dies", "no sign of life from rank 1 on", marks=pytest.mark.slow),
+        ("dies", "no sign of life from rank 1 on"),
+        pytest.param("raises", "no sign of life from rank 1 on", marks=pytest.mark.slow),
         pytest.param("falls behind", "rank 1 on", marks=pytest.mark.slow),
     ],
 )
@@ -90,7 +90,12 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
     # The second to end may see the connection of the first close before its own watchdog gets to it.
     assert STATUS in (ends[0][0], ends[2][0]) and all(ends[rank][0] for rank in (0, 2)), ends
     said = "".join(err for _, _, err in ends)
-    assert said.count("error: ") == 1 and words in said and "step 3, data" in said, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert words in line and "step 3, data" in line, said
+    if what == "raises":
+        assert ends[1][0] == 1 and "ValueError: of its own" in ends[1][2]
+    if what in ("dies", "raises"):
+        assert "Traceback" in ends[0][2], "an error of another rank's end may be this rank's own"
     if what == "falls behind":
         assert ends[1][0] and "fell behind: others are at step 3, forward" in said
     stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
