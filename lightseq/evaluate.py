@@ -28,7 +28,8 @@ from lightseq.evaluation_tasks import (
     lengths_of,
 )  # fmt: skip
 from lightseq.family import Family
-from lightseq.mesh import World, agree, is_main_process, start
+from lightseq.masking import masked
+from lightseq.mesh import World, agree, is_main_process, secrets, start
 from lightseq.metrics import hardware, versions
 from lightseq.prepare import find_model
 from lightseq.run_facts import describe
@@ -177,13 +178,14 @@ def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
     """What it takes to do this again."""
     data = None if config.data_path == NOWHERE else config.data_path
-    return {
+    about = {
         "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
         "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
         "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
         "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
     }  # fmt: skip
+    return masked(about, secrets())  # type: ignore[no-any-return]
 
 
 def _write(directory: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:

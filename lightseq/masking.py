@@ -8,9 +8,8 @@ MASK: Final = "***"
 LEAST_LETTERS: Final = 6  # of a known secret: shorter ones would mask ordinary words
 
 # Names end so; the tokens of a vocabulary do too.
-NAMES: Final = re.compile(
-    r"(?i)(?:token|secret|password|passwd|credentials?|api[_-]?key|access[_-]?key|private[_-]?key)$"
-)
+ENDS: Final = r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
+NAMES: Final = re.compile(rf"(?i){ENDS}$")
 NOT_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
 FORMS: Final = (
     re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),  # user:password@host
@@ -19,7 +18,7 @@ FORMS: Final = (
     re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]+"),  # a JSON web token
     re.compile(r"(?i)(?<=bearer )[\w.~+/-]+"),
 )
-IN_COMMANDS: Final = re.compile(r"(?i)(--?[\w-]*(?:token|secret|password|api[_-]?key)[ =]+)[^\s'\"]+")
+IN_COMMANDS: Final = re.compile(rf"(?i)(--?[\w-]*{ENDS}[ =]+)[^\s'\"]+")
 
 
 def is_secret_name(name: str) -> bool:

@@ -24,8 +24,9 @@ from torch import nn
 from lightseq.command_line import parse
 from lightseq.config import TrainConfig
 from lightseq.family import Family
+from lightseq.masking import masked
 from lightseq.memory import GIB, Breakdown, advice
-from lightseq.mesh import World, agree, start
+from lightseq.mesh import World, agree, secrets, start
 from lightseq.metrics import hardware, versions
 from lightseq.parallelize import MOST_WHOLE_TOKENS
 from lightseq.prepare import Inputs, prepare
@@ -166,4 +167,4 @@ def made_up_inputs(config: TrainConfig, family: Family, world: World, folder: Pa
 def _write(directory: Path, result: Rehearsal, config: TrainConfig, world: World) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     record = {**asdict(result), "config": config.to_json(), "hardware": hardware(world.device), "versions": versions()}
-    (directory / RECORD).write_text(json.dumps(record) + "\n")
+    (directory / RECORD).write_text(json.dumps(masked(record, secrets())) + "\n")

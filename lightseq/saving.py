@@ -11,7 +11,8 @@ import torch
 from lightseq import adapters, checkpoint, state_files, weights
 from lightseq.config import TrainConfig
 from lightseq.engine import Engine
-from lightseq.mesh import World, leave
+from lightseq.masking import masked
+from lightseq.mesh import World, leave, secrets
 from lightseq.prepare import Inputs
 from lightseq.saver import SaveError, Saver
 from lightseq.terminal import Terminal
@@ -52,6 +53,7 @@ class Saving:
     def save(self, step: int, eval_loss: float | None) -> Path:
         facts = {checkpoint.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoint.LOSS: eval_loss}
+        facts = masked(facts, secrets())
         tensors = self._engine.tensors()
         if tensors is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)

@@ -25,7 +25,7 @@ from lightseq.command_line import parse
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.kernels import KernelSpec
-from lightseq.mesh import World, agree, check_sequence_size, start
+from lightseq.mesh import World, agree, check_sequence_size, secrets, start
 from lightseq.prepare import Inputs, prepare
 from lightseq.rehearsal import NOWHERE, shared_folder
 from lightseq.verify_kernels import kernel_rows
@@ -70,7 +70,7 @@ def verify(family: Family, argv: Sequence[str], world: World) -> int:
         print(f"{'all passed' if not status[0] else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
         if path is not None:
             header = {"command": command, "seconds": seconds, "passed": not status[0]}
-            write(path, header | {"config": asked.to_json(), "versions": versions}, rows)
+            write(path, header | {"config": asked.to_json(), "versions": versions}, rows, secrets())
         sys.stdout.flush()
     dist.barrier()  # a launcher ends every process as soon as one has ended: not before the table is out
     return status[0]

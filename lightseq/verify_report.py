@@ -1,7 +1,7 @@
 """What verification found: a row for every question, drawn as a table and written as JSONL."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -11,6 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+
+from lightseq.masking import masked
 
 T = TypeVar("T")
 PASS, FAIL, WARN, SKIP = "pass", "FAIL", "warn", "-"
@@ -48,9 +50,10 @@ def table(rows: Iterable[Row]) -> Table:
     return out
 
 
-def write(path: Path, header: Mapping[str, Any], rows: Iterable[Row]) -> None:
+def write(path: Path, header: Mapping[str, Any], rows: Iterable[Row], secrets: Collection[str]) -> None:
+    """Without `secrets` and whatever else looks like one."""
     lines = [header, *({"check": r.check, "status": r.status, "detail": r.detail, **r.figures} for r in rows)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(masked(line, secrets)) + "\n" for line in lines))
 
 
 def gathered(mine: T) -> list[T]:

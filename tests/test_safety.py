@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightseq import state_files, weights
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
-from lightseq.masking import masked
+from lightseq.masking import is_secret_name, masked
 from lightseq.mesh import keep_compiled_kernels
 from lightseq.metrics import RUN, write_run
 from lightseq.weights import INDEX, WEIGHTS
@@ -144,8 +144,15 @@ def test_no_secret_is_written_down(tmp_path: Path) -> None:
     assert run["config"]["model_name_or_path"] == "https://***@host/model" and run["config"]["notes"][3] == "***"
 
 
+@pytest.mark.parametrize("name", ["OPENAI_KEY", "DB_PASS", "PGPASSWORD", "SSH_PASSPHRASE", "APIKEY", "pass"])
+def test_a_name_tells_a_secret(name: str) -> None:
+    assert is_secret_name(name) and masked({name: "x"}) == {name: "***"}
+    assert masked(f"curl --{name} hunter2") == f"curl --{name} ***"
+
+
 def test_what_is_no_secret_stays() -> None:
     words = "--model_name_or_path meta-llama/Llama-3.2-1B --tokenizer byte --output_dir outputs/sk-learn --seed 42"
+    assert not [name for name in ("BYPASS", "compass", "MONKEY", "tokens") if is_secret_name(name)]
     assert masked(words) == words and masked({"valid_tokens": "3", "eos_token": "</s>"}) == {
         "valid_tokens": "3",
         "eos_token": "</s>",

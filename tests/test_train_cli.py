@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -540,15 +541,18 @@ def test_tensorboard_gets_what_metrics_jsonl_gets(files: Files) -> None:
 
 def with_secrets(rank: int, family: str, words: str) -> Ended:
     os.environ.update(HF_TOKEN="secret-1", WANDB_API_KEY="secret-2", AWS_SECRET_ACCESS_KEY="secret-3")
+    os.environ.update(MY_SECRET="secret-4", OPENAI_KEY="secret-5", DB_PASS="secret-6")
     return program(rank, family, words)
 
 
 def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
-    words = files.words("llama3", "told", "--max_steps 2 --seed 7 --schedule balanced")
+    words = files.words(
+        "llama3", "told", "--max_steps 2 --seed 7 --schedule balanced --data_cache secret-4:secret-5:secret-6"
+    )
     assert [end.status for end in spawn(2, with_secrets, "llama3", words)] == [0, 0]
     output = files.root / "told"
     run = json.loads((output / "run.json").read_text())
-    assert run["command"] == f"llama3/train.py {words}" and run["config"]["seed"] == 7
+    assert run["command"] == f"llama3/train.py {re.sub('secret-.', '***', words)}" and run["config"]["seed"] == 7
     assert (run["schedule"], run["kernel"], run["transport"]) == ("balanced", "cpu", "gloo")
     assert run["versions"]["torch"] == torch.__version__ and run["versions"]["python"] == platform.python_version()
     assert run["hardware"]["device"] == "cpu" and run["world_size"] == run["sequence_ranks"] == 2

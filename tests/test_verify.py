@@ -30,6 +30,7 @@ from lightseq.tokens import write_token_directory
 from lightseq.verify_machines import differences
 from lightseq.verify_model import misplaced, misplaced_positions
 from lightseq.verify_plain import cut, made_up
+from lightseq.verify_report import PASS, Row, write
 from lightseq.verify_transport import slow_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -347,3 +348,10 @@ def test_the_command_prints_a_table_of_80_columns_and_leaves_only_its_record(tmp
     assert head["passed"] and head["command"].startswith("lightseq verify") and "torch" in head["versions"]
     gradients = next(row for row in rows if row["check"] == "gradients")
     assert set(gradients["errors"]) == set(gradients["allowed"]) and max(gradients["errors"].values()) < 1e-5
+
+
+def test_a_record_keeps_no_secret(tmp_path: Path) -> None:
+    row = Row("flags", PASS, "--tokenizer=correct horse", {"command": "correct horse"})
+    write(tmp_path / "verify.jsonl", {"config": {"tokenizer": "correct horse"}}, [row], ["correct horse"])
+    text = (tmp_path / "verify.jsonl").read_text()
+    assert "horse" not in text and text.count("***") == 3
