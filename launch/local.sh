@@ -35,6 +35,10 @@ fi
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
+# Asked to stop, the launcher passes the signal on, and ends ranks that last longer: a step and its checkpoint need that time.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
+
 command=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$processes" "$root/$family/train.py" "$@")
 printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" >&2
 exec "${command[@]}"

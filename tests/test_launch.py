@@ -5,9 +5,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ FLAGS = ("--model_name_or_path", "tiny-llama3", "--fsdp", "full_shard auto_wrap"
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
     """A folder with a `python` that has 3 GPUs and reports its arguments."""
-    report = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ.get('OMP_NUM_THREADS')]))\n"
+    report = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
     counts = "import sys\nif sys.argv[1] == '-c':\n    sys.exit(print(3))\n"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{counts}{report}")
     (tmp_path / "python").chmod(0o755)
@@ -35,10 +37,11 @@ def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subproce
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
 
 
-def reported(done: subprocess.CompletedProcess[str]) -> tuple[list[str], str]:
+def reported(done: subprocess.CompletedProcess[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment of the launcher."""
     assert done.returncode == 0, done.stderr
-    arguments, threads = json.loads(done.stdout.splitlines()[-1])
-    return arguments, threads
+    arguments, environment = json.loads(done.stdout.splitlines()[-1])
+    return arguments, environment
 
 
 def test_local_starts_one_process_a_gpu_and_passes_every_flag_as_it_is(stand_ins: Path) -> None:
@@ -60,9 +63,36 @@ def test_local_starts_two_processes_where_there_is_no_gpu(stand_ins: Path) -> No
 def test_local_shares_the_cores_among_its_processes(stand_ins: Path) -> None:
     environment = {"PYTHON": str(stand_ins / "python"), "NPROC": "1"}
     cores = subprocess.run(["nproc"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True).stdout.strip()
-    assert reported(run("local.sh", "llama3", cwd=stand_ins, **environment))[1] == cores
-    assert reported(run("local.sh", "llama3", cwd=stand_ins, **environment | {"NPROC": "4096"}))[1] == "1"
-    assert reported(run("local.sh", "llama3", cwd=stand_ins, OMP_NUM_THREADS="5", **environment))[1] == "5"
+    for given, threads in (({}, cores), ({"NPROC": "4096"}, "1"), ({"OMP_NUM_THREADS": "5"}, "5")):
+        done = run("local.sh", "llama3", cwd=stand_ins, **environment | given)
+        assert reported(done)[1]["OMP_NUM_THREADS"] == threads
+
+
+def test_local_leaves_a_run_that_is_asked_to_stop_the_time_to_save(stand_ins: Path) -> None:
+    environment = {"PYTHON": str(stand_ins / "python")}
+    _, found = reported(run("local.sh", "llama3", cwd=stand_ins, **environment))
+    assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300" and "SIGUSR1" in found["PET_SIGNALS_TO_HANDLE"]
+    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "900"}
+    assert given.items() <= reported(run("local.sh", "llama3", cwd=stand_ins, **environment, **given))[1].items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Path) -> None:
+    from data_gen.__main__ import main as data_gen
+
+    assert data_gen(f"synthetic --kind copy --documents 4 --length 64 --output {tmp_path}/data".split()) == 0
+    flags = f"--model_name_or_path tiny-llama3 --random_init --data_path {tmp_path}/data --output_dir {tmp_path}/out"
+    flags += " --model_max_length 64 --max_steps 100000"
+    given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NPROC": "2", "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "llama3", *flags.split()]
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        deadline, metrics = time.monotonic() + 60, tmp_path / "out" / "metrics.jsonl"
+        while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text()):
+            time.sleep(0.05)
+        launcher.send_signal(getattr(signal, name))
+        out, _ = launcher.communicate(timeout=60)
+    assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,15 @@ def test_a_job_is_requeued_only_when_asked_and_then_goes_on(reporting: Cluster) 
     assert later[-2:] == ["--resume_from_checkpoint", "auto"]
 
 
+def test_a_job_that_is_asked_to_stop_has_the_time_to_save(reporting: Cluster) -> None:
+    names = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
+    report = f"import json, os\nprint(json.dumps([os.environ[name] for name in {names}]))\n"
+    (reporting.programs / "srun").write_text(f"#!{sys.executable}\n{report}")
+    job = reporting.submit("sbatch launch/slurm/one_node.sbatch llama3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900")
+    seconds, signals = json.loads(job.out.splitlines()[-1])
+    assert seconds == "900" and "SIGUSR1" in signals
+
+
 def test_a_container_is_entered_by_srun(reporting: Cluster) -> None:
     command = "sbatch launch/slurm/one_node.sbatch llama3"
     srun, _, _ = split(reporting.submit(command, CONTAINER="my.toml"))

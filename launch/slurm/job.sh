@@ -186,6 +186,9 @@ job() {
     set_step "${#hosts[@]}" "$logs"
     # Threads for tokenising and the optimizer on the host; the launcher's own default is one.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+    # Asked to stop, the launcher passes the signal on, and ends ranks that last longer: a step and its checkpoint need that time.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+    export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
     command=("${step[@]}" "${launcher[@]}" "$family/train.py" "${flags[@]}")
     echo "launch: nodes ${#hosts[@]}, head ${hosts[0]}, logs in $logs/"
     printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" | tee -a "$logs/command.log"
