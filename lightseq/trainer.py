@@ -65,10 +65,10 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     with start(2 * _timeout(words, program)) as world:
         config = agree(world, lambda: after_restart(parse(words, program), world))
-        found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
-        inputs = agree(world, lambda: prepare(config, family, world, found))
-        command = f"{program} {shlex.join(words)}"
-        Trainer(config, inputs, world, command).train()
+        with Watchdog(world, config.step_timeout, Path(config.output_dir) / "hang") as watchdog:
+            found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
+            inputs = agree(world, lambda: prepare(config, family, world, found))
+            Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
 
 
 def _timeout(words: list[str], program: str) -> float:
@@ -90,6 +90,7 @@ class Trainer:
         command: str | None,
         rehearses: bool = False,
         stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
+        watchdog: Watchdog | None = None,  # None: nobody waits for its steps
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -144,7 +145,7 @@ class Trainer:
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.journal = Journal(self.metrics, self.terminal, world, trained, scaled=config.fp16)
-        self.watchdog: Watchdog | None = None  # while it trains
+        self._watchdog = watchdog
         self._stop: StopRequest | None = None  # while it trains
 
     def _host_memory_bytes(self) -> float:
@@ -172,13 +173,12 @@ class Trainer:
 
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
-        with Watchdog(self.world, self.config.step_timeout, self.output_dir / "hang") as self.watchdog:
-            around = self.saving.around() if self.saving is not None else nullcontext()
-            with StopRequest() as self._stop, self.explained_out_of_memory(), around:
-                try:
-                    saved, stopped_by = self._run_steps(self._stop)
-                finally:
-                    self._mark(None, "saving")
+        around = self.saving.around() if self.saving is not None else nullcontext()
+        with StopRequest() as self._stop, self.explained_out_of_memory(), around:
+            try:
+                saved, stopped_by = self._run_steps(self._stop)
+            finally:
+                self._mark(None, "saving")
         self.terminal.close()
         if self.metrics is not None:
             best = checkpoint.best(self.output_dir) if self.config.keep_best else None
@@ -309,8 +309,8 @@ class Trainer:
             yield
 
     def _mark(self, step: int | None, phase: str) -> None:
-        if self.watchdog is not None:
-            self.watchdog.mark(step, phase)
+        if self._watchdog is not None:
+            self._watchdog.mark(step, phase)
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
         """Mean loss over every valid token of the evaluation data, whole and by position."""

@@ -140,14 +140,14 @@ class Watchdog:
 
     def _judge(self, here: Beat) -> str | None:
         """What is wrong, in the words of whoever saw it first; None as long as all is well."""
+        late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
         if self._store is None:
-            return f"{here} does not go on" if here.seconds > self._timeout else None
+            return f"{here} does not go on" if late else None
         self._publish(here)
         if self._store.check(["verdict"]):
             return self._store.get("verdict").decode()
         beats = self._beats()
         silent = self._silent(beats)
-        late = here.seconds > self._timeout
         if not silent and not late:
             return None
         if late:  # who has not even begun by now never will

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from itertools import count
@@ -328,6 +329,24 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, timeout=120)
     train(2, "llama2", files.words("llama2", "unkilled", "--max_steps 5 --save_steps 2"))
     assert files.losses("restarted") == files.losses("unkilled")
+
+
+def preparing(rank: int, family: str, words: str) -> Ended:
+    """A program whose second rank fetches for longer than a step may take."""
+    prepare = trainer.prepare
+
+    def longer(*arguments: Any) -> Any:
+        assert "watchdog" in {thread.name for thread in threading.enumerate()}
+        time.sleep(3.0 * rank)
+        return prepare(*arguments)
+
+    trainer.prepare = longer
+    return program(rank, family, words)
+
+
+def test_a_run_is_watched_from_its_start_and_may_take_its_time_until_its_first_step(files: Files) -> None:
+    words = files.words("llama2", "prepared", "--max_steps 1 --save_strategy no --step_timeout 2")
+    assert [end.status for end in spawn(2, preparing, "llama2", words)] == [0, 0]
 
 
 def test_a_run_resumes_into_another_directory(files: Files) -> None:

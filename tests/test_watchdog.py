@@ -119,6 +119,16 @@ def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
         assert watchdog._here(1).place == (7, PHASES.index("evaluation"))
 
 
+def test_who_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
+    ends: list[str] = []
+    with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 0.2, tmp_path, ends.append) as watchdog:
+        time.sleep(0.6)
+        assert not ends
+        watchdog.mark(1, "data")
+        watchdog._thread.join(20)
+    assert len(ends) == 1 and "(step 1, data, for" in ends[0]
+
+
 class Unreachable:
     """A store behind a cut cable."""
 
