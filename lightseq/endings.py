@@ -4,10 +4,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
+from lightseq.checkpoint import checkpoints
 from lightseq.config import TrainConfig
 from lightseq.memory import Breakdown
 from lightseq.mesh import World, first_to, leave
@@ -55,11 +57,14 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
         raise SystemExit(1) from error
 
 
-def end_for_skipped_steps(step: int, skipped: int, what: str, world: World, terminal: Terminal) -> None:
-    """Ends the run, on every rank, after `skipped` steps in a row from which nothing was learnt."""
+def end_for_skipped_steps(
+    step: int, skipped: int, what: str, output_dir: Path, world: World, terminal: Terminal
+) -> None:
+    """Ends the run, on every rank, after `skipped` steps in a row, the last of them `step`, that changed no weight."""
     if world.is_main:
         terminal.close()
-        line = f"error: {skipped} steps in a row were skipped, the last because {what}; resume from a checkpoint before"
-        rest = f"step {step - skipped + 1} with other data or a lower --learning_rate"
-        print(line, rest, file=sys.stderr, flush=True)
+        saved = checkpoints(output_dir)
+        go_on = f"go on from {saved[-1]}, whose weights no skipped step has changed," if saved else "begin anew"
+        which = f"steps {step - skipped + 1} to {step} were skipped, the last because {what}"
+        print(f"error: {which}; {go_on} with other data or a lower --learning_rate", file=sys.stderr, flush=True)
     raise SystemExit(1)

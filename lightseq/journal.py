@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lightseq.endings import end_for_skipped_steps
@@ -22,9 +23,15 @@ class Journal:
     """
 
     def __init__(
-        self, metrics: MetricsFile | None, terminal: Terminal, world: World, trained: Sequence[str], scaled: bool
+        self,
+        metrics: MetricsFile | None,
+        terminal: Terminal,
+        world: World,
+        output_dir: Path,
+        trained: Sequence[str],
+        scaled: bool,
     ) -> None:
-        self._metrics, self._terminal, self._world = metrics, terminal, world
+        self._metrics, self._terminal, self._world, self._output_dir = metrics, terminal, world, output_dir
         self._trained, self._scaled = trained, scaled
         self.losses: list[float] = []
         self._skipped = 0  # steps in a row, up to the last record
@@ -33,20 +40,23 @@ class Journal:
         """Waits for the device to have finished a window, if there is one, and says what came of it."""
         if closed is None:
             return
-        record, sick = closed.record(), closed.sick_parameter()
+        record = closed.record()
         if record.loss is not None:
             self.losses.append(record.loss)
         self.log(asdict(record))
-        self._skipped = self._skipped + record.skipped_steps if record.skipped_steps == closed.steps else 0
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(closed.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
-        too_high_a_scale = self._scaled and self._skipped < MOST_SKIPPED
-        if sick is not None and not too_high_a_scale:
-            what = f"the gradient of {self._trained[sick]} is not finite"
-            self._note(f"step {record.step}: {what}; the step was skipped")
+        sick = closed.sick_parameters()
+        for step in range(record.step - closed.steps + 1, record.step + 1):
+            self._skipped = self._skipped + 1 if step in sick else 0
+            too_high_a_scale = self._scaled and self._skipped < MOST_SKIPPED
+            if step not in sick or too_high_a_scale:
+                continue
+            what = f"the gradient of {self._trained[sick[step]]} is not finite"
+            self._note(f"step {step}: {what}; the step was skipped")
             if self._skipped >= MOST_SKIPPED:
-                end_for_skipped_steps(record.step, self._skipped, what, self._world, self._terminal)
+                end_for_skipped_steps(step, self._skipped, what, self._output_dir, self._world, self._terminal)
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:

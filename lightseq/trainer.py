@@ -144,7 +144,7 @@ class Trainer:
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.journal = Journal(self.metrics, self.terminal, world, trained, scaled=config.fp16)
+        self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16)
         self._watchdog = watchdog
         self._stop: StopRequest | None = None  # while it trains
 

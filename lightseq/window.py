@@ -88,8 +88,7 @@ class Window:
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
         learnt = torch.stack([result.targets for result in self.results]) > 0
-        counts = torch.stack([learnt.sum(dtype=torch.float64), (sick >= 0).sum(dtype=torch.float64)])
-        numbers = torch.cat([*reduced, norm.reshape(1), counts, sick.max().reshape(1)])
+        numbers = torch.cat([*reduced, norm.reshape(1), learnt.sum(dtype=torch.float64).reshape(1), sick])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         pauses, saving = tuple(self._pauses), tuple(self.saving)
@@ -115,16 +114,16 @@ class Closed:
     saving: tuple[tuple[Moment, Moment], ...]
     arrived: Moment
 
-    def sick_parameter(self) -> int | None:
-        """The number of a parameter whose gradient was not finite in one of the steps. Once `record` has waited."""
-        sick = int(self.numbers[-1])
-        return sick if sick >= 0 else None
+    def sick_parameters(self) -> dict[int, int]:
+        """Of every skipped step, the first parameter whose gradient was not finite. Once the figures are there."""
+        first, found = self.step - self.steps + 1, self.numbers[-self.steps :].tolist()
+        return {first + i: int(parameter) for i, parameter in enumerate(found) if parameter >= 0}
 
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
         loss, valid, squares, sent, own_seconds, data_seconds, allocated, *rest = self.numbers.tolist()
-        reserved, rss, offloaded, imbalance, slowest, norm, learnt, skipped, _ = rest
+        reserved, rss, offloaded, imbalance, slowest, norm, learnt, *_ = rest
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
@@ -141,7 +140,7 @@ class Closed:
             step=self.step,
             loss=loss / learnt if learnt else None,
             grad_norm=norm,
-            skipped_steps=round(skipped),
+            skipped_steps=len(self.sick_parameters()),
             steps_without_target=self.steps - round(learnt),
             learning_rate=self.learning_rate,
             tokens=tokens,

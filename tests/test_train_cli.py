@@ -214,8 +214,20 @@ def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files
     words = files.words("llama2", "sicker", "--max_steps 9 --save_steps 2")
     ends = spawn(2, sick, "llama2", words, tuple(range(3, 10)))
     assert [end.status for end in ends] == [1, 1]
-    assert "error: 3 steps in a row were skipped, the last because the gradient of model.layers.1" in ends[0].err
+    assert "error: steps 3 to 5 were skipped, the last because the gradient of model.layers.1" in ends[0].err
+    assert "/sicker/checkpoint-" in ends[0].err and ", whose weights no skipped step has changed, with" in ends[0].err
     assert ends[1].err == "" and "checkpoint-2" in files.checkpoints("sicker")
+
+
+def test_sick_steps_are_counted_one_by_one_however_seldom_the_log(files: Files) -> None:
+    """Windows of four: two in a row across a border end no run, three do."""
+    words = files.words("llama2", "seldom", "--max_steps 12 --save_strategy no --logging_steps 4")
+    ends = spawn(2, sick, "llama2", words, (2, 4, 5, 8, 9, 10, 11))
+    assert [end.status for end in ends] == [1, 1]
+    assert [r["skipped_steps"] for r in files.records("seldom")] == [2, 2, 3]
+    noted = [step for step in range(1, 13) if f"step {step}: the gradient of model.layers.1" in ends[0].out]
+    assert noted == [2, 4, 5, 8, 9, 10]
+    assert "error: steps 8 to 10 were skipped" in ends[0].err and "; begin anew with other data" in ends[0].err
 
 
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
