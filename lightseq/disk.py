@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB, MASTER_BYTES, moments_of
+from lightseq.tokens import plural
 
 
 def saved_bytes(parameters: int, config: TrainConfig) -> int:
@@ -24,7 +25,8 @@ def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -
 
 
 def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config: TrainConfig) -> str | None:
-    """A warning, if not all that a run will hold at once finds room. Raises ValueError if not even one checkpoint does.
+    """What the checkpoints that a run will hold at once take: a warning, if not all find room. Raises ValueError if not
+    even one does.
 
     `there` checkpoints lie in the directory, which may have yet to be made.
     """
@@ -40,10 +42,11 @@ def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config:
         )
     limit = config.save_total_limit
     held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))  # old ones go last
+    said = f"{plural(held, 'checkpoint')} at once: about {_shown(held * one_bytes)}, each {sizes}"
     if held * one_bytes <= free:
-        return None
+        return said
     remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"
-    return f"warning: {held} checkpoints take about {_shown(held * one_bytes)}, each {sizes}; {remedy}, or free some"
+    return f"warning: {said}; {remedy}, or free some"
 
 
 def _shown(size: float) -> str:

@@ -57,6 +57,18 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
         raise SystemExit(1) from error
 
 
+@contextmanager
+def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
+    """A disk that takes no more of a file: one line, and this rank ends."""
+    try:
+        yield
+    except OSError as error:
+        terminal.close()
+        why = f"error: rank {world.rank}: {path} cannot be written: {error.strerror}"
+        print(f"{why}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
 def end_for_skipped_steps(
     step: int, skipped: int, what: str, output_dir: Path, world: World, terminal: Terminal
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightseq.endings import end_for_skipped_steps
+from lightseq.endings import end_for_skipped_steps, explained_writing
 from lightseq.mesh import World
 from lightseq.metrics import MetricsFile
 from lightseq.terminal import Terminal
@@ -60,7 +60,8 @@ class Journal:
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
-            self._metrics.write(record)
+            with explained_writing(self._metrics.path, self._world, self._terminal):
+                self._metrics.write(record)
             self._terminal.show(record)
 
     def _note(self, line: str) -> None:

@@ -87,12 +87,12 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     one_bytes, there = saved_bytes(trained, config), len(checkpoint.checkpoints(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
-    little_room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
+    room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed + profiled
-    notes += (little_room,) if little_room else ()
+    notes += (room,) if room else ()
     return Inputs(
         model.config,
         directory,
@@ -239,10 +239,15 @@ def lock(output_dir: Path, world: World) -> TextIO:
         raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         held.seek(0)
         raise ValueError(
             f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; name another"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
+            "one on another file system"
         ) from error
     held.truncate(0)
     held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world)}")

@@ -411,15 +411,20 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     gib = 2**30
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
     output = tmp_path / "not" / "yet"
-    assert disk.check_disk(output, 2 * gib, 5, 0, config) is None
+    assert str(disk.check_disk(output, 2 * gib, 5, 0, config)).startswith(
+        "5 checkpoints at once: about 10.0 GiB, each 2.0"
+    )
     assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
         disk.check_disk(output, 11 * gib, 1, 0, config)
     warning = disk.check_disk(output, 2 * gib, 6, 0, config)
-    assert warning and "6 checkpoints take about 12.0 GiB" in warning and "give --save_total_limit" in warning
-    assert disk.check_disk(output, 3 * gib, 100, 0, limited) is None, "two stay while a third is written"
-    assert disk.check_disk(output, 4 * gib, 100, 0, limited) is not None
-    assert disk.check_disk(output, 4 * gib, 100, 1, limited) is None, "one of the three is there already"
+    assert warning and "6 checkpoints at once: about 12.0 GiB" in warning and "give --save_total_limit" in warning
+
+    def warns(one: int, there: int) -> bool:
+        return str(disk.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
+
+    assert not warns(3, there=0), "two stay while a third is written"
+    assert warns(4, there=0) and not warns(4, there=1), "one of the three is there already"
 
 
 def test_the_reckoning_is_close_to_what_a_checkpoint_takes(files: Path) -> None:

@@ -1,5 +1,6 @@
 """A training run from its command line to its files: both programs, resuming, checkpoints, evaluation, metrics."""
 
+import errno
 import gzip
 import json
 import math
@@ -33,7 +34,7 @@ from lightseq.command_line import parse
 from lightseq.engine import FsdpEngine, Update
 from lightseq.memory import Breakdown
 from lightseq.mesh import World
-from lightseq.metrics import read_records
+from lightseq.metrics import MetricsFile, read_records
 from lightseq.pickles import read_pickle
 from lightseq.preemption import StopRequest
 from lightseq.prepare import lock
@@ -228,6 +229,35 @@ def test_sick_steps_are_counted_one_by_one_however_seldom_the_log(files: Files) 
     noted = [step for step in range(1, 13) if f"step {step}: the gradient of model.layers.1" in ends[0].out]
     assert noted == [2, 4, 5, 8, 9, 10]
     assert "error: steps 8 to 10 were skipped" in ends[0].err and "; begin anew with other data" in ends[0].err
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ValueError, match=r"cannot be locked \(No locks available\), and two runs could"):
+        lock(tmp_path / "run", World(0, 1, 0, 1, torch.device("cpu")))
+
+
+def with_a_full_disk(rank: int, family: str, words: str) -> Ended:
+    """A program whose third line of metrics finds no room."""
+    write, lines = MetricsFile.write, count(1)
+
+    def full(self: MetricsFile, record: Any) -> None:
+        if next(lines) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, record)
+
+    MetricsFile.write = full  # type: ignore[method-assign]
+    return program(rank, family, words)
+
+
+def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None:
+    (end,) = spawn(1, with_a_full_disk, "llama2", files.words("llama2", "full", "--max_steps 5 --save_steps 2"))
+    said = f"error: rank 0: {files.root}/full/metrics.jsonl cannot be written: No space left on device; make room"
+    assert end.status == 1 and said in end.err and "Traceback" not in end.err
+    assert list(files.losses("full")) == [1, 2] and files.checkpoints("full") == ["checkpoint-2"]
 
 
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
