@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightseq.mlp import is_gated
 from lightseq.tokens import first_line
 from lightseq.weights import build_on_meta
 
@@ -39,6 +40,7 @@ class Architecture:
     name: str
     window: int | None  # tokens that a token of some layer sees at most; None: all
     layer_class: str
+    gated_mlp: bool  # down(silu(gate) * up) of plain linears
     layers: int
     heads: Heads
     total: int  # each once, however often it is used
@@ -128,6 +130,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         name=name,
         window=sliding_window(config),
         layer_class=type(layers[0]).__name__,
+        gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
         layers=len(layers),
         heads=heads,
         total=sum(p.numel() for p in model.parameters()),

@@ -36,18 +36,16 @@ def tile_mlps(
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
-        if mlp is not None and _is_gated(mlp):
+        if mlp is not None and is_gated(mlp):
             mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
             mlp.keeps_products = keep
             mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
         elif keep:
-            raise ValueError(
-                f"--remat attention+mlp keeps gate and up of an MLP of plain linears, and {type(layer).__name__} has "
-                "another; give --remat attention"
-            )
+            raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears, of which to keep gate and up")
 
 
-def _is_gated(mlp: Any) -> bool:
+def is_gated(mlp: Any) -> bool:
+    """Whether it is one that `tile_mlps` replaces."""
     linears = [getattr(mlp, name, None) for name in LINEARS]
     known = all(_is_plain(x) or _is_adapted(x) for x in linears)
     return known and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)

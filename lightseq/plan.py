@@ -4,6 +4,7 @@ Nothing is built and nothing runs: sizes come from the model's config and the fl
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -169,13 +170,16 @@ class Remedy:
 
 def remedies(run: PlannedRun) -> list[Remedy]:
     """The fewest flags that make it fit (of as many, the fastest), the fewest GPUs, the longest length."""
-    run = _bound_by_hardware(run)
+    asked, run = run.config, _bound_by_hardware(run)
     found = []
     options = [(len(changes), make_plan(changed)) for changes, changed in _changes(run)]
     fit = [(count, plan) for count, plan in options if plan.fits]
     if fit:
         _, plan = min(fit, key=lambda option: (option[0], option[1].step_seconds))
-        found.append(Remedy(_words(run.config, plan.run.config), plan))
+        found.append(Remedy(_words(asked, plan.run.config), plan))
+    elif enough := _with_more_on_the_host(run):
+        memory = f"{math.ceil(enough.host_bytes / 2**30)} GiB of memory a host"
+        found.append(Remedy(f"{memory}, {_words(asked, enough.run.config)}", enough))
     gpus = 2 * run.hardware.gpus
     while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
         plan = make_plan(dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus)))
@@ -187,6 +191,13 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     if length is not None:
         found.append(Remedy(f"--model_max_length {length}", make_plan(run.at(length))))
     return found
+
+
+def _with_more_on_the_host(run: PlannedRun) -> Plan | None:
+    """What fits with the least host memory, were there enough of it."""
+    unbounded = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host_memory=math.inf))
+    fit = [plan for _, changed in _changes(unbounded) if (plan := make_plan(changed)).fits]
+    return min(fit, key=lambda plan: plan.host_bytes, default=None)
 
 
 def faster(run: PlannedRun) -> list[Remedy]:
@@ -222,8 +233,8 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
     """Every other setting of the flags that trade time for memory, with what changes."""
     asked = run.config
     choices: dict[str, list[object]] = {
-        "torch_compile": [True],
-        "remat": ["none", "attention+mlp", "attention", "full"],
+        "torch_compile": list({asked.torch_compile, True}),
+        "remat": ["none", *(["attention+mlp"] if run.made_of.gated_mlp else []), "attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],
@@ -246,4 +257,9 @@ def _words(before: TrainConfig, after: TrainConfig) -> str:
     found = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
     if after.remat_policy != before.remat_policy:
         found["remat"] = after.remat_policy
-    return " ".join(f"--{name} {value}" for name, value in found.items())
+    words, without = [f"--{name} {value}" for name, value in found.items()], []
+    if "remat" in found and before.gradient_checkpointing is not None:
+        without.append("--gradient_checkpointing")
+    if before.device_memory_budget is not None and after.offload != "auto":
+        without.append("--device_memory_budget")
+    return " ".join([*words, *(f"without {name}" for name in without)])

@@ -21,7 +21,7 @@ from lightseq.plan import faster, longest, make_plan, remedies
 from lightseq.plan_rates import CHIPS, chip_named
 from lightseq.plan_report import record, shown
 from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.tiled import check_layer_class
+from lightseq.prepare import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 UNKNOWN = {
@@ -85,8 +85,7 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
-    if config.tile_layers:
-        check_layer_class(examine(model).layer_class)
+    check_layers(config, examine(model))
     for name in ("gpus", "gpus_per_host"):
         if getattr(mine, name) < 1:
             raise ValueError(f"--{name} {getattr(mine, name)}: give at least 1")

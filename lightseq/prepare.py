@@ -29,6 +29,7 @@ from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
+from lightseq.remat import KEEP_MLP
 from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 
@@ -173,7 +174,7 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
-    _check_layers(config, examine(model_config, config.model_max_length))
+    check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
     rope = (model_config.rope_parameters or {}).get("rope_type")
     if config.packing != "none" and rope in LENGTH_DEPENDENT_ROPE:
@@ -287,9 +288,15 @@ def _check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> No
         )
 
 
-def _check_layers(config: TrainConfig, found: Architecture) -> None:
+def check_layers(config: TrainConfig, found: Architecture) -> None:
+    """Raises ValueError for what the flags ask of layers that are not made for it."""
     if config.tile_layers:
         check_layer_class(found.layer_class)
+    if config.remat_policy == KEEP_MLP and not found.gated_mlp:
+        raise ValueError(
+            f"--remat {KEEP_MLP} keeps gate and up of an MLP of plain linears, and {found.layer_class} has another; "
+            "give --remat attention"
+        )
     asked = config.fsdp_transformer_layer_cls_to_wrap
     if asked is not None and asked != found.layer_class:
         raise ValueError(

@@ -96,10 +96,11 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
     times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
     if trainer.inputs.deepspeed is None:  # which makes its state with its engine
-        for p in trainer.model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        trainer.engine.optimizer.step()
-        trainer.engine.optimizer.zero_grad()
+        with trainer.explained_out_of_memory():
+            for p in trainer.model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            trainer.engine.optimizer.step()
+            trainer.engine.optimizer.zero_grad()
     times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled

@@ -1,10 +1,13 @@
 """The plan of a training run: placements within budgets, lengths that fit, what would make it fit, what is refused."""
 
+import copy
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_plan_training import planned_run
@@ -205,6 +208,50 @@ def test_every_remedy_makes_the_run_fit() -> None:
     assert "GPUs" in found[1].words and found[2].words.startswith("--model_max_length")
     assert all(r.plan.fits for r in found)
     assert found[0].words.startswith("--") and found[2].plan.run.config.model_max_length == longest(run)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "flags", "changes", "without"),
+    [
+        ("llama3-8b", 4, "--model_max_length 128K --gradient_checkpointing True", faster, "--gradient_checkpointing"),
+        ("llama3-8b", 4, "--model_max_length 2M --gradient_checkpointing False", remedies, "--gradient_checkpointing"),
+        (
+            "llama3.2-1b", 1, "--model_max_length 32K --offload auto --device_memory_budget 20", remedies,
+            "--device_memory_budget",
+        ),
+    ],
+)  # fmt: skip
+def test_flags_that_would_be_refused_beside_a_change_are_named(
+    model: str, gpus: int, flags: str, changes: Any, without: str
+) -> None:
+    config, words = preset_config(BOTH, model), f"--bf16 --torch_compile {flags.split(' --')[0]}"
+    change = changes(planned_run(config, f"--bf16 --torch_compile {flags}", gpus, gpu=140 * GIB))[0]
+    assert f" without {without}" in change.words and change.plan.fits
+    asked = re.sub(r" without --\w+", "", change.words)
+    assert make_plan(planned_run(config, f"{words} {asked}", gpus, gpu=140 * GIB)).fits
+
+
+def test_where_host_memory_is_what_lacks_its_size_is_a_remedy() -> None:
+    words = "--bf16 --torch_compile --model_max_length 131072 --sequence_parallel_size 1"
+    change = remedies(planned_run(LLAMA, words, 1, gpu=80 * GIB, host=64 * GIB))[0]
+    size = re.match(r"(\d+) GiB of memory a host, (--.*)", change.words)
+    assert size is not None, change.words
+    memory = int(size[1]) * GIB
+    assert make_plan(planned_run(LLAMA, f"{words} {size[2]}", 1, gpu=80 * GIB, host=memory)).fits
+    assert not make_plan(planned_run(LLAMA, f"{words} {size[2]}", 1, gpu=80 * GIB, host=memory - 2 * GIB)).fits
+
+
+def test_what_an_mlp_makes_is_kept_where_there_is_gate_and_up(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    biased = copy.deepcopy(LLAMA)
+    biased.mlp_bias = True
+    for model, offered in ((LLAMA, True), (biased, False)):
+        changed = [run.config.remat for _, run in _changes(planned_run(model, "--bf16", 8))]
+        assert ("attention+mlp" in changed) == offered
+    biased.save_pretrained(tmp_path)
+    asked = f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --remat attention+mlp"
+    assert main(asked.split()) == 2 and "LlamaDecoderLayer has another; give" in capsys.readouterr().err
 
 
 def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

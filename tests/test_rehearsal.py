@@ -151,6 +151,28 @@ def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> N
     assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
 
+OUT_OF_MEMORY_REHEARSING = """
+import sys, torch
+from lightseq import optimization, rehearsal
+from lightseq.__main__ import BOTH
+def fail(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+optimization.LocalAdamW.step = fail
+rehearsal.main(BOTH, sys.argv[1:])
+"""
+
+
+def test_a_rehearsal_whose_optimizer_finds_no_room_ends_so_too(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(OUT_OF_MEMORY_REHEARSING)
+    words = "--model_name_or_path tiny-llama3 --random_init --model_max_length 512"
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "fail.py"), *words.split()],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
+    assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(OUT_OF_MEMORY)
     data = tmp_path / "data.pkl"
