@@ -171,6 +171,7 @@ def test_accumulation_makes_the_global_batch(
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "0"}, "GLOBAL_BATCH '0' is not a whole number above 0"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "08"}, "GLOBAL_BATCH '08' is not a whole number above 0"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "8x"}, "GLOBAL_BATCH '8x' is not a whole number above 0"),
+        ("one_node.sbatch llama3", {"GLOBAL_BATCH": "9" * 11}, "GLOBAL_BATCH 99999999999 is too large; give at most 9"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "4", "MICRO_BATCH": "0"}, "MICRO_BATCH '0' is not"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "4", "SEQUENCE_PARALLEL": "0"}, "SEQUENCE_PARALLEL '0' is not"),
         (
@@ -192,10 +193,20 @@ def test_accumulation_makes_the_global_batch(
             {"GLOBAL_BATCH": "4"},
             "--gradient_accumulation_steps is worked out from GLOBAL_BATCH; give one of the two",
         ),
+        (
+            "one_node.sbatch llama3 --per-device-train-batch-size 4",
+            {"GLOBAL_BATCH": "4"},
+            "--per_device_train_batch_size is worked out from GLOBAL_BATCH; give one of the two",
+        ),
+        ("one_node.sbatch llama3", {"MICRO_BATCH": "4", "FLAGS_FILE": "words"}, "--sequence_parallel_size is worked"),
         ("one_node.sbatch llama3", {"FLAGS_FILE": "nowhere"}, "no FLAGS_FILE nowhere in"),
+        ("one_node.sbatch llama3", {"CONTAINER": "nowhere.toml"}, "no CONTAINER nowhere.toml in"),
+        ("one_node.sbatch llama3", {"CONTAINER": "nowhere.sqsh"}, "no CONTAINER nowhere.sqsh in"),
+        ("one_node.sbatch llama3", {"REQUEUE": "yes"}, "REQUEUE 'yes' is neither 1 nor 0"),
     ],
 )
 def test_a_job_refuses_in_one_line(command: str, environment: dict[str, str], said: str, reporting: Cluster) -> None:
+    (reporting.home / "words").write_text("--sequence-parallel-size=2\n")
     job = reporting.submit(f"sbatch launch/slurm/{command}", **{"NPROC": "4", **environment})
     assert job.status == 2, job.out
     (line,) = job.out.splitlines()
@@ -230,7 +241,7 @@ def test_a_job_that_is_asked_to_stop_has_the_time_to_save(reporting: Cluster) ->
 
 
 def test_a_container_is_entered_by_srun(reporting: Cluster) -> None:
-    command = "sbatch launch/slurm/one_node.sbatch llama3"
+    command = "touch my.toml image.sqsh; sbatch launch/slurm/one_node.sbatch llama3"
     srun, _, _ = split(reporting.submit(command, CONTAINER="my.toml"))
     assert f"--environment={reporting.home}/my.toml" in srun
     srun, _, _ = split(reporting.submit(command, CONTAINER="image.sqsh"))

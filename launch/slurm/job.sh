@@ -19,16 +19,18 @@ refuse() {
 
 # The value of a variable, if arithmetic can rely on it: neither empty, 0, octal, nor too long to multiply.
 whole() {
-    [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$1 '$2' is not a whole number above 0"
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1 '$2' is not a whole number above 0"
+    ((${#2} < 10)) || refuse "$1 $2 is too large; give at most 999999999"
     echo "$2"
 }
 
-# Whether a flag is among the words after it, as `--flag value` or `--flag=value`.
+# Whether a flag is among the words after it, as `--flag value` or `--flag=value`, with hyphens for underscores or without.
 given() {
     local flag=$1 word
     shift
     for word in "$@"; do
-        [[ $word == "$flag" || $word == "$flag="* ]] && return 0
+        word=${word%%=*}
+        [[ ${word//-/_} == "${flag//-/_}" ]] && return 0
     done
     return 1
 }
@@ -104,7 +106,11 @@ check_batch_flags() {
 
 # REQUEUE=1 lets Slurm start the job again after a node failed or was taken; it then goes on from its newest checkpoint.
 add_requeue_flags() {
-    [[ ${REQUEUE:-0} == 1 ]] || return 0
+    case "${REQUEUE:-0}" in
+    0) return ;;
+    1) ;;
+    *) refuse "REQUEUE '$REQUEUE' is neither 1 nor 0" ;;
+    esac
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=1 || refuse "scontrol does not let this job be requeued"
     ((${SLURM_RESTART_COUNT:-0} == 0)) || flags+=(--resume_from_checkpoint auto)
 }
@@ -146,6 +152,9 @@ set_step() {
         --open-mode=append
     )
     case "${CONTAINER:-}" in
+    *.toml | *.sqsh) [[ -f $CONTAINER ]] || refuse "no CONTAINER $CONTAINER in $PWD" ;;
+    esac
+    case "${CONTAINER:-}" in
     "") ;;
     *.toml) step+=("--environment=$(realpath "$CONTAINER")") ;;
     *) step+=("--container-image=$CONTAINER" "--container-mounts=$PWD:$PWD" "--container-workdir=$PWD") ;;
@@ -155,7 +164,7 @@ set_step() {
 job() {
     set -euo pipefail
     shopt -s inherit_errexit # a refusal inside $(...) ends the job as well
-    local user=$1 variant=() flags=() launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs
+    local user=$1 variant=() flags=() launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs worked_out
     shift
     while [[ $1 != -- ]]; do variant+=("$1") && shift; done
     shift
@@ -174,16 +183,17 @@ job() {
     place=${user:+$user/}$SLURM_JOB_NAME-$SLURM_JOB_ID
     flags=(--output_dir "${OUTPUT_DIR:-outputs/$place}")
     add_variable_flags "${#hosts[@]}"
+    worked_out=${#flags[@]}
     flags+=("${variant[@]}")
     add_file_flags
     flags+=("$@")
-    check_batch_flags "${variant[@]}" "$@"
+    check_batch_flags "${flags[@]:worked_out}"
     add_requeue_flags
 
     logs=logs/$place
-    mkdir -p "$logs"
     set_launcher "${hosts[@]}"
     set_step "${#hosts[@]}" "$logs"
+    mkdir -p "$logs"
     # Threads for tokenising and the optimizer on the host; the launcher's own default is one.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
     # Asked to stop, the launcher passes the signal on, and ends ranks that last longer: a step and its checkpoint need that time.
