@@ -27,9 +27,9 @@ from launch.host_gpus import gpus_here
 from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import estimate, measured
 from launch.sweep_file import Sweep, read_sweep
+from launch.sweep_lock import LOG, check_ended, sweep_lock
 from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
 from launch.sweep_run import (
-    LOG,
     Running,
     end,
     ended,
@@ -87,13 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
         cells = expand(sweep)
         chosen = choose(cells, arguments.only)
-        noted = read_records(sweep.output_dir)
-        known = {cell.name: now(cell, noted.get(cell.name), typed(cell, local_command(cell))) for cell in cells}
-        records = followed(known)
         if arguments.list:
-            show(sweep, chosen, cells, records, arguments.device)
+            show(sweep, chosen, cells, known(sweep, cells), arguments.device)
             return 0
-        return go(sweep, chosen, {**noted, **records}, arguments)
+        with sweep_lock(sweep.output_dir):  # before the records are read: another call may be writing them
+            return go(sweep, chosen, known(sweep, cells), arguments)
     except (ValueError, OSError) as error:
         print(f"launch/sweep.py: error: {error}", file=sys.stderr)
         return 2
@@ -107,6 +105,13 @@ def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
     if not chosen:
         raise ValueError(f"--only {' '.join(patterns or [])}: no cell has such a name, as {cells[0].name}; see --list")
     return chosen
+
+
+def known(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
+    """Records of all cells, and of those that another file noted in the same directory."""
+    noted = read_records(sweep.output_dir)
+    found = {cell.name: now(cell, noted.get(cell.name), typed(cell, local_command(cell))) for cell in cells}
+    return {**noted, **followed(found)}
 
 
 def show(
@@ -134,6 +139,7 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
     devices = () if arguments.submit else gpus_here().devices
     wide = [cell for cell in todo if devices and cell.ranks > len(devices)]
     todo = [cell for cell in todo if cell not in wide]
+    check_ended(todo)
     print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records, len(wide), len(devices))}{len(todo)} to run")
     if arguments.submit:
         for cell in todo:

@@ -18,9 +18,9 @@ import psutil
 
 from launch.sweep_cells import Cell
 from launch.sweep_file import Settings, Sweep
+from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
 
-LOG: Final = "log.txt"
 PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
 # What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
 # ranks' complaints follow from it.
@@ -93,8 +93,7 @@ class Running:
 
 def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
     """`gpus` are all that the cell may see; none named is what this program itself sees."""
-    cell.output_dir.mkdir(parents=True, exist_ok=True)
-    with (cell.output_dir / LOG).open("w") as out:
+    with open_log(cell) as out:
         process = subprocess.Popen(
             local_command(cell),
             stdin=subprocess.DEVNULL,

@@ -171,6 +171,33 @@ def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.S
     assert ran(sweep_dir) == ["seed-2", "seed-5"]
 
 
+def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_running(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: [4, 2]}")
+    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path)]
+    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    log, worker = (sweep_dir / "out" / "seed-2" / name for name in ("log.txt", "worker"))
+    deadline = time.monotonic() + 30
+    while not (worker.exists() and worker.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = psutil.Process(process.pid).children(recursive=True)
+    try:
+        said, noted = log.read_text(), records(sweep_dir)
+        beside = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [5]}"))
+        assert beside.returncode == 2 and "out is in use by another call of launch/sweep.py" in beside.stderr
+        assert launch(sweep_dir, path, "--list").returncode == 0, "which writes nothing"
+        process.kill()
+        process.communicate()
+        again = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [2, 5]}"))
+        assert again.returncode == 2 and "seed-2: processes that an earlier call started still run" in again.stderr
+        assert len(again.stderr.splitlines()) == 1
+        assert (log.read_text(), records(sweep_dir)) == (said, noted) and said
+    finally:
+        for child in left:
+            child.kill()
+    assert ran(sweep_dir) == ["seed-4", "seed-2"]
+    assert launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [4, 5]}")).returncode == 0 and ran(sweep_dir) == ["seed-5"]
+
+
 def test_listing_runs_nothing_and_says_what_is_known(
     sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
