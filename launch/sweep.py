@@ -25,7 +25,7 @@ from rich.console import Console
 from launch import sweep_table
 from launch.host_gpus import gpus_here
 from launch.sweep_cells import Cell, expand
-from launch.sweep_estimate import estimate, measured
+from launch.sweep_estimate import assumed, estimate, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_lock import LOG, check_ended, sweep_lock
 from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
@@ -123,7 +123,7 @@ def show(
     ran = measured(cells, records) if todo else []
     device = device or gpus_here().name
     times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
-    source = "by the cells that ran" if ran else f"by 40% of the peak of {device}"
+    source = "by the cells that ran" if ran else assumed(device)
     console.print(sweep_table.describe(sweep), markup=False)
     console.print(f"in every cell: {sweep_table.fixed_line(chosen)}", markup=False)
     console.print(sweep_table.table(chosen, records, times))

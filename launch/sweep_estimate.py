@@ -1,4 +1,4 @@
-"""How long a cell will take: by cells of the same sweep that ran, else by its FLOPs and the device's peak."""
+"""How long a cell will take: by cells of the same sweep that ran, else by its FLOPs and what the device makes."""
 
 import functools
 import math
@@ -12,6 +12,9 @@ from launch.sweep_records import Record, median_step
 # Assumed where nothing was measured: what a well-fed GPU reaches, and what starting processes takes.
 SHARE_OF_PEAK: Final = 0.4
 START_SECONDS: Final = 45.0
+# The same of a host without GPUs, whose cores all ranks share: the order of magnitude is all that can be known.
+HOST_FLOPS_PER_SECOND: Final = 10e9
+HOST_START_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ def measured(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[Measu
 
 
 def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float | None:
-    """Seconds of a cell that is to run, or None."""
+    """Seconds of a cell that is to run, or None; no device is a host without GPUs."""
     steps = cell.config.max_steps
-    if steps is None or not (known or device):
+    if steps is None:
         return None
     work = step_flops(cell)
     if work is None:
@@ -49,8 +52,17 @@ def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float
         near = min(known, key=lambda other: distance(cell, other.cell))
         step = near.step_seconds * per_rank / (near.step_flops / near.cell.ranks)
         return near.other_seconds + steps * step
+    if device is None:
+        return HOST_START_SECONDS + steps * work / HOST_FLOPS_PER_SECOND
     peak = _peak(device)
     return None if peak is None else START_SECONDS + steps * per_rank / (peak * SHARE_OF_PEAK)
+
+
+def assumed(device: str | None) -> str:
+    """What estimates rest on where no cell ran."""
+    if device is None:
+        return f"by {HOST_FLOPS_PER_SECOND / 1e9:.0f} GFLOP/s of a CPU (else: --device)"
+    return f"by {SHARE_OF_PEAK:.0%} of the peak of {device}"
 
 
 def distance(cell: Cell, other: Cell) -> tuple[int, float]:
@@ -85,7 +97,7 @@ def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of
     return preset_config(known, preset) if known.preset(preset) else None
 
 
-def _peak(device: str | None) -> float | None:
+def _peak(device: str) -> float | None:
     from lightseq.flops import peak_flops_per_second
 
-    return None if device is None else peak_flops_per_second(device)
+    return peak_flops_per_second(device)

@@ -204,7 +204,7 @@ def test_listing_runs_nothing_and_says_what_is_known(
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
     listed = launch(sweep_dir, path, "--list")
     assert listed.returncode == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
-    assert "3 cells, 3 not done, time unknown" in listed.stdout
+    assert "3 cells, 3 not done, about" in listed.stdout and "GFLOP/s of a CPU" in listed.stdout
     launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.chdir(sweep_dir)

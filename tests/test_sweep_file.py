@@ -7,7 +7,14 @@ import pytest
 from rich.console import Console
 
 from launch.sweep_cells import Cell, expand, varying
-from launch.sweep_estimate import START_SECONDS, Measured, estimate, step_flops
+from launch.sweep_estimate import (
+    HOST_FLOPS_PER_SECOND,
+    HOST_START_SECONDS,
+    START_SECONDS,
+    Measured,
+    estimate,
+    step_flops,
+)
 from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import slurm_command
@@ -157,11 +164,13 @@ def test_estimates_scale_a_like_cell_by_flops_and_ranks(tmp_path: Path) -> None:
     assert estimate(wider, ran, None) == pytest.approx(5 + 2 * 2 * growth / 2)
 
 
-def test_estimates_fall_back_to_the_peak_of_the_device_and_then_to_nothing(tmp_path: Path) -> None:
+def test_estimates_fall_back_to_what_the_device_makes_and_then_to_nothing(tmp_path: Path) -> None:
     known, unknown = cells_of(tmp_path, "grid: {model: [llama3.2-1b, ./my-llama3], length: 32K, ranks: 4}")
     seconds = estimate(known, [], "NVIDIA H100")
     assert seconds == pytest.approx(START_SECONDS + 2 * (step_flops(known) or 0) / 4 / (0.4 * 989e12))
-    assert estimate(known, [], None) is None and estimate(known, [], "a GPU of no renown") is None
+    on_host = HOST_START_SECONDS + 2 * (step_flops(known) or 0) / HOST_FLOPS_PER_SECOND
+    assert estimate(known, [], None) == pytest.approx(on_host), "whose cores all ranks share"
+    assert estimate(known, [], "a GPU of no renown") is None
     assert estimate(unknown, [], "NVIDIA H100") is None
 
 
