@@ -6,10 +6,9 @@ bars for every combination of the settings that tell runs apart. `analysis/confi
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -25,69 +24,18 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from lightseq.trace import ON_HOST
-
 from .figures import GREY, STYLE, colors, dots
 from .flags import shown
 from .pictures import add_format, save
+from .plot_metrics import HOST_MEMORY, METRICS, STEP, WHOLE, Metric
 from .plots_file import SHORT, Plot, read_plots
 from .points import shown as shown_length
 from .runs import Run, read_run
-from .summary import GIB, settled, smoothed
+from .summary import settled
 
-STEP = "step"
 LOG_FROM = 8.0  # times the smallest, and an axis is logarithmic
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A key of the metrics in the unit of its axis."""
-
-    key: str
-    title: str
-    unit: str
-    scale: float = 1.0
-    from_zero: bool = True
-    logarithmic: bool = False  # where the values spread that far
-    of_profile: Callable[[Mapping[str, Any]], float] | None = None  # of a trace's summary, in the place of `key`
-
-
-def phase_ms(phase: str) -> Callable[[Mapping[str, Any]], float]:
-    return lambda profile: sum(each["ms"] for each in profile.get("spent", ()) if each["phase"] == phase)
-
-
-def exposed_ms(profile: Mapping[str, Any]) -> float:
-    """With the waits for other ranks. NaN for a CPU, whose trace does not tell."""
-    spent = profile.get("spent", ())
-    if any(each["kind"] == ON_HOST for each in spent):
-        return np.nan
-    return sum(each["ms"] for each in spent if each["kind"] in ("attention's exchange", "collectives"))
-
-
-def bandwidth(profile: Mapping[str, Any]) -> float:
-    """NaN where nothing moved between GPUs."""
-    moved = [each for each in profile.get("moved", ()) if "ranks" in each["kind"] or "another GPU" in each["kind"]]
-    seconds = sum(each["seconds"] for each in moved)
-    return sum(each["bytes"] for each in moved) / seconds / 1e9 if seconds else np.nan
-
-
-METRICS: Mapping[str, Metric] = {
-    "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks"),
-    "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB),
-    "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
-    "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
-    "time": Metric("step_seconds", "Training time", "seconds, all steps"),
-    "loss": Metric("loss", "Training loss", "nats per token", from_zero=False),
-    **{
-        phase: Metric(phase, f"Time of a step's {phase} pass", "ms", from_zero=False, logarithmic=True, of_profile=of)
-        for phase, of in (("forward", phase_ms("forward")), ("backward", phase_ms("backward")))
-    },
-    "update": Metric("update", "Time of a step's update", "ms", of_profile=phase_ms("update")),
-    "communication": Metric("communication", "Communication that nothing hides", "ms a step", of_profile=exposed_ms),
-    "bandwidth": Metric("bandwidth", "Between GPUs while anything moves", "GB/s", of_profile=bandwidth),
-}
-
-HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one process", 1 / GIB)
 # Differ between any two runs and say nothing of them, or follow from the flags.
 NEVER = (
     *("output_dir", "overwrite_output_dir", "command", "launch", "date", "total_steps", "data_ranks"),
@@ -143,6 +91,8 @@ def main(words: Sequence[str]) -> int:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
     print(*pictures, sep="\n")
+    for line in (line for run in runs for line in (*run.notes, *unfinished(run))):
+        print(f"analysis: note: {line}", file=sys.stderr)
     for line in left_out:
         print(f"analysis: left out, {line}", file=sys.stderr)
     return 0
@@ -155,6 +105,14 @@ def found_runs(directories: Sequence[Path]) -> list[Run]:
     if not runs:
         raise ValueError(f"no run below {', '.join(map(str, directories))}; make them, or name others with --runs")
     return runs
+
+
+def unfinished(run: Run) -> tuple[str, ...]:
+    """A line where the run has not come to its end, or has not been logged to it."""
+    last, total = int(run.column(STEP)[-1]), run.about.get("total_steps")
+    if not isinstance(total, int) or last >= total:
+        return ()
+    return (f"{run.label}: only {last} of {total} steps are there; its training time is not drawn",)
 
 
 def settings(run: Run) -> Mapping[str, str]:
@@ -183,6 +141,10 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
             )
     elif not any(run.knows(metric.key) for run in kept):
         raise NothingToDraw(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
+    if plot.metric == "time" and plot.x != STEP:
+        kept = [run for run in kept if not unfinished(run)]
+        if not kept:
+            raise NothingToDraw(f"figure {plot.name}: no run came to its last step; its time would be of a part")
     groups = grouped(plot, kept)
     out = Figure(figsize=(8, 5), layout="constrained")
     axes = out.subplots()
@@ -248,14 +210,6 @@ def point(run: Run, plot: Plot, metric: Metric) -> Point:
     if not known.size:
         return Point(x, np.nan, np.nan, np.nan)
     return Point(x, float(np.median(known)), float(known.min()), float(known.max()))
-
-
-# What a run comes to as a whole; of other metrics the median past the warm-up counts, and the range is drawn.
-WHOLE: Mapping[str, Callable[[Run, np.ndarray], float]] = {
-    "memory": lambda run, values: np.nanmax(values),
-    "time": lambda run, values: np.nansum(values * np.diff(run.column(STEP), prepend=0)),  # of the steps since the last
-    "loss": lambda run, values: smoothed(values)[-1],
-}
 
 
 def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:

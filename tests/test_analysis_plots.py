@@ -8,7 +8,8 @@ import pytest
 from analysis_files import about, record, write_run
 
 from analysis.__main__ import main
-from analysis.plots import METRICS, figure, found_runs, grouped, point
+from analysis.plot_metrics import METRICS
+from analysis.plots import figure, found_runs, grouped, point
 from analysis.plots_file import Plot, read_plots
 from analysis.runs import read_run
 from analysis.summary import summarize
@@ -24,7 +25,7 @@ def results(tmp_path: Path) -> Path:
         for length in LENGTHS:
             speed = {"tokens_per_second": float(length * (i + 1))}
             records = [record(step, gpu=True, **speed) for step in range(1, 13)]
-            facts = about(gpu=True, config={"model_max_length": length}, kernel=kernel)
+            facts = about(gpu=True, config={"model_max_length": length}, kernel=kernel, total_steps=12)
             write_run(tmp_path / "runs" / f"{kernel}-{length}", records, facts)
     return tmp_path
 
@@ -61,6 +62,22 @@ def test_each_metric_is_what_the_run_came_to(results: Path, metric: str, value: 
     (axes,) = figure(found, runs).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]
+
+
+def test_the_time_of_a_run_that_did_not_end_is_not_drawn_and_that_is_said(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = results / "runs" / "fa4-8192" / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:20])
+    spec = "{metric: time, x: kernel, where: {length: 8192}}"
+    found = plot(results, spec)
+    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn"]
+    assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 0
+    said = capsys.readouterr().err
+    assert "fa4-8192: only 4 of 12 steps are there; its training time is not drawn" in said
+    assert "the last line is cut off" in said
 
 
 @pytest.mark.parametrize(("every", "disturbed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that hold steps 6 to 9
