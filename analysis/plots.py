@@ -5,6 +5,7 @@ bars for every combination of the settings that tell runs apart. `analysis/confi
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     kept = [run for run in runs if all(is_one_of(settings(run).get(key), of) for key, of in plot.where.items())]
     if not kept:
         raise NothingToDraw(f"figure {plot.name}: no run is left by {dict(plot.where)}; change `where`")
+    check_settings(plot, kept)
     metric = METRICS.get(plot.metric, Metric(plot.metric, plot.metric, plot.metric))
     if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
         metric = HOST_MEMORY
@@ -163,6 +165,16 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     if len(groups) > 1:
         out.legend(loc="outside lower left", ncols=max(1, 90 // (8 + max(map(len, groups)))))
     return out
+
+
+def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
+    """Raises ValueError for a setting that no run has, as a misspelt one."""
+    known = {short(key) for run in runs for key in settings(run)} | {STEP}
+    for place, key in (("x", plot.x), *(("series", key) for key in plot.series or ())):
+        if short(key) not in known:
+            like = difflib.get_close_matches(short(key), known, n=1)
+            remedy = f"did you mean {like[0]}?" if like else "give a key of run.json or of its config"
+            raise ValueError(f"figure {plot.name}: {place}: no run has a setting {short(key)}; {remedy}")
 
 
 def is_one_of(value: str | None, words: Sequence[str]) -> bool:

@@ -182,6 +182,8 @@ def test_the_command_writes_every_figure_and_says_where(results: Path, capsys: p
         ("{metric: speed, x: kernel, series: seed}", "figure one: 3 runs of seed 42 have kernel"),
         ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run is left by {'kernel': ('fa2',)}"),
         ("{metric: sped, x: length}", "figure one: no run knows sped; choose another metric"),
+        ("{metric: speed, x: lenght}", "figure one: x: no run has a setting lenght; did you mean length?"),
+        ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
         ("{x: length}", "figures.one.metric: is missing"),
         ("{metric: speed, x: length, serie: kernel}", "figures.one.serie: unknown; keys are metric, x, series"),
         ("speed", "figures.one: give {metric: …, x: …}"),
