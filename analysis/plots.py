@@ -40,8 +40,9 @@ LOG_FROM = 8.0  # times the smallest, and an axis is logarithmic
 # Differ between any two runs and say nothing of them, or follow from the flags.
 NEVER = (
     *("output_dir", "overwrite_output_dir", "command", "launch", "date", "total_steps", "data_ranks"),
-    *("sequence_ranks", "attention_buffer_bytes"),
+    *("sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
 )
+LENGTHS = ("model_max_length", "tokens_per_rank")
 
 
 class NothingToDraw(ValueError):
@@ -121,6 +122,8 @@ def settings(run: Run) -> Mapping[str, str]:
     config = run.about.get("config")
     known = {**(config if isinstance(config, dict) else {}), **run.about}
     words = {key: str(value) for key, value in known.items() if isinstance(value, str | int | float) or value is None}
+    if ranks := known.get("sequence_ranks"):
+        words["tokens_per_rank"] = f"{known['model_max_length'] / ranks:g}" if "model_max_length" in known else "None"
     return {**words, "dtype": next((d for d in ("bf16", "fp16") if words.get(d) == "True"), "float32")}
 
 
@@ -190,8 +193,9 @@ def grouped(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
     )  # fmt: skip
     telling = [key for key in series if len({each.get(key) for each in every}) > 1] or series
     groups: dict[str, list[Run]] = {}
-    for run, each in zip(runs, every, strict=True):
-        name = ", ".join(f"{short(key)} {shown(each.get(key))}" for key in telling) or run.label
+    together = sorted(zip(every, runs, strict=True), key=lambda pair: [order(pair[0].get(key, "")) for key in series])
+    for each, run in together:
+        name = ", ".join(f"{short(key)} {as_read(key, each.get(key))}" for key in telling) or run.label
         groups.setdefault(name if series else "all", []).append(run)
     if plot.x == STEP:
         return groups
@@ -203,6 +207,11 @@ def grouped(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
                 "name what tells them apart in `series`, or choose in `where`"
             )
     return groups
+
+
+def as_read(key: str, value: str | None) -> str:
+    """A setting's value in a legend."""
+    return tick(value) if key in LENGTHS and value is not None and is_number(value) else shown(value)
 
 
 def short(key: str) -> str:

@@ -64,6 +64,21 @@ def test_each_metric_is_what_the_run_came_to(results: Path, metric: str, value: 
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]
 
 
+def test_weak_scaling_is_a_line_of_the_same_tokens_on_every_rank(tmp_path: Path) -> None:
+    for length in (32768, 65536, 131072):
+        for ranks in (1, 2, 4):
+            facts = about(config={"model_max_length": length}, world_size=ranks, sequence_ranks=ranks)
+            speed = float(length + ranks)
+            records = [record(step, tokens_per_second=speed) for step in range(1, 13)]
+            write_run(tmp_path / f"{length}-{ranks}", records, facts)
+    runs = found_runs([tmp_path])
+    weak = Plot("weak", "speed", "world_size", ("model_name_or_path",), {"tokens_per_rank": ("32768",)}, None)
+    (axes,) = figure(weak, runs).axes
+    assert [[1, 2, 4], [32769.0, 65538.0, 131076.0]] in [[[*x] for x in line.get_data()] for line in axes.get_lines()]
+    strong = Plot("strong", "speed", "world_size", ("model_max_length",), {}, None)
+    assert list(grouped(strong, runs)) == ["length 32K", "length 64K", "length 128K"]
+
+
 def test_the_time_of_a_run_that_did_not_end_is_not_drawn_and_that_is_said(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +222,7 @@ def test_the_files_that_come_along_name_a_sweep_and_its_settings(path: Path) -> 
     file = read_plots(path)
     sweep = read_sweep(path.parent.parent.parent / "launch" / "sweeps" / f"{path.stem}.yaml")
     assert file.runs == (sweep.output_dir,)
-    known = {"world_size", "step"} | {key for cell in expand(sweep) for key in cell.settings}
+    known = {"world_size", "step", "tokens_per_rank"} | {key for cell in expand(sweep) for key in cell.settings}
     for each in file.plots:
         assert {each.x, *(each.series or ()), *each.where} <= known, each.name
 
