@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB, MASTER_BYTES, moments_of
-from lightseq.tokens import plural
 
 
 def saved_bytes(parameters: int, config: TrainConfig) -> int:
@@ -34,15 +33,16 @@ def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config:
         return None
     place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    sizes = f"{_shown(one_bytes)}, and {place} has {_shown(free)} free"
+    there_is = f"{place} has {_shown(free)} free"
     if one_bytes > free:
         raise ValueError(
-            f"a checkpoint in --output_dir {output_dir} takes about {sizes}; free some, name another disk, or give "
-            "--save_strategy no"
+            f"a checkpoint in --output_dir {output_dir} takes about {_shown(one_bytes)}, and {there_is}; free some, "
+            "name another disk, or give --save_strategy no"
         )
     limit = config.save_total_limit
     held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))  # old ones go last
-    said = f"{plural(held, 'checkpoint')} at once: about {_shown(held * one_bytes)}, each {sizes}"
+    together = f", {held} of them {_shown(held * one_bytes)}" if held > 1 else ""
+    said = f"a checkpoint takes about {_shown(one_bytes)}{together}; {there_is}"
     if held * one_bytes <= free:
         return said
     remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"

@@ -412,13 +412,17 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
     output = tmp_path / "not" / "yet"
     assert str(disk.check_disk(output, 2 * gib, 5, 0, config)).startswith(
-        "5 checkpoints at once: about 10.0 GiB, each 2.0"
+        "a checkpoint takes about 2.0 GiB, 5 of them 10.0 GiB; "
     )
     assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
         disk.check_disk(output, 11 * gib, 1, 0, config)
     warning = disk.check_disk(output, 2 * gib, 6, 0, config)
-    assert warning and "6 checkpoints at once: about 12.0 GiB" in warning and "give --save_total_limit" in warning
+    assert (
+        warning
+        and "a checkpoint takes about 2.0 GiB, 6 of them 12.0 GiB; " in warning
+        and "give --save_total_limit" in warning
+    )
 
     def warns(one: int, there: int) -> bool:
         return str(disk.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
