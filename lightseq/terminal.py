@@ -81,8 +81,10 @@ class Terminal:
             self._console.print(f"stopped by {stopped_by}; {go_on}", markup=False)
         if losses:
             first, last = losses[0], losses[-1]
-            change = f"fell by {first - last:.4f}" if last < first else f"rose by {last - first:.4f}"
-            self._console.print(f"loss {change}, from {first:.4f} to {last:.4f}", markup=False)
+            change = "fell" if last < first else "rose"
+            moved = f"{change} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
+            same = f"{first:.4f}" == f"{last:.4f}"
+            self._console.print(f"loss {f'stayed at {last:.4f}' if same else moved}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         if best is not None:
             self._console.print(f"best        {best}, by evaluation loss", markup=False)
