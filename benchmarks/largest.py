@@ -176,12 +176,12 @@ def line(search: Search, probe: Probe) -> str:
 def table(found: Sequence[Mapping[str, Any]]) -> Table:
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     numbers = ("GPUs", "scale", "parameters", "GiB a GPU", "too large")
-    for name in ("what", "grows", "flags", *numbers):
-        out.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers, overflow="fold")
+    for name in ("what grows, flags", *numbers):
+        out.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers)
     for row in found:
         peak = f"{row['peak_bytes'] / GIB:.2f}" if row["peak_bytes"] else "-"
         above = f"{row['too_many_parameters']:,}" if row["too_many_parameters"] else "-"
-        cells = [row["what"], row["strategy"], row["flags"] or "-", str(row["gpus"]), str(row["largest"])]
+        cells = [f"{row['what']} {row['strategy']} {row['flags']}".strip(), str(row["gpus"]), str(row["largest"])]
         out.add_row(*cells, f"{row['parameters']:,}", peak, above)
     return out
 
