@@ -21,6 +21,15 @@ from lightseq.schedule_choice import Choice, cheapest, choices
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count
 from lightseq.schedule_time import H200_SYMMETRIC, RATES
 
+LONG_FLOPS = 1e15  # of a pass of attention on one rank: a second or two
+
+
+@dataclass
+class Progress:
+    """Passes of attention, forward and backward, that a rank's host has begun (long ones: has seen the end of)."""
+
+    passes: int = 0
+
 
 @dataclass(frozen=True)
 class SequenceContext:
@@ -36,6 +45,7 @@ class SequenceContext:
     selection: Selection
     transport: Transport
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def layout(self) -> Layout:
@@ -256,6 +266,19 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     context.shapes.add(shape)
 
 
+def _advance(context: SequenceContext, q: Tensor) -> None:
+    """Counts a pass. The host waits for one that takes seconds, which costs the GPU nothing that could be measured.
+
+    Otherwise it runs ahead until the queue of launches is full (about a thousand), and then waits at the next launch.
+    Some of torch's hold the interpreter there, those of compiled kernels among them: for as long as attention takes no
+    signal would be seen and no beat sent, and others would take the rank for dead.
+    """
+    context.progress.passes += 1
+    batch, tokens, heads, dim = q.shape
+    if q.is_cuda and 2 * batch * tokens**2 * context.schedule.world * heads * dim >= LONG_FLOPS:
+        torch.cuda.current_stream().synchronize()
+
+
 @torch.library.custom_op("lightseq::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
@@ -264,7 +287,10 @@ def _attention(
 
     def compute() -> tuple[Tensor, Tensor]:
         _agree_on_shapes(c, q, k, documents)
-        return executor.attention_forward(q, k, v, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
+        table, kernel = _table(c, documents), c.selection.kernel
+        results = executor.attention_forward(q, k, v, table, c.rank, kernel, c.transport, scale)
+        _advance(c, q)
+        return results
 
     out, lse = results_of(compute)
     return out, lse
@@ -284,9 +310,10 @@ def _attention_backward(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     c = _CONTEXTS[context]
-    return executor.attention_backward(
-        dout, q, k, v, out, lse, _table(c, documents), c.rank, c.selection.kernel, c.transport, scale
-    )
+    table, kernel = _table(c, documents), c.selection.kernel
+    gradients = executor.attention_backward(dout, q, k, v, out, lse, table, c.rank, kernel, c.transport, scale)
+    _advance(c, q)
+    return gradients
 
 
 @_attention_backward.register_fake

@@ -146,6 +146,8 @@ class Trainer:
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16)
         self._watchdog = watchdog
+        if watchdog is not None:
+            watchdog.follow(lambda: self.context.progress.passes)
         self._stop: StopRequest | None = None  # while it trains
 
     def _host_memory_bytes(self) -> float:

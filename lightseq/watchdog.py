@@ -62,7 +62,10 @@ class Watchdog:
         self._world, self._timeout, self._stacks = world, timeout_seconds, stacks
         self._end = end or self._give_up
         self._interval = min(1.0, timeout_seconds / 20)
+        self._host = socket.gethostname()
         self._at = (0, "start", time.monotonic())
+        self._progress: Callable[[], int] = lambda: 0
+        self._counted = (0, 0.0)  # what it said last, and since when
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
         self._closed = threading.Event()
         self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
@@ -71,13 +74,19 @@ class Watchdog:
         self._asked: float | None = None  # since when the store owes an answer
         self._error: Exception | None = None  # that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
         self._thread.start()
         if self._store is not None:
+            self._beats.start()
             threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
 
     def mark(self, step: int | None, phase: str) -> None:
         """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
         self._at = (self._at[0] if step is None else step, phase, time.monotonic())
+
+    def follow(self, progress: Callable[[], int]) -> None:
+        """Within a phase this number grows as long as the main thread goes on: a phase may take hours."""
+        self._progress = progress
 
     def __enter__(self) -> "Watchdog":
         return self
@@ -90,7 +99,10 @@ class Watchdog:
         self.mark(None, "end")
         self._closed.set()
         self._thread.join(self._timeout)
-        if self._store is not None and kind is None and not self._thread.is_alive():
+        if self._store is None:
+            return
+        self._beats.join(self._timeout)
+        if kind is None and not self._thread.is_alive() and not self._beats.is_alive():
             with suppress(RuntimeError):  # the launcher may be gone already
                 self._publish(self._here(-1))
 
@@ -103,13 +115,21 @@ class Watchdog:
         self._thread.join((SILENT_BEATS + 3) * self._interval)
         signal.signal(signal.SIGTERM, before)
 
-    def _watch(self) -> None:
+    def _beat(self) -> None:
+        """Does nothing else: whoever holds the interpreter for long makes a thread wait after every answer."""
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
+            try:
+                self._publish(self._here(number))
+            except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+                return  # as the watching thread will say
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval):
             self._asked = time.monotonic()
             try:
-                text = self._judge(self._here(number))
+                text = self._judge(self._here(0))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
                 text = (
                     f"the store that the ranks meet in is gone, and with it the rank or launcher that held it ({error})"
@@ -132,7 +152,10 @@ class Watchdog:
 
     def _here(self, number: int) -> Beat:
         step, phase, since = self._at
-        return Beat(self._world.rank, socket.gethostname(), number, step, phase, time.monotonic() - since)
+        if (progress := self._progress()) != self._counted[0]:
+            self._counted = (progress, time.monotonic())
+        seconds = time.monotonic() - max(since, self._counted[1])
+        return Beat(self._world.rank, self._host, number, step, phase, seconds)
 
     def _publish(self, here: Beat) -> None:
         assert self._store is not None
@@ -143,10 +166,9 @@ class Watchdog:
         late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
         if self._store is None:
             return f"{here} does not go on" if late else None
-        self._publish(here)
         if self._store.check(["verdict"]):
             return self._store.get("verdict").decode()
-        beats = self._beats()
+        beats = self._read_beats()
         silent = self._silent(beats)
         if not silent and not late:
             return None
@@ -156,10 +178,12 @@ class Watchdog:
         text = verdict(beats, silent)
         return self._store.compare_set("verdict", "", text).decode()
 
-    def _beats(self) -> list[Beat]:
+    def _read_beats(self) -> list[Beat]:
         assert self._store is not None
         keys = [f"beat {rank}" for rank in range(self._world.size)]
-        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
         """Ranks that have beaten before and do no more."""

@@ -1,6 +1,7 @@
 """Distributed attention against whole-sequence attention in float64: every schedule, world, head count and length."""
 
 from itertools import product
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import SequenceContext, attention, make_context
+from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
 from lightseq.kernels import KernelSpec
 from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES
@@ -254,6 +255,7 @@ def _without_transport(rank: int) -> None:
             assert out.shape == q.shape and lse.shape == (2, heads[0], length)
             assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
             assert (context.transport.name, context.transport.bytes_sent) == ("none", 0), name
+            assert context.progress.passes == 2 * (1 + rank)  # forward and backward
     if rank == 0:  # what needs nothing from others is right
         context = _context("ring", "cpu", torch.float64, 8, transport="none", heads=heads)
         whole = _whole(16, heads, 8)
@@ -286,6 +288,20 @@ def _heads_that_do_not_divide(rank: int) -> None:
 
 def test_heads_that_ranks_cannot_split_are_refused_before_anything_moves() -> None:
     spawn(2, _heads_that_do_not_divide)
+
+
+@pytest.mark.parametrize(("tokens", "world", "waits"), [(2**16, 4, 0), (2**18, 4, 1), (2**18, 1, 0), (2**20, 1, 1)])
+def test_the_host_waits_for_attention_that_takes_seconds_alone(
+    tokens: int, world: int, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    q = SimpleNamespace(is_cuda=True, shape=(1, tokens, 32, 128))
+    context = SimpleNamespace(progress=Progress(), schedule=SimpleNamespace(world=world))
+    _advance(context, q)  # type: ignore[arg-type]
+    assert (len(waited), context.progress.passes) == (waits, 1)
+    assert (4 * (tokens * world) ** 2 / 2 / world * 32 * 128 >= LONG_FLOPS) == bool(waits)
 
 
 def _opcheck(rank: int) -> None:

@@ -21,7 +21,7 @@ TIMEOUT = 4.0
 
 # Three ranks that count steps together. Rank 1 does something at step 3.
 PROGRAM = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from lightseq.mesh import start
@@ -41,18 +41,21 @@ with start(60) as world:
                     raise ValueError("of its own")
                 if what == "falls behind":
                     time.sleep(1000)
+                if what == "holds the interpreter":
+                    for _ in range(10):
+                        ctypes.PyDLL(None).usleep(800_000)
             watchdog.mark(step, "forward")
             dist.all_reduce(torch.zeros(1))
     print("done", world.rank)
 """
 
 
-def run(what: str, folder: Path) -> list[tuple[int | None, str, str]]:
+def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[tuple[int | None, str, str]]:
     """Exit status, standard output and error of three ranks; one that still runs after the others is None."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    (folder / "program.py").write_text(PROGRAM % TIMEOUT)
+    (folder / "program.py").write_text(PROGRAM % timeout)
     processes = []
     for rank in range(3):
         names = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
@@ -102,8 +105,10 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
     assert {"rank0.txt", "rank2.txt"} <= stacks.keys() and "program.py" in stacks["rank0.txt"]
 
 
-def test_a_healthy_run_is_left_alone(tmp_path: Path) -> None:
-    for rank, (status, out, err) in enumerate(run("nothing", tmp_path)):
+@pytest.mark.parametrize(("what", "timeout"), [("nothing", TIMEOUT), ("holds the interpreter", 10.0)])
+def test_a_healthy_run_is_left_alone(what: str, timeout: float, tmp_path: Path) -> None:
+    """So is one in which other threads hardly get a turn, as where launches wait in a full queue."""
+    for rank, (status, out, err) in enumerate(run(what, tmp_path, timeout)):
         assert (status, out, err) == (0, f"done {rank}\n", "")
     assert not (tmp_path / "hang").exists()
 
@@ -129,6 +134,19 @@ def test_who_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
     assert len(ends) == 1 and "(step 1, data, for" in ends[0]
 
 
+def test_who_makes_progress_within_a_phase_may_take_its_time(tmp_path: Path) -> None:
+    ends: list[str] = []
+    passes = 0
+    with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 0.4, tmp_path, ends.append) as watchdog:
+        watchdog.follow(lambda: passes)
+        watchdog.mark(1, "backward")
+        for passes in range(1, 11):
+            time.sleep(0.1)
+            assert not ends, passes
+        watchdog._thread.join(20)
+    assert len(ends) == 1 and "(step 1, backward, for" in ends[0]
+
+
 class Unreachable:
     """A store behind a cut cable."""
 
@@ -137,8 +155,11 @@ class Unreachable:
 
     def set(self, key: str, value: str) -> None:
         if json.loads(value)["number"]:  # the first beat got through
-            self.closed.wait()
-            raise RuntimeError("closed")
+            self.check([key])
+
+    def check(self, keys: list[str]) -> bool:
+        self.closed.wait()
+        raise RuntimeError("closed")
 
 
 def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None:
@@ -160,9 +181,8 @@ def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None
 class Gone(Unreachable):
     """A store whose holder was killed."""
 
-    def set(self, key: str, value: str) -> None:
-        if json.loads(value)["number"]:
-            raise RuntimeError("Broken pipe")
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
 
     def add(self, key: str, amount: int) -> int:
         raise RuntimeError("Broken pipe")
