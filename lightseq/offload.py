@@ -1,7 +1,7 @@
 """What layers keep for the backward pass waits in host memory, copied out and back beside the computing.
 
-Forward: a layer's tensors leave on a side stream while the next layers compute; those of two layers are on their way at
-most. Backward: the tensors of the layer below come back while a layer computes.
+Forward: a layer's tensors leave on a side stream while the next layer computes; once that is done they are gone.
+Backward: the tensors of the layer below come back while a layer computes. The tensors of two layers are there at most.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
 ALIGNMENT, MOST_LOST = 512, 1 / 8  # of pinned buffers, in bytes; and of a slab, where its last buffer ends before it
-IN_FLIGHT = 2  # layers whose tensors are leaving, or of which they are there again
+IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another's are leaving or coming back
 
 
 def layers_in_flight(tile_layers: bool) -> int:
@@ -109,14 +109,15 @@ class Offload:
         self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
         self._running: _Layer | None = None
 
-    def wrap(self, layers: Sequence[nn.Module]) -> None:
+    def wrap(self, layers: Sequence[nn.Module], after: nn.Module) -> None:
         """The forward of each of these layers, in the model's order, hands over what it saves.
 
-        The model's last layer should not be among them: the backward pass begins with it. Parameters, and tensors
-        among the arguments after the first, serve several layers and stay.
+        The layer `after` them keeps its own, for the backward pass begins with it or comes from there. Parameters, and
+        tensors among the arguments after the first, serve several layers and stay.
         """
         for index, layer in enumerate(layers):
             layer.forward = partial(self._forward, index, layer, layer.forward)  # type: ignore[method-assign]
+        after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
     def keep(self, tensor: Tensor) -> Kept | Tensor:
         """Starts the tensor's way to the host, or returns it where it stays. For use inside the forward of a layer."""
@@ -165,16 +166,25 @@ class Offload:
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
         self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())})
         self._layers.append(self._running)
-        if index >= self._in_flight:
-            gone = self._layers[index - self._in_flight]
-            _wait_for(gone.left)  # on the device; only then may its memory be somebody else's
-            for kept in gone.kept.values():
-                kept.leaving = None
+        self._let_go(index - self._in_flight)
         try:
             with saved_tensors_hooks(self.keep, self.fetch):
                 return forward(*args, **kwargs)
         finally:
             self._running = None
+
+    def _after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._let_go(len(self._layers) - self._in_flight)
+        return forward(*args, **kwargs)
+
+    def _let_go(self, index: int) -> None:
+        """Of what a layer kept."""
+        if index < 0:
+            return
+        _wait_for(self._layers[index].left)  # on the device; only then may its memory be somebody else's
+        for kept in self._layers[index].kept.values():
+            kept.leaving = None
 
     def _bring(self, layer: _Layer) -> None:
         """Starts the way back of all that a layer kept."""

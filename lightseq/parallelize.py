@@ -161,7 +161,10 @@ def transform(
     if techniques.layers_per_checkpoint > 1:
         checkpoint_groups(groups, inner)
     if offload is not None:
-        offload.wrap([layer for layer, state in zip(layers, states, strict=True) if state in AWAY])
+        firsts = [group[0] for group in groups]
+        away = [first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state in AWAY]
+        if away:
+            offload.wrap(away, firsts[firsts.index(away[-1]) + 1])
     return LossModel(model, Stopwatch(device), offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
 
 

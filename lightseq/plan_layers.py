@@ -50,7 +50,8 @@ def place(
 ) -> Placement | None:
     """The fastest placement within both budgets; of equals, the one that leaves most memory free. None if none fits.
 
-    `device_bytes` is for what is kept alone. Layers on their way to the host, `in_flight` of them, still take it.
+    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there; while all that
+    stay are there too, one less.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
     for counts in _splits(layers, states, device_bytes, in_flight):
@@ -72,8 +73,10 @@ def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int
         if number:
             for i, value in enumerate(vars(states[name]).values()):
                 sums[i] += number * value
-    leaving = [here for away, here in AS_IF.items() for _ in range(counts.get(away, 0))][:in_flight]
-    return State(sums[0] + sum(states[here].device_bytes for here in leaving), sums[1], sums[2])
+    away = [states[here].device_bytes for left, here in AS_IF.items() for _ in range(counts.get(left, 0))]
+    when_all_stay = sums[0] + sum(away[max(0, len(away) - in_flight + 1) :])
+    device = max(when_all_stay, sum(away[:in_flight]))
+    return State(device, sums[1], sums[2])
 
 
 def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:

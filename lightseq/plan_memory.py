@@ -30,6 +30,7 @@ from lightseq.plan_rates import (
     Widths,
 )
 from lightseq.plan_run import PlannedRun
+from lightseq.remat import KEEP_MLP
 
 FLOAT32 = 4
 TOKEN_BYTES = 3 * 8  # ids, positions and labels
@@ -99,7 +100,7 @@ def _leaving(run: PlannedRun, state: str) -> list[int]:
     kept = [hidden * run.element]
     if state == OFFLOAD and run.config.remat_policy != "full":
         kept += [attention * run.element, FLOAT32 * run.heads]
-        kept += [intermediate * run.element] * (2 if run.config.remat_policy == "attention+mlp" else 0)
+        kept += [intermediate * run.element] * (2 if run.config.remat_policy == KEEP_MLP else 0)
     return [run.tokens * size for size in kept]
 
 
@@ -128,11 +129,12 @@ def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
         size = kept_by_layer(run, RECOMPUTE if run.group > 1 else placement.layers[group])
         here += 0 if waits else size
         away += [size] if waits else []
-    return here + sum(sorted(away)[-in_flight(run) :])
+    there = in_flight(run) - (not _waits(run, placement, up_to))  # a layer that stays stands for one of them
+    return here + sum(away[max(0, len(away) - there) :])
 
 
 def in_flight(run: PlannedRun) -> int:
-    """Layers whose tensors leave, or come back."""
+    """Layers whose tensors are there at a time, of those that leave and come back."""
     return layers_in_flight(run.config.tile_layers)
 
 
@@ -172,10 +174,14 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
         working += run.tokens * (both - layer_input)
     if run.group > 1:  # its layers run forward again, and keep what each of them keeps
-        kept_again = min(run.group, 1 + in_flight(run)) if set(placement.layers) & set(AWAY) else run.group
+        kept_again = min(run.group, in_flight(run)) if set(placement.layers) & set(AWAY) else run.group
         working += kept_again * kept_by_layer(run, KEEP)
     done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
     kept = _kept_here(run, placement, group)
+    if moment.in_attention and run.config.remat_policy == KEEP_MLP and not _waits(run, placement, group):
+        # Its MLP ran backward before its attention, and let go of gate and up; one that came back has them to its end.
+        both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (KEEP_MLP, "attention"))
+        kept -= run.tokens * (both - attention)
     when = f"backward of layer {group * run.group}, {name}"
     return _moment(run, when, kept, 0.0, working, FLOAT32 * trains * min(done / run.shards, run.local_trained))
 

@@ -59,8 +59,8 @@ def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | No
     the model that calls them need not know.
     """
     for group in groups:
-        if inner is not None:
-            inner.wrap(group[:-1])
+        if inner is not None and len(group) > 1:
+            inner.wrap(group[:-1], group[-1])
         first, *others = group
         first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
         for layer in others:

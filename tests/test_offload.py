@@ -53,7 +53,7 @@ def make(
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
-    host.wrap(list(wrapped.layers[:-1]))
+    host.wrap(list(wrapped.layers[:-1]), wrapped.layers[-1])
     return plain, wrapped, host
 
 
@@ -127,6 +127,22 @@ def test_the_last_layer_keeps_its_own() -> None:
     assert len(host._layers) == LAYERS - 1
 
 
+def test_of_two_layers_at_most_the_tensors_are_there() -> None:
+    _, wrapped, host = make("cpu", layers=6)
+
+    def there() -> list[int]:
+        return [i for i, x in enumerate(host._layers) if any(k.leaving is not None or k.back is not None
+                                                             for k in x.kept.values())]  # fmt: skip
+
+    seen: list[list[int]] = []
+    for layer in wrapped.layers:
+        layer.linear.register_forward_hook(lambda *_: seen.append(there()))
+        layer.linear.register_full_backward_hook(lambda *_: seen.append(there()))
+    gradients(wrapped, *inputs("cpu"))
+    forward, backward = [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4]], [[4], [3, 4], [2, 3], [1, 2], [0, 1], [0]]
+    assert seen == forward + backward
+
+
 def test_past_the_budget_tensors_stay_and_are_counted() -> None:
     _, wrapped, host = make("cpu", budget=4 * ROWS * WIDTH * 8 + 1)
     wrapped(*inputs("cpu"))
@@ -174,7 +190,7 @@ def _kept_by_llama(rank: int) -> None:
         apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
-        host.wrap(layers[:-1])
+        host.wrap(layers[:-1], layers[-1])
         loss = wrapped(**batch).loss
         size, lse, wide = 24 * 32 * 4, 24 * 4 * 4, 24 * 64 * 4
         own = [kept.host.nbytes for layer in host._layers for kept in layer.kept.values()]
