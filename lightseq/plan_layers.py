@@ -50,8 +50,8 @@ def place(
 ) -> Placement | None:
     """The fastest placement within both budgets; of equals, the one that leaves most memory free. None if none fits.
 
-    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there; while all that
-    stay are there too, one less.
+    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there; while all
+    that stay are there too, one less.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
     for counts in _splits(layers, states, device_bytes, in_flight):

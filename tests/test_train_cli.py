@@ -487,8 +487,11 @@ def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
 
 
 def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest(files: Files) -> None:
-    flags = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy steps --eval_steps 1 --save_steps 2"
-    flags += " --save_total_limit 1 --keep_best True --lr_scheduler_type constant --learning_rate 0.3"  # it diverges
+    for name, ids in (("low", range(30)), ("high", range(30, 60))):  # who learns the ones unlearns the others
+        (files.root / f"{name}.pkl").write_bytes(pickle.dumps({"input_ids": [list(ids)] * 8}))
+    flags = f"--data_path {files.root / 'low.pkl'} --eval_data_path {files.root / 'high.pkl'}"
+    flags += " --eval_strategy steps --eval_steps 1 --save_steps 2 --save_total_limit 1 --keep_best True"
+    flags += " --lr_scheduler_type constant --learning_rate 0.01"
     words = files.words("llama2", "best", flags)
     ends = train(2, "llama2", f"{words} --max_steps 4", f"{words} --max_steps 7 --resume_from_checkpoint True")
     losses = {r["step"]: r["eval_loss"] for r in files.records("best") if "eval_loss" in r}
