@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightseq.masking import is_secret_name
 
 T = TypeVar("T")
+FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ def leave(status: int) -> NoReturn:
 
 
 def free_host_memory(world: World) -> float:
-    """This rank's share, in bytes, of four fifths of the memory that its host has free."""
-    return 0.8 * psutil.virtual_memory().available / world.local_size
+    """This rank's share, in bytes, of what may be used of the memory that its host has free."""
+    return FREE_SHARE * psutil.virtual_memory().available / world.local_size
 
 
 def check_devices(world: World) -> None:

@@ -29,11 +29,13 @@ class HostMemory:
     """Buffers on the host, made once and used again, `limit_bytes` of them in all.
 
     torch rounds every piece of pinned memory up to a power of two, which can double it: buffers of one size are cut out
-    of slabs.
+    of slabs. Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all slabs of a size
+    are one.
     """
 
-    def __init__(self, limit_bytes: float, pinned: bool) -> None:
+    def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
+        self._counts_only, self._made = counts_only, dict[int, Tensor]()
         self._pinned, self._slabs = pinned, defaultdict[int, Tensor](partial(torch.empty, 0, dtype=torch.uint8))
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
@@ -48,7 +50,9 @@ class HostMemory:
             if self.allocated_bytes + slab > self.limit_bytes or slab < room:
                 return None
             self.allocated_bytes += slab
-            self._slabs[room] = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
+            if not self._counts_only or slab not in self._made:
+                self._made[slab] = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
+            self._slabs[room] = self._made[slab]
         buffer, self._slabs[room] = self._slabs[room][:size], self._slabs[room][room:]
         return buffer.view(dtype)
 

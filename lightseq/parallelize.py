@@ -26,7 +26,8 @@ from lightseq.stopwatch import Stopwatch
 from lightseq.tiled import tile_layers
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
-MOST_WHOLE_TOKENS = 2**18  # of a rank that rehearses; with more, tiled operations run their first tile only
+# Of a rank that rehearses; with more, tiled operations run their first tile only, and host memory is counted.
+MOST_WHOLE_TOKENS = 2**18
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def transform(
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
         tile_mlps(layers, first_tile_only, shrink, keep=techniques.remat == KEEP_MLP)
-    offload, inner = _offloads(techniques, device)
+    offload, inner = _offloads(techniques, device, first_tile_only)
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
         chosen = [layer for layer, state in zip(layers, states, strict=True) if (state in AGAIN) == again]
@@ -182,11 +183,11 @@ def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:
     return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
-def _offloads(techniques: Techniques, device: torch.device) -> tuple[Offload | None, Offload | None]:
+def _offloads(techniques: Techniques, device: torch.device, counts_only: bool) -> tuple[Offload | None, Offload | None]:
     """For what waits from the forward to the backward pass, and for what waits while a group of layers runs again."""
     if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
         return None, None
-    memory = HostMemory(techniques.host_memory_bytes, pinned=device.type == "cuda")
+    memory = HostMemory(techniques.host_memory_bytes, device.type == "cuda", counts_only)
     make = partial(Offload, device, memory, layers_in_flight(techniques.tile_layers))
     return make(), make() if techniques.layers_per_checkpoint > 1 else None
 

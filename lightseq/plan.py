@@ -12,6 +12,7 @@ from itertools import product
 from lightseq.config import TrainConfig
 from lightseq.flops import mfu, model_flops
 from lightseq.memory import Breakdown
+from lightseq.mesh import FREE_SHARE
 from lightseq.plan_layers import (
     KEEP,
     OFFLOAD,
@@ -116,7 +117,7 @@ def placement_of(run: PlannedRun) -> Placement:
 def host_budget(run: PlannedRun) -> float:
     """Bytes that a rank's layers may hand over."""
     asked = run.config.host_memory_budget
-    free = 0.8 * (run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES)
+    free = FREE_SHARE * (run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES)
     return max(0.0, free) if asked is None else asked * 2**30
 
 

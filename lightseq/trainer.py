@@ -24,6 +24,7 @@ from lightseq.family import Family
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
+    FREE_SHARE,
     Meshes,
     World,
     agree,
@@ -115,7 +116,7 @@ class Trainer:
             tile_layers=config.tile_layers,
             offload=config.offload,
             placement=self.placement.layers if self.placement else None,
-            host_memory_bytes=self._host_memory_bytes(),
+            host_memory_bytes=self._host_memory_bytes(rehearses),
             compute_dtype=self.dtype,
             fp8=config.fp8,
             fp8_emulate=config.fp8_emulate,
@@ -150,9 +151,12 @@ class Trainer:
             watchdog.follow(lambda: self.context.progress.passes)
         self._stop: StopRequest | None = None  # while it trains
 
-    def _host_memory_bytes(self) -> float:
-        budget = self.config.host_memory_budget
-        return free_host_memory(self.world) if budget is None else budget * 2**30
+    def _host_memory_bytes(self, rehearses: bool) -> float:
+        budget, free = self.config.host_memory_budget, free_host_memory(self.world)
+        if budget is None:
+            return free
+        # A rehearsal may only count, and must not count on what the host does not have.
+        return min(budget * 2**30, free / FREE_SHARE) if rehearses else budget * 2**30
 
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:

@@ -156,6 +156,15 @@ def test_without_gradients_nothing_leaves() -> None:
     assert host.kept_bytes == 0 and host._layers == []
 
 
+def test_who_only_counts_takes_one_slab_and_the_limit_holds() -> None:
+    counted, real = (HostMemory(10 * 4096, pinned=False, counts_only=c) for c in (True, False))
+    for memory, places in ((counted, 1), (real, 10)):
+        taken = [memory.take(1024, torch.float32) for _ in range(11)]
+        assert [x is None for x in taken] == [False] * 10 + [True]
+        assert len({x.data_ptr() for x in taken if x is not None}) == places
+        assert memory.allocated_bytes == 10 * 4096
+
+
 def test_a_second_backward_pass_is_refused() -> None:
     _, wrapped, _ = make("cpu")
     loss = wrapped(*inputs("cpu"))
