@@ -21,6 +21,7 @@ from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.endings import explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
+from lightseq.garbage import collected_together
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
@@ -180,9 +181,9 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
         around = self.saving.around() if self.saving is not None else nullcontext()
-        with StopRequest() as self._stop, self.explained_out_of_memory(), around:
+        with StopRequest() as self._stop, self.explained_out_of_memory(), around, collected_together() as collect:
             try:
-                saved, stopped_by = self._run_steps(self._stop)
+                saved, stopped_by = self._run_steps(self._stop, collect)
             finally:
                 self._mark(None, "saving")
         self.terminal.close()
@@ -192,7 +193,7 @@ class Trainer:
         if self._lock is not None:
             self._lock.close()
 
-    def _run_steps(self, stop: StopRequest) -> tuple[Path | None, str | None]:
+    def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
         """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
         profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
         saved, last = self.inputs.resume_from, self.inputs.total_steps
@@ -202,6 +203,7 @@ class Trainer:
             with record_function(f"step {done}"):
                 window.results.append(self._step(done - 1))
             profile.after(done)
+            collect(done)
             if done % self.config.logging_steps == 0 or done == last:
                 self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
                 own_seconds = self.engine.stopwatch.seconds()

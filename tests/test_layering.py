@@ -46,6 +46,7 @@ LAYERS = {
     "lightseq.architecture": 3,
     "lightseq.adapters": 3,
     "lightseq.stopwatch": 2,
+    "lightseq.garbage": 2,
     "lightseq.masking": 2,
     "lightseq.parallelize": 3,
     "lightseq.hf": 3,

@@ -1,0 +1,31 @@
+"""Cycles of objects are looked for between steps, on every rank after the same ones, and never in one."""
+
+import gc
+import weakref
+
+import pytest
+
+from lightseq.garbage import STEPS, collected_together
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cycles_go_after_every_so_many_steps_and_python_is_left_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with collected_together() as collect:
+            gone = weakref.ref(Cycle())
+            for step in range(1, STEPS + 1):
+                assert gone() is not None and not gc.isenabled()
+                for _ in range(1000):  # would have Python look for them
+                    Cycle()
+                collect(step)
+            assert gone() is None and gc.get_freeze_count() > 0
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0
+    finally:
+        (gc.enable if before else gc.disable)()
