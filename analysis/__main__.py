@@ -21,6 +21,7 @@ from rich.console import Console
 
 from . import attention, cluster, compare, evaluate, faults, plots, profile, report, step, watch
 from .figures import draw
+from .jsonl import say
 from .pictures import add_format
 from .runs import described, read_runs
 from .summary import summarize, tables
@@ -77,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if names_command(words, command):
             return draw_command(words[1:])
     arguments = parser().parse_args(words)
+    notes: list[str] = []
     try:
-        runs = read_runs(arguments.runs)
-        pictures = draw(runs, arguments.output or arguments.runs[0], arguments.format)
+        runs = read_runs(arguments.runs, notes)
+        pictures = draw(runs, arguments.output or runs[0].directory, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
-    for note in (note for run in runs for note in run.notes):
-        print(f"analysis: note: {note}", file=sys.stderr)
+    say([*notes, *(note for run in runs for note in run.notes)])
     for run in runs:
         if text := described(run):
             print(f"{run.label}: {text}")

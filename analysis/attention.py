@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from .figures import GREY, STYLE
+from .jsonl import say
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
@@ -73,13 +74,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
+    notes: list[str] = []
     try:
-        tables = read_tables(arguments.files)
+        tables = read_tables(arguments.files, notes)
         tables = [only(table, arguments.only) for table in tables] if arguments.only else tables
         pictures = draw(tables, arguments.output or arguments.files[0].parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
+    say(notes)
     for table in tables:
         print("\n".join((*markdown(table, arguments.value), "", *remarks(table), "")))
     for picture in pictures:

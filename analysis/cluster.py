@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from .figures import COLORS, GREY, STYLE
+from .jsonl import read_lines, say
 from .pictures import add_format, save
-from .points import objects, shown
+from .points import shown
 
 MARKERS = "osD^vP*"
 KEYS = ("gpus", "schedule", "head_groups", "ulysses_size", "efficiency", "fastest", "skipped")
@@ -36,20 +37,22 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
+    notes: list[str] = []
     try:
-        about, records = read(arguments.file)
+        about, records = read(arguments.file, notes)
         pictures = draw(about, records, arguments.output or arguments.file.parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
+    say(notes)
     for picture in pictures:
         print(picture)
     return 0
 
 
-def read(path: Path) -> tuple[Record, list[Record]]:
+def read(path: Path, notes: list[str]) -> tuple[Record, list[Record]]:
     """The header and the points of a plan."""
-    values = [value for _, value in objects(path)]
+    values = read_lines(path, lambda value: value, notes)
     if (
         not values
         or values[0].get("plan") != "attention"

@@ -18,8 +18,9 @@ from rich.text import Text
 
 from .figures import COLORS, GREY, STYLE, dots, fit_from_zero
 from .flags import BYSTANDERS, SAME_COURSE, differing_flags, differing_machines
+from .jsonl import say
 from .pictures import add_format, save
-from .runs import Run, described, read_runs
+from .runs import Run, described, labels, read_run
 from .summary import GIB, settled, shown
 
 Pair = tuple[Run, Run]
@@ -80,14 +81,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
-        first, second = read_runs([arguments.first, arguments.second])
+        directories = [arguments.first, arguments.second]
+        first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
         gap = gap_of((first, second))
         pictures = draw((first, second), gap, arguments.output or arguments.second, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
-    for note in (*first.notes, *second.notes):
-        print(f"analysis: note: {note}", file=sys.stderr)
+    say([*first.notes, *second.notes])
     console = Console(highlight=False)
     for letter, run in (("A", first), ("B", second)):
         console.print(f"{letter}  {run.label}: {described(run) or 'no run.json'}", markup=False)

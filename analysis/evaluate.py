@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMethodFormatter
 
 from .figures import GREY, STYLE, colors
+from .jsonl import read_lines, readable, say
 from .markdown import table_lines
 from .pictures import add_format, save
-from .points import objects, shown
+from .points import shown
 from .runs import labels
 
 KEYS = {"loss": ("first", "last", "loss", "perplexity", "valid_tokens"), "needle": ("length", "depth", "accuracy")}
@@ -67,24 +68,31 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
+    notes: list[str] = []
     try:
-        names = labels(arguments.paths)
-        found = [read(path, label) for path, label in zip(arguments.paths, names, strict=True)]
+        named = list(zip(arguments.paths, labels(arguments.paths), strict=True))
+        found = readable(named, lambda pair: read(*pair, notes), notes)
         pictures = draw(found, arguments.output or arguments.paths[0], arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
+    say(notes)
     print("\n".join(markdown(found)))
     for picture in pictures:
         print(picture)
     return 0
 
 
-def read(directory: Path, label: str) -> Evaluation:
+def read(directory: Path, label: str, notes: list[str]) -> Evaluation:
     path = directory / "evaluation.jsonl"
     if not path.is_file():
-        raise ValueError(f"no evaluation.jsonl in {directory}; name the --output_dir of python3 -m lightseq evaluate")
-    records = [record for _, record in objects(path)]
+        raise FileNotFoundError(
+            f"no evaluation.jsonl in {directory}; name the --output_dir of python3 -m lightseq evaluate"
+        )
+    try:
+        records = read_lines(path, lambda value: value, notes)
+    except ValueError as why:
+        raise ValueError(f"{why}; evaluate again") from None
     keys = KEYS.get(records[0].get("evaluation", ""), ()) if len(records) > 1 else ()
     if not keys or not all(key in row for row in records[1:] for key in keys):
         raise ValueError(f"{path} is no evaluation; make it with python3 -m lightseq evaluate")

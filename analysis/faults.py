@@ -8,21 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .jsonl import read_lines, readable, say
 from .markdown import table_lines
-from .points import objects
 
 Record = Mapping[str, Any]
 HEAD = ("fault", "tried", "survived", "most steps lost", "seen")
 
 
-def read(paths: Sequence[Path]) -> list[Record]:
-    found: list[Record] = []
-    for path in paths:
-        for number, record in objects(path):
-            if "kind" not in record:
-                raise ValueError(f"{path} line {number} is no record of a fault; give what make faults wrote")
-            found.append(record)
-    return found
+def read(paths: Sequence[Path], notes: list[str]) -> list[Record]:
+    files = readable(paths, lambda path: read_lines(path, fault, notes), notes)
+    return [record for file in files for record in file]
+
+
+def fault(value: Record) -> Record:
+    if "kind" not in value:
+        raise ValueError("is no record of a fault; give what make faults wrote")
+    return value
 
 
 def seen(records: Sequence[Record]) -> str:
@@ -59,10 +60,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="analysis faults", description=__doc__)
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="what make faults wrote")
     arguments = parser.parse_args(argv)
+    notes: list[str] = []
     try:
-        records = read(arguments.files)
+        records = read(arguments.files, notes)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
+    say(notes)
     print("\n".join(table_lines(rows(records))))
     return 0

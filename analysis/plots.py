@@ -27,6 +27,7 @@ from matplotlib.ticker import (
 
 from .figures import GREY, STYLE, colors, dots
 from .flags import shown
+from .jsonl import readable, say
 from .pictures import add_format, save
 from .plot_metrics import HOST_MEMORY, METRICS, STEP, WHOLE, Metric
 from .plots_file import SHORT, Plot, read_plots
@@ -73,10 +74,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
+    notes: list[str] = []
     try:
         file = read_plots(arguments.config)
         directories = arguments.runs or file.runs
-        runs = found_runs(directories)
+        runs = found_runs(directories, notes)
         output = arguments.output or directories[0]
         output.mkdir(parents=True, exist_ok=True)
         pictures: list[Path] = []
@@ -93,17 +95,16 @@ def main(words: Sequence[str]) -> int:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
     print(*pictures, sep="\n")
-    for line in (line for run in runs for line in (*run.notes, *unfinished(run))):
-        print(f"analysis: note: {line}", file=sys.stderr)
+    say([*notes, *(line for run in runs for line in (*run.notes, *unfinished(run)))])
     for line in left_out:
         print(f"analysis: left out, {line}", file=sys.stderr)
     return 0
 
 
-def found_runs(directories: Sequence[Path]) -> list[Run]:
-    """Every run below the directories; raises ValueError where there is none."""
+def found_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
+    """Every run below the directories that can be read; raises ValueError where there is none."""
     paths = sorted({path.parent for directory in directories for path in directory.rglob("metrics.jsonl")})
-    runs = [read_run(path, path.name) for path in paths if (path / "metrics.jsonl").stat().st_size]
+    runs = readable(paths, lambda path: read_run(path, path.name), notes)
     if not runs:
         raise ValueError(f"no run below {', '.join(map(str, directories))}; make them, or name others with --runs")
     return runs

@@ -1,10 +1,11 @@
 """Knows the records of the attention benchmark: which points there are, and which of them make one line."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from .jsonl import read_lines, readable
 
 CEILING = "single-gpu"
 OURS = "lightseq"
@@ -97,16 +98,18 @@ def shown(tokens: int) -> str:
     return f"{tokens // UNITS.get(unit, 1)}{unit}"
 
 
-def read_tables(paths: Sequence[Path]) -> list[Table]:
+def read_tables(paths: Sequence[Path], notes: list[str]) -> list[Table]:
     """One table a setting. A point measured twice counts as it was measured last."""
     headers: list[Mapping[str, Any]] = []
-    points: list[Point] = []
-    for path in paths:
-        for number, value in objects(path):
-            if "benchmark" in value:
-                headers.append(value)
-            else:
-                points.append(point_of(value, f"{path} line {number}"))
+
+    def point_or_header(value: Mapping[str, Any]) -> Point | None:
+        if "benchmark" not in value:
+            return point_of(value)
+        headers.append(value)
+        return None
+
+    files = readable(paths, lambda path: read_lines(path, point_or_header, notes), notes)
+    points = [point for file in files for point in file]
     if not points:
         raise ValueError(f"no points in {', '.join(map(str, paths))}; the benchmark has measured nothing yet")
     devices = dict.fromkeys(str(header.get("hardware", {}).get("device", "unknown device")) for header in headers)
@@ -114,31 +117,12 @@ def read_tables(paths: Sequence[Path]) -> list[Table]:
     return [Table(setting, device, lines(mine)) for setting, mine in by_setting(points)]
 
 
-def objects(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """Every whole line; the last one may have been cut off by the end of its run."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; give the file that a benchmark wrote")
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, content in enumerate(text, 1):
-        if not content.strip():
-            continue
-        try:
-            value = json.loads(content)
-        except json.JSONDecodeError as error:
-            if number == len(text):
-                return
-            raise ValueError(f"{path} line {number} is not JSON ({error.msg}); remove the line") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} line {number} is not a record of a benchmark")
-        yield number, value
-
-
-def point_of(record: Mapping[str, Any], where: str) -> Point:
+def point_of(record: Mapping[str, Any]) -> Point:
     try:
         facts = {"documents": "", **{key: value for key, value in record.items() if value is not None}}
         setting = Setting(**{key: facts[key] for key in Setting.__dataclass_fields__})
         if "tflops_per_gpu" not in record:
-            raise ValueError(f"{where} holds errors, not times; give files written without --check")
+            raise ValueError("holds errors, not times; give files written without --check")
         times = tuple(record[f"seconds_{which}"] for which in ("min", "median", "max"))
         return Point(
             setting=setting,
@@ -154,7 +138,7 @@ def point_of(record: Mapping[str, Any], where: str) -> Point:
             skipped=record["skipped"],
         )
     except KeyError as error:
-        raise ValueError(f"{where} has no {error}; it should be a record of benchmarks/attention.py") from None
+        raise ValueError(f"has no {error}; it should be a record of benchmarks/attention.py") from None
 
 
 def by_setting(points: Sequence[Point]) -> list[tuple[Setting, list[Point]]]:

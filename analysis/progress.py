@@ -1,6 +1,5 @@
 """Knows how far a run is while it trains: what its directory says now, and whether it has gone quiet."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .flags import About, section
+from .jsonl import json_object
 from .runs import Record, checked, column, latest, read_about
 from .summary import median
 
@@ -33,28 +33,35 @@ class Follower:
         if about_file.st_size < self._offset:
             self._forget()
         try:
-            self._read()
+            self._read(leave_out=self._offset == 0)
         except ValueError:
             if self._offset == 0:
                 raise
-            self._forget()  # what was read before may be gone; if it is not that, the next line says what is wrong
-            self._read()
+            self._forget()  # what was read before may be gone; if it is not that, the line is left out
+            self._read(leave_out=True)
         return self._records
 
-    def _read(self) -> None:
+    def _read(self, leave_out: bool) -> None:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             whole, end, _ = file.read().rpartition(b"\n")
         lines = whole.decode("utf-8", errors="replace").splitlines()
-        try:
-            self._records += [checked(json.loads(line)) for line in lines if line.strip()]
-        except ValueError as error:
-            raise ValueError(f"{self._path} holds a line that is no record ({error}); remove the line") from None
+        found, refused = [], []
+        for line in lines:
+            try:
+                found += [checked(json_object(line))] if line.strip() else []
+            except ValueError as error:
+                refused.append(error)
+        if refused and not (leave_out and found):
+            raise ValueError(f"{self._path} holds a line that is no record ({refused[0]}); remove the line")
+        self._records += found
+        self.left_out += len(refused)
         self._offset += len(whole) + len(end)
 
     def _forget(self) -> None:
         self._offset = 0
         self._records: list[Record] = []
+        self.left_out = 0  # lines that are no records
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Progress:
     checkpoints: tuple[int, ...]  # by their step
     saving: int | None  # the step of a checkpoint that is being written
     silent_seconds: float | None  # since something was last logged or the run began; None where nothing was
+    left_out: int = 0  # lines that are no records
 
     @property
     def total(self) -> int | None:
@@ -124,6 +132,7 @@ def read_progress(directory: Path, follower: Follower, now: float) -> Progress:
         checkpoints=checkpoints(directory, ""),
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=silence(directory, now),
+        left_out=follower.left_out,
     )
 
 

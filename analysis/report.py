@@ -2,15 +2,17 @@
 
 import argparse
 import html
-import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from .blocks import Section, embedded
+from .jsonl import json_object, read_lines, say
 from .points import read_tables
 from .report_benchmarks import WORST, attention_section, errors_section, step_section
 from .report_runs import read_cells, runs_section, sweep_section
@@ -19,7 +21,7 @@ from .step_points import read_comparisons
 
 PAGE = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "axes.js", "lines.js", "bars.js", "table.js", "page.js")
-LINE_LIMIT = 2**20  # of what is read to tell one kind of file from another
+LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
 PASSED_OVER = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
 
 
@@ -33,6 +35,7 @@ class Found:
     errors: list[Path] = field(default_factory=list)
     steps: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # on lines of the others
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,12 +62,14 @@ def main(argv: Sequence[str]) -> int:
             reasons = "".join(f"; {reason}" for reason in found.left_out)
             raise ValueError(f"nothing to show below {arguments.directory}{reasons}")
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page(title_of(arguments.directory), sections, found.left_out), encoding="utf-8")
+        output.write_text(
+            page(title_of(arguments.directory), sections, [*found.left_out, *found.notes]), encoding="utf-8"
+        )
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
-    for reason in found.left_out:
-        print(f"analysis: note: not shown: {reason}", file=sys.stderr)
+    say([*(f"not shown: {reason}" for reason in found.left_out), *found.notes])
+    say(note for run in found.runs for note in run.notes)  # which stand beside the table of runs, too
     print(f"{summary(found)}\n{output}")
     return 0
 
@@ -100,32 +105,30 @@ def file(path: Path, root: Path, found: Found) -> None:
         label = str(path.parent.relative_to(root)) if path.parent != root else root.resolve().name
         found.runs.append(read_run(path.parent, label))
     elif path.name == "sweep.jsonl":
-        read_cells(path)
+        read_cells(path, found.notes)
         found.sweeps.append(path)
     elif first.get("benchmark") == "step":
-        read_comparisons([path])
+        read_comparisons([path], found.notes)
         found.steps.append(path)
-    elif first.get("benchmark") == "attention" and WORST in second:
+    elif WORST in first or WORST in second:
+        read_lines(path, dict, found.notes)
         found.errors.append(path)
-    elif first.get("benchmark") == "attention":
-        read_tables([path])
+    elif first.get("benchmark") == "attention" or "tflops_per_gpu" in first:
+        read_tables([path], found.notes)
         found.attention.append(path)
     else:
         found.left_out.append(f"{path} is neither a run's nor a benchmark's")
 
 
-def first_objects(path: Path) -> tuple[dict[str, object], dict[str, object]]:
-    """The first two lines where they are objects; what kind of file it is shows there."""
+def first_objects(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """The first two of the first lines that are objects; what kind of file it is shows there."""
     with path.open(encoding="utf-8", errors="replace") as opened:
-        lines = [opened.readline(LINE_LIMIT) for _ in range(2)]
-    out = []
+        lines = [opened.readline(LINE_LIMIT) for _ in range(FIRST_LINES)]
+    found: list[Mapping[str, Any]] = []
     for line in lines:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            value = {}
-        out.append(value if isinstance(value, dict) else {})
-    return out[0], out[1]
+        with suppress(ValueError):
+            found.append(json_object(line))
+    return (*found, {}, {})[:2]
 
 
 def sections_of(found: Found, root: Path) -> list[Section]:
@@ -135,7 +138,7 @@ def sections_of(found: Found, root: Path) -> list[Section]:
     for i, path in enumerate(found.sweeps):
         below = {run.directory.name: run for run in found.runs if path.parent in run.directory.parents}
         name = str(path.parent.relative_to(root)) if path.parent != root else root.resolve().name
-        out.append(sweep_section(name, read_cells(path), below, i))
+        out.append(sweep_section(name, read_cells(path, []), below, i))
     kinds: tuple[tuple[list[Path], Callable[[Sequence[Path], Path], Section]], ...] = (
         (found.attention, attention_section),
         (found.errors, errors_section),

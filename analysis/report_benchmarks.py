@@ -6,7 +6,8 @@ from typing import Any
 
 from . import attention, step
 from .blocks import Bar, Bars, Cell, Charts, Details, Entry, Lines, Part, Section, Series, Table, facts_of, number
-from .points import Line, objects, read_tables, shown
+from .jsonl import read_lines
+from .points import Line, read_tables, shown
 from .points import Table as Lengths
 from .step_points import FLOOR, Comparison, Step, read_comparisons
 from .summary import GIB
@@ -19,7 +20,7 @@ def sources(paths: Sequence[Path], root: Path) -> list[Details]:
     """What each file was measured with: one part a command, however many records repeat it."""
     out = []
     for path in paths:
-        headers = {str(v.get("command")): v for _, v in objects(path) if "benchmark" in v}
+        headers = {str(v.get("command")): v for v in objects(path) if "benchmark" in v}
         parts = []
         for command, header in headers.items():
             about = {key: header[key] for key in ("commit", "date", "flops") if header.get(key)}
@@ -29,8 +30,13 @@ def sources(paths: Sequence[Path], root: Path) -> list[Details]:
     return out
 
 
+def objects(path: Path) -> list[Mapping[str, Any]]:
+    """What of a file was readable when it was found, and told then."""
+    return read_lines(path, lambda value: value, [])
+
+
 def first_header(path: Path) -> Mapping[str, Any]:
-    return next((value for _, value in objects(path) if "benchmark" in value), {})
+    return next((value for value in objects(path) if "benchmark" in value), {})
 
 
 def by_date(paths: Iterable[Path]) -> list[Path]:
@@ -49,7 +55,7 @@ def attention_section(paths: Sequence[Path], root: Path) -> Section:
         devices.setdefault(str(device), []).append(path)
     blocks: list[Table | Charts | Details] = []
     for mine in devices.values():
-        for table in read_tables(mine):
+        for table in read_tables(mine, []):
             blocks += attention_blocks(table)
     notes = ["Forward and backward of one layer, the causal half counted. Of points measured twice the later counts."]
     return Section("attention", "Attention layer", [*blocks, *sources(paths, root)], notes)
@@ -87,7 +93,7 @@ def errors_section(paths: Sequence[Path], root: Path) -> Section:
     """Relative errors against float64, one table a file."""
     blocks: list[Table | Details] = []
     for path in paths:
-        points = [value for _, value in objects(path) if "benchmark" not in value]
+        points = [value for value in objects(path) if "benchmark" not in value and "length" in value]
         rows: list[list[str | Cell]] = []
         for point in points:
             name = " ".join(str(point[key]) for key in ("implementation", "request") if point.get(key))
@@ -107,7 +113,7 @@ def errors_section(paths: Sequence[Path], root: Path) -> Section:
 
 def step_section(paths: Sequence[Path], root: Path) -> Section:
     blocks: list[Table | Charts | Details] = []
-    for comparison in read_comparisons(by_date(paths)):
+    for comparison in read_comparisons(by_date(paths), []):
         blocks += step_blocks(comparison)
     return Section("steps", "Whole training steps", [*blocks, *sources(paths, root)])
 

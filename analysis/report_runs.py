@@ -27,7 +27,7 @@ from .blocks import (
 )
 from .figures import FEW
 from .flags import named, section, shown
-from .points import objects
+from .jsonl import read_lines
 from .points import shown as shown_length
 from .runs import Run, column, described
 from .summary import GIB, Summary, smoothed, summarize, warmup_records
@@ -140,11 +140,17 @@ def details(run: Run) -> Details:
 # ---- sweeps ---------------------------------------------------------------------------------------------------------
 
 
-def read_cells(path: Path) -> list[Mapping[str, Any]]:
-    cells = [value for _, value in objects(path)]
-    if not cells or not all("name" in cell and isinstance(cell.get("flags"), dict) for cell in cells):
+def read_cells(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    cells = read_lines(path, cell_of, notes)
+    if not cells:
         raise ValueError(f"{path} holds no cells of a sweep")
     return cells
+
+
+def cell_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "name" not in value or not isinstance(value.get("flags"), dict):
+        raise ValueError("is no cell of a sweep")
+    return value
 
 
 def sweep_section(name: str, cells: Sequence[Mapping[str, Any]], runs: Mapping[str, Run], i: int) -> Section:

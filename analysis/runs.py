@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .jsonl import read_lines, readable
+
 Record = Mapping[str, float | None]
 
 
@@ -48,8 +50,10 @@ def column(records: Sequence[Record], key: str) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
-    return [read_run(path, label) for path, label in zip(directories, labels(directories), strict=True)]
+def read_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
+    """Those that can be read, the others named in the notes; raises ValueError where there is none."""
+    named = list(zip(directories, labels(directories), strict=True))
+    return readable(named, lambda pair: read_run(*pair), notes)
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
@@ -69,8 +73,11 @@ def labels(directories: Sequence[Path]) -> list[str]:
 def read_run(directory: Path, label: str) -> Run:
     path = directory / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"no metrics.jsonl in {directory}; name the --output_dir of a training run")
-    records, notes = read_records(path)
+        raise FileNotFoundError(f"no metrics.jsonl in {directory}; name the --output_dir of a training run")
+    notes: list[str] = []
+    records = read_lines(path, checked, notes)
+    if not records:
+        raise ValueError(f"{path} is empty; the run has logged no step")
     steps, repeated = latest([record for record in records if "eval_loss" not in record])
     evaluations, _ = latest([record for record in records if "eval_loss" in record])
     if not steps:
@@ -81,30 +88,8 @@ def read_run(directory: Path, label: str) -> Run:
     return Run(label, directory, steps, evaluations, about, tuple(notes), profile)
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str]]:
-    """Every record of a metrics file; a last line cut off by the end of its run is left out and noted."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path} is empty; the run has logged no step")
-    records: list[Record] = []
-    notes: list[str] = []
-    for number, line in numbered:
-        try:
-            records.append(checked(json.loads(line)))
-        except json.JSONDecodeError as error:
-            if number != numbered[-1][0]:
-                raise ValueError(
-                    f"{path} line {number} is not JSON ({error.msg}); remove the line or run again"
-                ) from None
-            notes.append(f"{path}: the last line is cut off, as when a run is killed while writing; it is left out")
-        except ValueError as error:
-            raise ValueError(f"{path} line {number} {error}") from None
-    return records, notes
-
-
-def checked(value: object) -> Record:
-    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+def checked(value: Mapping[str, Any]) -> Record:
+    if not isinstance(value.get("step"), int):
         raise ValueError('is not a record: it should be an object with a whole number "step"')
     for key, number in value.items():
         if number is not None and not isinstance(number, int | float):

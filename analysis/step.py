@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from .figures import GREY, STYLE
+from .jsonl import say
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import shown
@@ -40,12 +41,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
+    notes: list[str] = []
     try:
-        comparisons = read_comparisons(arguments.files)
+        comparisons = read_comparisons(arguments.files, notes)
         pictures = draw(comparisons, arguments.output or arguments.files[0].parent, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
+    say(notes)
     for comparison in comparisons:
         print("\n".join((*markdown(comparison), "", *remarks(comparison), "")))
     for picture in pictures:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .points import objects
+from .jsonl import read_lines, readable
 
 FLOOR = "plain"
 OURS = "lightseq"
@@ -79,12 +79,11 @@ class Comparison:
         return step.tokens_per_second / floor.tokens_per_second
 
 
-def read_comparisons(paths: Sequence[Path]) -> list[Comparison]:
+def read_comparisons(paths: Sequence[Path], notes: list[str]) -> list[Comparison]:
     """One comparison a setting. A point measured twice counts as it was measured last."""
     found: dict[Setting, dict[tuple[int, str], Step]] = {}
-    for path in paths:
-        for number, value in objects(path):
-            step = step_of(value, f"{path} line {number}")
+    for file in readable(paths, lambda path: read_lines(path, step_of, notes), notes):
+        for step in file:
             found.setdefault(step.setting, {})[step.length, step.label] = step
     if not found:
         raise ValueError(f"no points in {', '.join(map(str, paths))}; the benchmark has measured nothing yet")
@@ -95,9 +94,9 @@ def ordered(steps: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(sorted(steps, key=lambda s: (s.length, -(s.tokens_per_second or 0.0), s.label)))
 
 
-def step_of(record: Mapping[str, Any], where: str) -> Step:
+def step_of(record: Mapping[str, Any]) -> Step:
     if record.get("benchmark") != "step":
-        raise ValueError(f"{where} is not a record of benchmarks/step.py")
+        raise ValueError("is not a record of benchmarks/step.py")
     try:
         facts = {key: record[key] for key in ("model", "layers", "world", "dtype")}
         rate, losses = record["tokens_per_second"], (record["first_loss"], record["last_loss"])
@@ -117,4 +116,4 @@ def step_of(record: Mapping[str, Any], where: str) -> Step:
             skipped=record["skipped"],
         )
     except KeyError as error:
-        raise ValueError(f"{where} has no {error}; it should be a record of benchmarks/step.py") from None
+        raise ValueError(f"has no {error}; it should be a record of benchmarks/step.py") from None

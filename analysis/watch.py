@@ -169,6 +169,11 @@ def state(progress: Progress) -> Group:
         lines.append(Text(f"checkpoint  {progress.directory}/checkpoint-{progress.checkpoints[-1]}", overflow="fold"))
     if progress.saving is not None:
         lines.append(Text(f"checkpoint-{progress.saving} is being written"))
+    if progress.left_out:
+        words = (
+            "line of metrics.jsonl is no record" if progress.left_out == 1 else "lines of metrics.jsonl are no records"
+        )
+        lines.append(Text(f"{progress.left_out} {words} and left out", style="yellow"))
     word, style = alive(progress)
     return Group(*lines, Text(word, style=style))
 

@@ -80,9 +80,9 @@ def test_figures_are_written_as_svg_where_asked(
     [
         (None, "no metrics.jsonl"),
         ("", "is empty"),
-        ('{"step": 1, "lo', "no training step"),
+        ('{"step": 1, "lo', "line 1 is cut off"),
         ('{"step": 1, "eval_loss": 2.0}\n', "no training step"),
-        ('{"step": 1\n{"step": 2, "loss": 1.0}\n', "line 1 is not JSON"),
+        ('{"step": 1\n{"step": 2\n', "line 1 is not JSON"),
         ('{"loss": 1.0}\n', 'line 1 is not a record: it should be an object with a whole number "step"'),
         ("[1, 2]\n", "line 1 is not a record"),
         ('{"step": 1, "loss": "low"}\n', "line 1 has 'low' for \"loss\""),
@@ -126,8 +126,37 @@ def test_a_run_is_described_by_what_was_chosen_over_what_was_asked(make_run: Mak
 def test_a_last_line_cut_off_is_left_out_and_said(make_run: MakeRun, capsys: pytest.CaptureFixture) -> None:
     run = make_run(steps=5, tail='{"step": 6, "lo')
     assert main([str(run)]) == 0
-    assert "last line is cut off" in capsys.readouterr().err
+    assert "line 6 is cut off, as when a run is killed while writing; it is left out" in capsys.readouterr().err
     assert list(read_run(run, "run").column("step")) == [1, 2, 3, 4, 5]
+
+
+def test_lines_that_are_no_records_are_said_in_one_line_and_the_others_drawn(
+    make_run: MakeRun, capsys: pytest.CaptureFixture
+) -> None:
+    run = make_run(steps=5)
+    garbled = ["\x00" * 9, '{"step": 2.5}', '{"step": 3, "loss": "low"}', "[1]"]
+    (run / "metrics.jsonl").write_text(
+        "\n".join((garbled[0], (run / "metrics.jsonl").read_text(), *garbled[1:])) + "\n"
+    )
+    assert main([str(run)]) == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith(f"analysis: note: {run}/metrics.jsonl lines 1, 8, 9 and 1 more are left out: line 1 is not")
+    assert list(read_run(run, "run").column("step")) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_drawn(
+    make_run: MakeRun, capsys: pytest.CaptureFixture
+) -> None:
+    broken, started, whole = make_run("broken"), make_run("started"), make_run("whole")
+    (broken / "metrics.jsonl").write_text("no\nrecord\n")
+    (started / "metrics.jsonl").write_text("")
+    assert main([str(broken), str(started), str(whole)]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split(": ")[2] for line in err.splitlines()] == ["left out", "left out"]
+    assert "broken/metrics.jsonl line 1 is not JSON" in err and "started/metrics.jsonl is empty" in err
+    assert str(whole / "loss.png") in out
+    assert main([str(broken), str(started)]) == 2
+    assert capsys.readouterr().err.endswith("(and 1 more like it)\n")
 
 
 def test_steps_done_again_after_a_resume_count_once(make_run: MakeRun) -> None:
@@ -181,12 +210,12 @@ def test_the_table_holds_what_the_run_did(make_run: MakeRun) -> None:
 
 
 def test_every_run_is_in_one_table(make_run: MakeRun) -> None:
-    summaries = [summarize(run) for run in read_runs([make_run(f"run{i}", steps=2) for i in range(4)])]
+    summaries = [summarize(run) for run in read_runs([make_run(f"run{i}", steps=2) for i in range(4)], [])]
     assert [len(table.columns) - 1 for table in tables(summaries)] == [3, 1]
 
 
 def test_mfu_is_drawn_where_known_and_arithmetic_where_not(make_run: MakeRun) -> None:
-    gpu, cpu = read_runs([make_run("gpu", gpu=True), make_run("cpu")])
+    gpu, cpu = read_runs([make_run("gpu", gpu=True), make_run("cpu")], [])
     drawn = {
         name: [panel.curves[0].key for panel in mfu_panels(runs)]
         for name, runs in {"gpu": [gpu], "cpu": [cpu], "both": [gpu, cpu]}.items()
@@ -197,7 +226,7 @@ def test_mfu_is_drawn_where_known_and_arithmetic_where_not(make_run: MakeRun) ->
 
 
 def test_memory_shows_the_device_only_where_there_is_one(make_run: MakeRun) -> None:
-    gpu, cpu = read_runs([make_run("gpu", gpu=True), make_run("cpu")])
+    gpu, cpu = read_runs([make_run("gpu", gpu=True), make_run("cpu")], [])
     device, host = panel_figure([gpu], FIGURES["memory"]([gpu])).axes
     assert [line.get_ydata()[0] for line in device.lines] == [3.0, 4.0]
     assert [line.get_ydata()[0] for line in host.lines] == [2.0]
@@ -214,7 +243,7 @@ def test_a_slow_first_step_does_not_flatten_the_others(make_run: MakeRun) -> Non
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_every_axis_is_titled_and_every_run_is_in_the_legend(name: str, make_run: MakeRun) -> None:
-    runs = read_runs([make_run("one", steps=1), make_run("two", gpu=True)])
+    runs = read_runs([make_run("one", steps=1), make_run("two", gpu=True)], [])
     figure = panel_figure(runs, FIGURES[name](runs))
     for axes in figure.axes:
         assert axes.get_title(loc="left") and axes.get_ylabel() and axes.get_xlabel() == "training step"

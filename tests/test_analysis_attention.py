@@ -51,7 +51,7 @@ def file(tmp_path: Path, points: list[dict[str, Any]]) -> Path:
 
 
 def test_the_table_puts_the_ceiling_first_and_the_fastest_at_the_longest_length_next(file: Path) -> None:
-    (table,) = read_tables([file])
+    (table,) = read_tables([file], [])
     assert markdown(table, "tflops") == [
         "TFLOP/s per GPU; 4 × NVIDIA H200, 32/8 heads of 128, bfloat16",
         "",
@@ -69,14 +69,14 @@ def test_the_table_puts_the_ceiling_first_and_the_fastest_at_the_longest_length_
 
 
 def test_other_values_fill_the_same_table(file: Path) -> None:
-    (table,) = read_tables([file])
+    (table,) = read_tables([file], [])
     assert markdown(table, "memory")[5] == "| lightseq prefix | 3.00 | 3.00 |"
     assert markdown(table, "milliseconds")[4].split("|")[2].strip() == "12.03"
     assert markdown(table, "exposed")[5].split() == ["|", "lightseq", "prefix", "|", "|", "|"]
 
 
 def test_the_picture_has_a_line_an_implementation_and_a_dashed_ceiling(file: Path) -> None:
-    (table,) = read_tables([file])
+    (table,) = read_tables([file], [])
     out = figure(table)
     (axes,) = out.axes
     drawn = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
@@ -94,7 +94,7 @@ def test_the_picture_has_a_line_an_implementation_and_a_dashed_ceiling(file: Pat
 def test_one_length_is_a_bar_an_implementation_with_the_ceiling_through_all(
     tmp_path: Path, points: list[dict[str, Any]]
 ) -> None:
-    (table,) = read_tables([write(tmp_path / "one.jsonl", [p for p in points if p["length"] == LENGTHS[1]])])
+    (table,) = read_tables([write(tmp_path / "one.jsonl", [p for p in points if p["length"] == LENGTHS[1]])], [])
     (axes,) = figure(table).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4"]
     assert [bar.get_width() for bar in axes.patches] == [595.0, 600.0, 590.0]
@@ -112,12 +112,12 @@ def test_lines_may_be_chosen_and_ordered(file: Path, capsys: pytest.CaptureFixtu
 
 def test_packed_documents_and_whole_sequences_are_not_one_point(tmp_path: Path, points: list[dict[str, Any]]) -> None:
     packed = [point | {"documents": "lognormal:0"} for point in points]
-    titles = [table.title for table in read_tables([write(tmp_path / "both.jsonl", points + packed)])]
+    titles = [table.title for table in read_tables([write(tmp_path / "both.jsonl", points + packed)], [])]
     assert len(titles) == 2 and titles[1] == f"{titles[0]}, documents lognormal:0"
 
 
 def test_bars_run_from_the_slowest_repeat_to_the_fastest(file: Path) -> None:
-    prefix = next(line for line in read_tables([file])[0].lines if line.label == "lightseq prefix")
+    prefix = next(line for line in read_tables([file], [])[0].lines if line.label == "lightseq prefix")
     assert prefix.measured[0].bounds == (pytest.approx(480 / 1.1), pytest.approx(480 / 0.95))
 
 
@@ -137,7 +137,7 @@ def test_every_setting_has_its_own_table_and_shares_the_ceiling(
         record("lightseq", "prefix", 16384, 450.0, kv_heads=32),
     ]
     file = write(tmp_path / "a.jsonl", [*points, *more])
-    tables = read_tables([file])
+    tables = read_tables([file], [])
     assert [(t.setting.kv_heads, t.setting.world, len(t.lines)) for t in tables] == [(8, 2, 2), (8, 4, 4), (32, 4, 1)]
     assert main(["attention", str(file), "--output", str(tmp_path / "new")]) == 0
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
@@ -147,14 +147,14 @@ def test_every_setting_has_its_own_table_and_shares_the_ceiling(
 
 def test_a_point_measured_again_counts_as_it_was_last(tmp_path: Path, file: Path) -> None:
     again = write(tmp_path / "b.jsonl", [record("lightseq", "ring", LENGTHS[1], 333.0)])
-    ring = read_tables([file, again])[0].lines[-1]
+    ring = read_tables([file, again], [])[0].lines[-1]
     assert (ring.label, [point.tflops for point in ring.points]) == ("lightseq ring", [240.0, 333.0])
 
 
 def test_kernels_and_transports_are_named_where_they_differ(tmp_path: Path) -> None:
     ways = (480.0, "fa4", "symmetric"), (400.0, "cudnn", "symmetric"), (440.0, "fa4", "nccl")
     both = [record("lightseq", "prefix", 16384, rate, kernel=k, transport=t) for rate, k, t in ways]
-    (table,) = read_tables([write(tmp_path / "a.jsonl", both)])
+    (table,) = read_tables([write(tmp_path / "a.jsonl", both)], [])
     assert [line.label for line in table.lines] == [
         "lightseq prefix, fa4, symmetric",
         "lightseq prefix, fa4, nccl",
@@ -164,7 +164,21 @@ def test_kernels_and_transports_are_named_where_they_differ(tmp_path: Path) -> N
 
 def test_a_last_line_cut_off_is_left_out(tmp_path: Path, points: list[dict[str, Any]]) -> None:
     file = write(tmp_path / "a.jsonl", points, tail='{"length": 16')
-    assert len(read_tables([file])[0].lines) == 4
+    assert len(read_tables([file], [])[0].lines) == 4
+
+
+def test_a_garbled_line_and_a_file_of_something_else_are_named_and_the_rest_is_drawn(
+    tmp_path: Path, points: list[dict[str, Any]], capsys: pytest.CaptureFixture
+) -> None:
+    file, other = write(tmp_path / "a.jsonl", points), tmp_path / "b.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text("".join((first, rest[0][:30] + "\n", '{"length": 16384}\n', *rest)))
+    other.write_text('{"step": 1}\n')
+    assert main(["attention", str(file), str(other)]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0].startswith(f"analysis: note: {file} lines 2, 3 are left out: line 2 is not JSON")
+    assert err.splitlines()[1].startswith(f"analysis: note: left out: {other} line 1 has no 'heads'")
+    assert str(tmp_path / "attention.png") in out and len(read_tables([file], [])[0].lines) == 4
 
 
 @pytest.mark.parametrize(
@@ -172,7 +186,7 @@ def test_a_last_line_cut_off_is_left_out(tmp_path: Path, points: list[dict[str, 
     [
         ('{"benchmark": "attention"}\n', "no points"),
         ('{"length": 1\n{"length": 2}\n', "line 1 is not JSON"),
-        ("[1]\n", "line 1 is not a record of a benchmark"),
+        ("[1]\n", "line 1 is not a record"),
         ('{"step": 1, "loss": 2.0}\n', "line 1 has no 'heads'"),
     ],
 )

@@ -20,7 +20,7 @@ def pair(tmp_path: Path, changes: dict[int, dict[str, Any]] | None = None, **oth
     """Two runs of forty steps; of the second, some steps differ, and its run.json."""
     first = write_run(tmp_path / "a", [record(step) for step in STEPS], about())
     records = [record(step, **(changes or {}).get(step, {})) for step in other.pop("steps", STEPS)]
-    return read_runs([first, write_run(tmp_path / "b", records, about(**other))])
+    return read_runs([first, write_run(tmp_path / "b", records, about(**other))], [])
 
 
 def test_the_largest_difference_of_the_loss_is_found_with_its_step_and_sign(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_makes_a_comparison_doubtful_is_warned_of(changes: dict[str, Any], 
 def test_a_missing_run_json_is_the_one_thing_warned_of(tmp_path: Path) -> None:
     runs = pair(tmp_path)
     (tmp_path / "b" / "run.json").unlink()
-    (warning,) = warnings(tuple(read_runs([run.directory for run in runs])))
+    (warning,) = warnings(tuple(read_runs([run.directory for run in runs], [])))
     assert "a run.json is missing" in warning
 
 

@@ -53,7 +53,7 @@ def test_tables_have_a_row_a_bin_or_a_depth(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_line_an_evaluation_ends_each_bin_at_the_context_it_reaches(tmp_path: Path) -> None:
-    first, second = (read(write(tmp_path / name, LOSS, BINS), name) for name in ("a", "b"))
+    first, second = (read(write(tmp_path / name, LOSS, BINS), name, []) for name in ("a", "b"))
     (axes,) = perplexity_figure([first, second]).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 1024]] * 2
     assert axes.lines[0].get_ydata().tolist() == [19930.4, 7.389]
@@ -61,7 +61,7 @@ def test_a_line_an_evaluation_ends_each_bin_at_the_context_it_reaches(tmp_path: 
 
 
 def test_a_map_shows_the_score_of_every_cell(tmp_path: Path) -> None:
-    evaluation = read(write(tmp_path / "search", NEEDLE, CELLS), "search")
+    evaluation = read(write(tmp_path / "search", NEEDLE, CELLS), "search", [])
     (axes,) = needle_figure([evaluation]).axes
     words = {text.get_position(): text.get_text() for text in axes.texts}
     assert [words[place] for place in ((0, 0), (0, 1), (1, 0))] == ["1.00", "0.25", "0.75"] and (1, 1) not in words
@@ -78,7 +78,7 @@ def test_greedy_answers_have_their_own_words() -> None:
     ("content", "words"),
     [
         (None, "no evaluation.jsonl in"),
-        ("{", "is no evaluation"),
+        ("{", "line 1 is cut off"),
         ('{"evaluation": "loss"}\n', "is no evaluation"),
         ('{"evaluation": "loss"}\n{"first": 0}\n', "is no evaluation"),
         ('{"evaluation": "taste"}\n{"first": 0}\n', "is no evaluation"),

@@ -37,7 +37,7 @@ def plot(results: Path, spec: str) -> Plot:
 
 
 def test_a_line_for_every_combination_of_the_settings_that_differ(results: Path) -> None:
-    runs = found_runs([results / "runs"])
+    runs = found_runs([results / "runs"], [])
     found = plot(results, "{metric: speed, x: length}")
     groups = grouped(found, runs)
     assert sorted(groups) == ["kernel cudnn", "kernel fa4"]
@@ -57,7 +57,7 @@ def test_a_line_for_every_combination_of_the_settings_that_differ(results: Path)
     [("memory", 3.0), ("mfu", 40.0), ("time", 10 + 11 * 0.5), ("grad_norm", 1.25)],  # the first step takes ten seconds
 )
 def test_each_metric_is_what_the_run_came_to(results: Path, metric: str, value: float) -> None:
-    runs = found_runs([results / "runs"])
+    runs = found_runs([results / "runs"], [])
     found = plot(results, f"{{metric: {metric}, x: kernel, where: {{length: 8192}}}}")
     (axes,) = figure(found, runs).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
@@ -71,7 +71,7 @@ def test_weak_scaling_is_a_line_of_the_same_tokens_on_every_rank(tmp_path: Path)
             speed = float(length + ranks)
             records = [record(step, tokens_per_second=speed) for step in range(1, 13)]
             write_run(tmp_path / f"{length}-{ranks}", records, facts)
-    runs = found_runs([tmp_path])
+    runs = found_runs([tmp_path], [])
     weak = Plot("weak", "speed", "world_size", ("model_name_or_path",), {"tokens_per_rank": ("32768",)}, None)
     (axes,) = figure(weak, runs).axes
     assert [[1, 2, 4], [32769.0, 65538.0, 131076.0]] in [[[*x] for x in line.get_data()] for line in axes.get_lines()]
@@ -87,12 +87,12 @@ def test_the_time_of_a_run_that_did_not_end_is_not_drawn_and_that_is_said(
     path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:20])
     spec = "{metric: time, x: kernel, where: {length: 8192}}"
     found = plot(results, spec)
-    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    (axes,) = figure(found, found_runs([results / "runs"], [])).axes
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn"]
     assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 0
     said = capsys.readouterr().err
     assert "fa4-8192: only 4 of 12 steps are there; its training time is not drawn" in said
-    assert "the last line is cut off" in said
+    assert "metrics.jsonl line 5 is cut off" in said
 
 
 @pytest.mark.parametrize(("every", "disturbed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that hold steps 6 to 9
@@ -117,7 +117,7 @@ def test_the_time_of_a_step_is_on_a_logarithmic_axis_where_it_spreads(
         records = [record(step, step_seconds=seconds) for step in range(1, 13)]
         write_run(tmp_path / str(length), records, about(config={"model_max_length": length}))
     found = Plot("one", "latency", "model_max_length", None, {}, None)
-    (axes,) = figure(found, found_runs([tmp_path])).axes
+    (axes,) = figure(found, found_runs([tmp_path], [])).axes
     assert axes.get_yscale() == scale and axes.get_ylabel() == "seconds"
     assert (axes.get_ylim()[0] == 0) == (scale == "linear")
 
@@ -150,7 +150,7 @@ def test_what_was_traced_is_drawn_over_a_setting(
         folder.mkdir()
         (folder / "summary-rank0.json").write_text(json.dumps(PROFILE))
     found = plot(results, f"{{metric: {word}, x: length}}")
-    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    (axes,) = figure(found, found_runs([results / "runs"], [])).axes
     lines = [line for line in axes.get_lines() if [*line.get_xdata()] == [*LENGTHS[:2]]]
     assert all([*line.get_ydata()] == pytest.approx([value, value]) for line in lines) and lines
 
@@ -178,7 +178,7 @@ def test_a_trace_of_a_cpu_draws_no_communication(results: Path, word: str, capsy
 
 def test_curves_over_steps_have_a_point_a_step(results: Path) -> None:
     found = plot(results, "{metric: loss, x: step, series: kernel, where: {length: 4096}}")
-    (axes,) = figure(found, found_runs([results / "runs"])).axes
+    (axes,) = figure(found, found_runs([results / "runs"], [])).axes
     assert [len(line.get_xdata()) for line in axes.get_lines()] == [12, 12]
 
 
@@ -189,6 +189,20 @@ def test_the_command_writes_every_figure_and_says_where(results: Path, capsys: p
     assert names == ["one.png", "one.svg", "two.png", "two.svg"] and all(
         (results / name).stat().st_size for name in names
     )
+
+
+def test_a_run_of_a_garbled_file_is_named_and_the_others_are_drawn(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(results / "runs" / "broken", [], about())
+    write_run(results / "runs" / "torn", [record(1)]).joinpath("run.json").write_text("{")
+    path = results / "runs" / "fa4-8192" / "metrics.jsonl"
+    path.write_text("garbled\n" + path.read_text())
+    plot(results, "{metric: speed, x: length}")
+    assert main(["plots", "--config", str(results / "plots.yaml")]) == 0
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 3 and "broken/metrics.jsonl is empty" in notes[0] and "torn/run.json is not JSON" in notes[1]
+    assert "fa4-8192/metrics.jsonl line 1 is not JSON" in notes[2]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,17 @@ def test_unreadable_files_are_named_on_the_page_and_the_others_are_shown(
     assert len(data_of((results / "report.html").read_text())["left_out"]) == 3
 
 
+def test_garbled_lines_are_told_and_what_is_around_them_is_shown(results: Path, capsys: pytest.CaptureFixture) -> None:
+    for path in (*results.rglob("*.jsonl"),):
+        path.write_text("{garbled\n" + path.read_text())
+    assert main(["report", str(results)]) == 0
+    out, err = capsys.readouterr()
+    assert "2 training runs, 1 sweep, 3 benchmark files" in out
+    assert err.count("line 1 is not JSON") == 6
+    text = (results / "report.html").read_text()
+    assert text.count("line 1 is not JSON") == 6
+
+
 def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2

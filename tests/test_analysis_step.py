@@ -57,7 +57,7 @@ def file(tmp_path: Path, points: list[dict[str, Any]]) -> Path:
 
 
 def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_plain_step(file: Path) -> None:
-    (comparison,) = read_comparisons([file])
+    (comparison,) = read_comparisons([file], [])
     assert markdown(comparison)[:6] == [
         "llama3.2-1b, 16 layers, 4 × NVIDIA H200, bfloat16",
         "",
@@ -70,7 +70,7 @@ def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_pl
 
 
 def test_remarks_say_how_steady_it_was_whether_losses_agree_and_what_is_missing(file: Path) -> None:
-    (comparison,) = read_comparisons([file])
+    (comparison,) = read_comparisons([file], [])
     assert remarks(comparison) == [
         "Medians. Widest spread: 14.4% of the median (lightseq (remat none), 32K).",
         "Last losses at 32K: 11.8033 to 11.8033.",
@@ -81,12 +81,12 @@ def test_remarks_say_how_steady_it_was_whether_losses_agree_and_what_is_missing(
 
 def test_losses_that_are_not_finite_are_pointed_out(tmp_path: Path) -> None:
     broken = record("plain", 1024, (10.0, 1.0), last_loss=None, losses_finite=False)
-    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", [broken])])
+    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", [broken])], [])
     assert "Not finite: losses of plain, 1K. Its numbers do not count." in remarks(comparison)
 
 
 def test_bars_stand_by_length_beside_their_memory_and_what_is_missing_says_why(file: Path) -> None:
-    (comparison,) = read_comparisons([file])
+    (comparison,) = read_comparisons([file], [])
     throughput, memory = figure(comparison).axes
     assert [tick.get_text() for tick in throughput.get_xticklabels()] == ["32K", "128K"]
     assert len(throughput.patches) == len(memory.patches) == len(RATES)
@@ -98,14 +98,14 @@ def test_bars_stand_by_length_beside_their_memory_and_what_is_missing_says_why(f
 
 def test_without_gpus_there_is_no_memory_and_tflops_take_the_place_of_mfu(tmp_path: Path) -> None:
     changes = {"mfu": None, "peak_memory_allocated_bytes": None, "dtype": "float32"}
-    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", [record("plain", 256, (500.0, 1.0), **changes)])])
+    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", [record("plain", 256, (500.0, 1.0), **changes)])], [])
     assert len(figure(comparison).axes) == 1
     assert "TFLOP/s" in markdown(comparison)[2]
 
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
     points = [record("plain", n, (rate, 1.0)) for n, rate in ((32768, 100_000.0), (1 << 20, 3_000.0))]
-    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", points)])
+    (comparison,) = read_comparisons([write(tmp_path / "a.jsonl", points)], [])
     assert figure(comparison).axes[0].get_yscale() == "log"
 
 
@@ -115,7 +115,7 @@ def test_a_later_record_of_a_point_counts_and_settings_stay_apart(
     again = record("plain", 32768, (90_000.0, 11.0))
     deeper = record("plain", 131072, (47_500.0, 24.3), model="llama3-8b", layers=8)
     files = [write(tmp_path / "a.jsonl", points), write(tmp_path / "b.jsonl", [again, deeper])]
-    eight, one = read_comparisons(files)
+    eight, one = read_comparisons(files, [])
     assert (eight.setting.layers, len(eight.steps)) == (8, 1)
     floor = one.at(32768, "plain")
     assert floor is not None and floor.tokens_per_second == 90_000.0

@@ -140,6 +140,20 @@ def test_a_file_of_something_else_is_one_line_and_exit_2(tmp_path: Path, capsys:
     assert "holds a line that is no record" in line
 
 
+def test_a_garbled_line_is_counted_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = write_run(tmp_path / "run", [record(1)], tail="garbled\n")
+    follower = Follower(run / "metrics.jsonl")
+    assert [r["step"] for r in follower.records()] == [1]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[2]\n{"step": 3}\n')
+    assert [r["step"] for r in follower.records()] == [1, 3] and follower.left_out == 2
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4}\n')
+    assert [r["step"] for r in follower.records()] == [1, 3, 4] and follower.left_out == 2
+    assert main(["watch", str(run), "--once"]) == 0
+    assert "2 lines of metrics.jsonl are no records and left out" in capsys.readouterr().out
+
+
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_and_is_never_wider_than_asked() -> None:
     assert sparkline(np.arange(8.0), 8) == BLOCKS
     assert len(sparkline(np.arange(1000.0), 30)) == 30
