@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .figures import COLORS, GREY, STYLE, dots, fit_from_zero
-from .flags import BYSTANDERS, SAME_COURSE, differing_flags, differing_machines
+from .flags import BYSTANDERS, SAME_COURSE, Difference, differing_flags, differing_machines
 from .jsonl import say
 from .pictures import add_format, save
 from .runs import Run, described, labels, read_run
@@ -162,7 +162,9 @@ def table(runs: Pair) -> Table:
 def differences(runs: Pair) -> list[str]:
     """What the two runs were asked for differently, one a line."""
     flags = differing_flags(runs[0].about, runs[1].about)
-    return [f"differs  {difference}" for difference in flags]
+    commits = Difference("commit", *(run.about.get("commit") for run in runs))
+    known = [commits] if commits.first and commits.second and commits.first != commits.second else []
+    return [f"differs  {difference}" for difference in (*flags, *known)]
 
 
 def warnings(runs: Pair) -> list[str]:

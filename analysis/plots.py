@@ -40,7 +40,7 @@ LOG_FROM = 8.0  # times the smallest, and an axis is logarithmic
 
 # Differ between any two runs and say nothing of them, or follow from the flags.
 NEVER = (
-    *("output_dir", "overwrite_output_dir", "command", "launch", "date", "total_steps", "data_ranks"),
+    *("output_dir", "overwrite_output_dir", "command", "commit", "launch", "date", "total_steps", "data_ranks"),
     *("sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
 )
 LENGTHS = ("model_max_length", "tokens_per_rank")

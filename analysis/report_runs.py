@@ -126,13 +126,14 @@ def details(run: Run) -> Details:
         return Details(run.label, [Part("There is no run.json beside the metrics.")])
     given = named(about)
     flags = [Fact(name, shown(value), name in given) for name, value in section(about, "config").items()]
-    inner = ("config", "hardware", "versions", "model_config", "command")
+    inner = ("config", "hardware", "versions", "model_config", "command", "commit")
     chosen = {key: value for key, value in about.items() if key not in inner and value not in (None, "", [], {})}
     parts = [
         Part("Command", code=str(about.get("command") or "")),
         Part("Flags; those that the command names are marked", sorted(flags, key=lambda fact: not fact.named)),
         Part("Chosen", facts_of(chosen)),
-        *(Part(key.replace("_", " ").capitalize(), facts_of(section(about, key))) for key in inner[1:4]),
+        Part("Hardware and commit", facts_of({**section(about, "hardware"), "commit": about.get("commit")})),
+        *(Part(key.replace("_", " ").capitalize(), facts_of(section(about, key))) for key in inner[2:4]),
     ]
     return Details(run.label, [part for part in parts if part.facts or part.code], described(run))
 

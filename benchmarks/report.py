@@ -1,17 +1,16 @@
 """What a benchmark says of itself: the header of its records, and a line for each point as it is measured."""
 
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.errors import RESULTS
 from benchmarks.plan import Subject
+from lightseq import source
 from lightseq.lengths import shown
 from lightseq.mesh import World
 from lightseq.metrics import hardware, versions
@@ -40,15 +39,7 @@ def header(world: World, words: Sequence[str], commit: str | None, packed: bool 
 
 
 def commit_here() -> str:
-    """The commit of this checkout, marked where files differ from it."""
-    root = Path(__file__).resolve().parent.parent
-    git = ("git", "-C", str(root))
-    try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found + ("-changed" if changed.stdout.strip() else "")
+    return source.commit() or "unknown"
 
 
 def libraries() -> dict[str, str]:

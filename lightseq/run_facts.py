@@ -9,6 +9,7 @@ import torch
 from lightseq.config import TrainConfig
 from lightseq.flops import total_parameters
 from lightseq.metrics import hardware
+from lightseq.source import commit
 
 if TYPE_CHECKING:
     from lightseq.trainer import Trainer
@@ -18,6 +19,7 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
     """run.json: what it takes to run this again, and to judge its figures."""
     return {
         "command": command,
+        "commit": commit(),
         "schedule": trainer.context.schedule.name,
         "kernel": trainer.context.selection.kernel.name,
         "kernels_passed_over": dict(trainer.context.selection.passed_over),

@@ -1,10 +1,8 @@
 """What every rank runs on and with, and whether that is the same on all of them."""
 
-import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -12,6 +10,7 @@ import torch
 
 from lightseq.memory import GIB
 from lightseq.metrics import hardware, versions
+from lightseq.source import digest
 from lightseq.verify_report import Row, gathered, span, verdict
 
 # Asked of nvidia-smi, and the names of the answers.
@@ -57,7 +56,7 @@ def _number(text: str) -> float | None:
 
 def software(device: torch.device) -> dict[str, str]:
     """Versions of all that could make two ranks compute differently. `source` stands for this package's own lines."""
-    found = versions() | {"source": _digest(Path(__file__).parent)}
+    found = versions() | {"source": digest()}
     for package in ("lightseq", "flash-attn-3"):
         try:
             found[package] = version(package)
@@ -66,13 +65,6 @@ def software(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-def _digest(directory: Path) -> str:
-    total = hashlib.sha256()
-    for path in sorted(directory.rglob("*.py")):
-        total.update(str(path.relative_to(directory)).encode() + path.read_bytes())
-    return total.hexdigest()[:12]
 
 
 def machine_row(mine: Mapping[str, Any]) -> Row:

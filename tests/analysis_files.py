@@ -28,6 +28,7 @@ def about(gpu: bool = False, config: dict[str, Any] | None = None, **changes: An
     """A run.json."""
     return {
         "command": "llama3/train.py --model_name_or_path tiny-llama3 --fsdp full_shard --max_steps=40",
+        "commit": "0123abcd",
         "schedule": "zigzag", "kernel": "fa4" if gpu else "cpu", "transport": "gloo", "remat": "attention",
         "world_size": 2, "data_ranks": 1, "sequence_ranks": 2, "total_steps": 40, "notes": [],
         "hardware": {"device": "NVIDIA H200" if gpu else "cpu", "host": "here"},

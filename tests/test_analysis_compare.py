@@ -9,7 +9,7 @@ import pytest
 from analysis_files import GIB, about, record, write_run
 
 from analysis.__main__ import main, names_command
-from analysis.compare import figure, gap_of, means, sentence, warnings
+from analysis.compare import differences, figure, gap_of, means, sentence, warnings
 from analysis.flags import named
 from analysis.runs import read_runs
 
@@ -48,6 +48,11 @@ def test_what_one_run_alone_knows_has_no_ratio(tmp_path: Path) -> None:
     known = {step: {"mfu": 0.4} for step in STEPS}
     rows = {row.name: row.cells for row in means(tuple(pair(tmp_path, known)))}
     assert rows["MFU"] == ("-", "40.00 %", "-")
+
+
+def test_another_commit_is_among_what_differs(tmp_path: Path) -> None:
+    assert differences(tuple(pair(tmp_path / "new", commit="89ef"))) == ["differs  commit: 0123abcd and 89ef"]
+    assert not differences(tuple(pair(tmp_path / "old", commit=None)))  # of a version that noted none
 
 
 def test_one_flag_that_differs_is_no_reason_to_warn(tmp_path: Path) -> None:

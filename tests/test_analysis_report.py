@@ -101,7 +101,8 @@ def test_flags_that_the_command_names_are_marked_and_come_first(results: Path) -
     parts = {part["title"].split(";")[0]: part for part in sections[0]["blocks"][2]["parts"]}
     flags = [(fact["name"], fact["named"]) for fact in parts["Flags"]["facts"]]
     assert flags[:4] == [("model_name_or_path", True), ("max_steps", True), ("fsdp", True), ("data_path", False)]
-    assert {"Command", "Chosen", "Hardware", "Versions", "Model config"} <= parts.keys()
+    assert {"Command", "Chosen", "Hardware and commit", "Versions", "Model config"} <= parts.keys()
+    assert ("commit", "0123abcd") in [(fact["name"], fact["value"]) for fact in parts["Hardware and commit"]["facts"]]
 
 
 def test_nothing_in_the_results_can_end_the_script_it_stands_in(results: Path) -> None:

@@ -90,6 +90,7 @@ LAYERS = {
     "lightseq.run_facts": 4,
     "lightseq.disk": 4,
     "lightseq.manifest": 3,
+    "lightseq.source": 3,
     "lightseq.randomness": 3,
     "lightseq.staging": 3,
     "lightseq.state_files": 3,

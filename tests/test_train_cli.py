@@ -39,6 +39,7 @@ from lightseq.pickles import read_pickle
 from lightseq.preemption import StopRequest
 from lightseq.prepare import lock
 from lightseq.profiling import StepProfile
+from lightseq.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
@@ -619,6 +620,7 @@ def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
     assert run["command"] == f"llama3/train.py {re.sub('secret-.', '***', words)}" and run["config"]["seed"] == 7
     assert (run["schedule"], run["kernel"], run["transport"]) == ("balanced", "cpu", "gloo")
     assert run["versions"]["torch"] == torch.__version__ and run["versions"]["python"] == platform.python_version()
+    assert run["commit"] == commit()
     assert run["hardware"]["device"] == "cpu" and run["world_size"] == run["sequence_ranks"] == 2
     assert not [f for f in output.rglob("*") if f.is_file() and b"secret-" in f.read_bytes()]
     assert not [line for line in (output / "run.json").read_text().splitlines() if "API_KEY" in line]
