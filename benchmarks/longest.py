@@ -91,7 +91,7 @@ def next_length(known: Mapping[int, bool], guess: int, resolution: float, step: 
     if not known:
         return max(step, guess // step * step)
     if high is None:
-        return -(-int(low * FIRST_STEP) // step) * step
+        return max(low + step, -(-int(low * FIRST_STEP) // step) * step)
     if high - low <= max(step, resolution * low):
         return None
     middle = int(high / FIRST_STEP) if low == 0 and high > 4 * step else (low + high) // 2

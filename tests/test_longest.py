@@ -27,6 +27,15 @@ def test_the_limit_is_found_within_the_resolution_from_any_guess(limit: int, gue
     assert len(known) <= 12 if 0.8 < guess / limit < 1.25 else len(known) < 60
 
 
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_a_search_of_small_numbers_comes_to_its_end(limit: int) -> None:
+    """A quarter more than 1, 2 or 3 is no whole number more."""
+    known: dict[int, bool] = {}
+    while (scale := next_length(known, 1, 0.0, 1)) is not None and scale not in known:
+        known[scale] = scale <= limit
+    assert scale is None and known[limit] and not known[limit + 1]
+
+
 def test_a_search_goes_on_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
 
