@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -84,9 +85,18 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a last line that a killed run left unfinished is passed over."""
-    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """The whole lines of a metrics.jsonl; a last line that a killed run left unfinished is passed over.
+
+    So is one that a full disk or two writers garbled, and that is said: what comes after it is as good as before.
+    """
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as why:
+            print(f"{path} line {number} is not JSON ({why.msg}); it is left out", file=sys.stderr)
+    return found
 
 
 class TensorBoard:

@@ -31,6 +31,17 @@ def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: P
     assert main(words) == 0 and len(read_records(file)) == len(probes) + 1, "what is known is not tried again"
 
 
+def test_a_garbled_line_is_said_and_the_search_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "largest.jsonl"
+    words = f"--what weights --strategies all --gpu_memory 2 --first 2 --output {file}".split()
+    assert main(words) == 0
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join((lines[0][:40], *lines[1:])) + "\n")
+    assert main(words) == 0
+    assert f"{file} line 1 is not JSON" in capsys.readouterr().err
+    assert len(read_records(file)) == len(lines) - 1, "the limit was found before"
+
+
 def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
