@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightseq.trace import IDLE, PHASES, Account, account_of, read, spans_of
+from lightseq.trace_host import host_account
 from lightseq.traffic import kinds_of
 
 from . import traffic
@@ -20,17 +21,23 @@ from .runs import read_about
 from .summary import GIB
 from .timeline import figure
 
+GPU_CAPTION = "ms a step; hidden: beside something of another row"
+CPU_CAPTION = "ms a step of the thread that trains, with its waits for other ranks in exchange and collectives"
+PYTHON = "Python between operators"
+
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis profile",
         usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
         description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
-        "name of what the device was busy with; communication where it was not hidden.",
+        "name of what the device was busy with; communication where it was not hidden. On a CPU by operator.",
     )
     out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
     out.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
-    out.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N kernels that took longest, too")
+    out.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="list the N kernels (CPU: operators) that took longest"
+    )
     out.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
     add_format(out)
@@ -44,8 +51,11 @@ def main(argv: Sequence[str]) -> int:
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
     try:
         events = read(path)
-        account, moved = account_of(events), kinds_of(events)
-        picture = figure(spans_of(events)[0], str(path)) if arguments.timeline else None
+        spans, moved = spans_of(events)[0], kinds_of(events)
+        if arguments.timeline and not spans:
+            raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
+        account = account_of(events) if spans else host_account(events)
+        picture = figure(spans, str(path)) if arguments.timeline else None
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -66,31 +76,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(account: Account) -> Table:
-    """A row a kind, the longest first."""
+    """A row a kind, the longest first. What one thread of a CPU does hides nothing."""
+    hides = bool(account.hidden)
     out = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=0,  # it fits 80 columns
         title=f"{account.step_ms:.1f} ms a step, mean of {account.steps}",
-        caption="ms a step; hidden: beside something of another row",
+        caption=GPU_CAPTION if hides else CPU_CAPTION,
     )
     found = {phase for _, phase in account.spent}
     phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # older traces have none
     headings = [phase or "between" for phase in phases]
     out.add_column("", no_wrap=True)
-    for heading in (*headings, "total", "%", "hidden", "calls"):
+    for heading in (*headings, "total", "%", *(["hidden"] if hides else []), "calls"):
         out.add_column(heading, justify="right", no_wrap=True)
     totals: dict[str, float] = defaultdict(float)
     for (kind, _), ms in account.spent.items():
         totals[kind] += ms
     for kind, ms in _longest(totals):
         cells = [f"{account.spent.get((kind, phase), 0):.1f}" for phase in phases]
-        hidden = f"{account.hidden[kind]:.1f}" if account.hidden[kind] > 0.05 else ""
+        hidden = [f"{account.hidden[kind]:.1f}" if account.hidden[kind] > 0.05 else ""] if hides else []
         launches = f"{account.launches[kind] / account.steps:.0f}" if kind != IDLE else ""
-        out.add_row(kind, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", hidden, launches)
+        name = kind if hides or kind != IDLE else PYTHON
+        out.add_row(name, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", *hidden, launches)
     sums = [f"{sum(ms for (_, p), ms in account.spent.items() if p == phase):.1f}" for phase in phases]
     out.add_section()
-    out.add_row("all", *sums, f"{sum(totals.values()):.1f}", "", "", "")
+    out.add_row("all", *sums, f"{sum(totals.values()):.1f}", *[""] * (2 + hides))
     return out
 
 
@@ -118,7 +130,7 @@ def memory_table(about: Mapping[str, Any]) -> Table:
 def kernel_table(account: Account, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
-    out.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=64)
+    out.add_column("kernel or operator", overflow="ellipsis", no_wrap=True, max_width=64)
     for name, ms in _longest(account.names)[:count]:
         out.add_row(f"{ms:.2f}", name)
     return out

@@ -38,6 +38,7 @@ LAYERS = {
     "lightseq.remat": 2,
     "lightseq.low_rank": 2,
     "lightseq.trace": 0,
+    "lightseq.trace_host": 0,
     "lightseq.traffic": 0,
     "lightseq.keeping": 1,
     "lightseq.mlp": 2,
