@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from .runs import Run, described, labels, read_run
 from .summary import GIB, settled, shown
 
 Pair = tuple[Run, Run]
+LETTERS = 110  # of the legend, across the figure
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,15 @@ def figure(runs: Pair, gap: Gap) -> Figure:
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
     if any(run.knows("tokens_per_second") for run in runs):
         fit_from_zero(speed, [run.column("tokens_per_second") for run in runs])
-    out.legend(*losses.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    handles, names = losses.get_legend_handles_labels()
+    side_by_side = sum(map(len, names)) <= LETTERS - 20  # the lines before them
+    out.legend(handles, [wrapped(name) for name in names], loc="outside upper left", ncols=2 if side_by_side else 1)
     return out
+
+
+def wrapped(name: str) -> str:
+    """Directories of sweeps have long names, without a space."""
+    return "\n     ".join(textwrap.wrap(name, LETTERS - 10, break_on_hyphens=False, drop_whitespace=False))
 
 
 def draw_both(axes: Axes, runs: Pair, key: str, wide: float = 4.0) -> None:

@@ -1,7 +1,7 @@
 """Knows what a run was asked for, from its run.json: its flags, which of them the command named, and what differs."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Where a run goes and what becomes of an earlier one there: nothing that a figure depends on.
@@ -10,6 +10,10 @@ PLACES = ("output_dir", "overwrite_output_dir")
 BYSTANDERS = ("save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps", "report_to")
 # What must be alike for two courses of the loss to be one.
 SAME_COURSE = ("seed", "data_path", "model_name_or_path", "random_init", "model_max_length")
+
+# What a figure's line names of the versions.
+SOFTWARE = {"torch": "torch", "cuda": "CUDA", "transformers": "transformers", "flash-attn-4": "flash-attn-4"}
+COMMIT_LETTERS = 10
 
 About = Mapping[str, object]
 
@@ -71,3 +75,24 @@ def differing_machines(first: About, second: About) -> list[Difference]:
         wanted = keys or tuple(dict.fromkeys((*sides[0], *sides[1])))
         found += [Difference(key, *(side.get(key) for side in sides)) for key in wanted]
     return [difference for difference in found if difference.first != difference.second]
+
+
+def stands_on(abouts: Sequence[About]) -> str:
+    """The hardware and software of several runs in a line, as far as all of them have the same."""
+
+    def shared(values: Iterable[object]) -> str:
+        found = {str(value) if value is not None else "" for value in values}
+        return found.pop() if len(found) == 1 else ""
+
+    device, ranks = (
+        shared(section(a, "hardware").get("device") for a in abouts),
+        shared(a.get("world_size") for a in abouts),
+    )
+    if device == "cpu":
+        hardware = f"CPU, {ranks} process{'es' if ranks != '1' else ''}" if ranks else "CPU"
+    else:
+        hardware = f"{ranks} × {device}" if ranks and device else device
+    versions = {name: shared(section(a, "versions").get(key) for a in abouts) for key, name in SOFTWARE.items()}
+    commit = shared(a.get("commit") for a in abouts)
+    words = [hardware, *(f"{name} {version}" for name, version in versions.items() if version and version != "none")]
+    return ", ".join(word for word in (*words, f"commit {commit[:COMMIT_LETTERS]}" if commit else "") if word)

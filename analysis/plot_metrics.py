@@ -23,7 +23,7 @@ class Metric:
     unit: str
     scale: float = 1.0
     from_zero: bool = True
-    logarithmic: bool = False  # where the values spread that far
+    logarithmic: bool = False  # over a setting, where the values spread that far
     of_profile: Callable[[Mapping[str, Any]], float] | None = None  # of a trace's summary, in the place of `key`
 
 
@@ -47,10 +47,11 @@ def bandwidth(profile: Mapping[str, Any]) -> float:
 
 
 METRICS: Mapping[str, Metric] = {
-    "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks"),
+    "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks", logarithmic=True),
     "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB),
     "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
     "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
+    "sent": Metric("comm_bytes", "Sent by attention", "GB a step, all ranks together", 1e-9),
     "time": Metric("step_seconds", "Training time", "seconds, all steps"),
     "loss": Metric("loss", "Training loss", "nats per token", from_zero=False),
     **{
@@ -61,6 +62,19 @@ METRICS: Mapping[str, Metric] = {
     "communication": Metric("communication", "Communication that nothing hides", "ms a step", of_profile=exposed_ms),
     "bandwidth": Metric("bandwidth", "Between GPUs while anything moves", "GB/s", of_profile=bandwidth),
 }
+
+# Keys of metrics.jsonl end in their unit: what it is called on an axis, and the factor into it.
+UNITS: Mapping[str, tuple[str, float]] = {"bytes": ("GB", 1e-9), "seconds": ("seconds", 1.0), "percent": ("%", 1.0)}
+
+
+def metric_of(word: str) -> Metric:
+    """One of the above, or a key of metrics.jsonl."""
+    if word in METRICS:
+        return METRICS[word]
+    name, _, ending = word.rpartition("_")
+    unit, scale = UNITS.get(ending, ("", 1.0))
+    return Metric(word, (name if unit else word).replace("_", " "), unit or word.replace("_", " "), scale)
+
 
 HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one process", 1 / GIB)
 

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import (
     FixedFormatter,
     FixedLocator,
+    FuncFormatter,
     LogLocator,
     MaxNLocator,
     NullFormatter,
@@ -26,10 +27,10 @@ from matplotlib.ticker import (
 )
 
 from .figures import GREY, STYLE, colors, dots
-from .flags import shown
+from .flags import shown, stands_on
 from .jsonl import readable, say
 from .pictures import add_format, save
-from .plot_metrics import HOST_MEMORY, METRICS, STEP, WHOLE, Metric
+from .plot_metrics import HOST_MEMORY, STEP, WHOLE, Metric, metric_of
 from .plots_file import SHORT, Plot, read_plots
 from .points import shown as shown_length
 from .runs import Run, read_run
@@ -134,7 +135,7 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     if not kept:
         raise NothingToDraw(f"figure {plot.name}: no run is left by {dict(plot.where)}; change `where`")
     check_settings(plot, kept)
-    metric = METRICS.get(plot.metric, Metric(plot.metric, plot.metric, plot.metric))
+    metric = metric_of(plot.metric)
     if plot.metric == "memory" and not any(run.knows(metric.key) for run in kept):
         metric = HOST_MEMORY
     if metric.of_profile is not None:
@@ -158,14 +159,14 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     axes.set_ylabel(metric.unit)
     if plot.x == STEP:
         draw_steps(axes, groups, metric)
+        values = np.concatenate([settled(metric.scale * run.column(metric.key)) for run in kept])
     else:
-        draw_over(axes, plot, {name: [point(run, plot, metric) for run in of] for name, of in groups.items()})
-    if metric.from_zero:
-        axes.set_ylim(bottom=0)
-    if metric.logarithmic:
-        upright(axes)
-    if axes.get_ylim()[1] >= 1000:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        points = {name: [point(run, plot, metric) for run in of] for name, of in groups.items()}
+        draw_over(axes, plot, points)
+        values = np.array([end for of in points.values() for p in of for end in (p.low, p.high)])
+    upright(axes, plot, metric, values[np.isfinite(values)])
+    if text := stands_on([run.about for run in kept]):
+        out.suptitle(text, x=0.01, ha="left", fontsize=10.5, color=GREY)
     if len(groups) > 1:
         out.legend(loc="outside lower left", ncols=max(1, 90 // (8 + max(map(len, groups)))))
     return out
@@ -270,16 +271,26 @@ def draw_lines(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[
     axes.xaxis.set_major_formatter(FixedFormatter([tick(place) for place in places]))
 
 
-def upright(axes: Axes) -> None:
-    """A logarithmic axis where values are far apart, with plain numbers; else one from zero."""
-    low, high = axes.dataLim.intervaly
-    if low <= 0 or high < LOG_FROM * low:
-        axes.set_ylim(bottom=0)
+def upright(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
+    """The vertical axis: from zero where the metric has one, logarithmic with plain numbers where values are far apart.
+
+    Over the steps a first one that compiles would always be far from the others.
+    """
+    positive = values[values > 0]
+    wide = positive.size == values.size > 0 and values.max() >= LOG_FROM * values.min()
+    by_itself = metric.logarithmic and wide and plot.x != STEP
+    if positive.size and (plot.scale == "log" or (plot.scale is None and by_itself)):
+        axes.set_yscale("log")
+        if axes.patches:  # bars have no foot there
+            axes.set_ylim(positive.min() / 3, 2 * positive.max())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    if metric.from_zero or metric.logarithmic:
+        axes.set_ylim(bottom=0)
+    if axes.get_ylim()[1] >= 1000:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def draw_bars(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final
 import yaml
 
 KEYS: Final = ("runs", "figures")
-FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title")
+FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title", "scale")
+SCALES: Final = ("linear", "log")
 # Short words for settings, as sweeps have them.
 SHORT: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
@@ -20,7 +21,10 @@ SHORT: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. `series` are the settings that tell lines apart; None: all that differ, but for `x`."""
+    """One figure. `series` are the settings that tell lines apart; None: all that differ, but for `x`.
+
+    `scale` is the vertical axis'; None: logarithmic where speed or time spread far over a setting.
+    """
 
     name: str
     metric: str
@@ -28,6 +32,7 @@ class Plot:
     series: tuple[str, ...] | None
     where: Mapping[str, tuple[str, ...]]
     title: str | None
+    scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def _plot(path: Path, name: str, spec: Any) -> Plot:
     for key in ("metric", "x"):
         if not isinstance(spec.get(key), str):
             raise ValueError(f"{path}: {where}.{key}: {'is missing' if key not in spec else 'give one word'}")
+    if spec.get("scale") not in (None, *SCALES):
+        raise ValueError(f"{path}: {where}.scale: {spec['scale']} is no scale; give {' or '.join(SCALES)}")
     only = spec.get("where", {})
     if not isinstance(only, dict):
         raise ValueError(f"{path}: {where}.where: give `setting: [value, …]` lines")
@@ -71,6 +78,7 @@ def _plot(path: Path, name: str, spec: Any) -> Plot:
         series=None if series is None else tuple(map(setting, series)),
         where={setting(key): _words(path, f"{where}.where.{key}", values) for key, values in only.items()},
         title=spec.get("title"),
+        scale=spec.get("scale"),
     )
 
 

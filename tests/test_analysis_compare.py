@@ -98,6 +98,19 @@ def test_the_figure_has_losses_their_difference_and_throughput(tmp_path: Path) -
     assert apart.get_title(loc="right") == "largest +0.01 at step 20"
 
 
+def test_the_legend_names_both_runs_whole_above_the_axes(tmp_path: Path) -> None:
+    names = ("scaling_factor-1_fused_attention-false_fsdp-full_shard", f"b_{'and_so_on_' * 12}end")
+    directories = [write_run(tmp_path / name, [record(step) for step in STEPS], about()) for name in names]
+    runs = tuple(read_runs(directories, []))
+    out = figure(runs, gap_of(runs))
+    out.draw_without_rendering()
+    (legend,) = out.legends
+    shown = ["".join(text.get_text().split()) for text in legend.get_texts()]
+    assert shown == [f"{letter}{name}" for letter, name in zip("AB", names, strict=True)]
+    box = legend.get_window_extent()
+    assert box.x1 <= out.bbox.x1 and box.y0 >= max(axes.bbox.y1 for axes in out.axes)
+
+
 def test_the_command_prints_both_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pair(tmp_path, {20: {"loss": 5.81}}, config={"fsdp": "", "seed": 1})
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")]) == 0

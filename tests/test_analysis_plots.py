@@ -122,6 +122,51 @@ def test_the_time_of_a_step_is_on_a_logarithmic_axis_where_it_spreads(
     assert (axes.get_ylim()[0] == 0) == (scale == "linear")
 
 
+@pytest.mark.parametrize(
+    ("spec", "scale"),
+    [
+        ("{metric: speed, x: length}", "log"),  # 4096 to 131072
+        ("{metric: speed, x: length, scale: linear}", "linear"),
+        ("{metric: speed, x: length, where: {length: [4096, 8192]}}", "linear"),
+        ("{metric: speed, x: step, where: {kernel: fa4, length: 4096}}", "linear"),
+        ("{metric: speed, x: step, where: {kernel: fa4, length: 4096}, scale: log}", "log"),
+        ("{metric: memory, x: length, scale: log}", "log"),
+        ("{metric: speed, x: dtype, series: [kernel, length]}", "log"),  # of bars, with a foot below the lowest
+    ],
+)
+def test_speed_is_on_a_logarithmic_axis_where_it_spreads_unless_the_file_says_otherwise(
+    results: Path, spec: str, scale: str
+) -> None:
+    (axes,) = figure(plot(results, spec), found_runs([results / "runs"], [])).axes
+    low, _ = axes.get_ylim()
+    assert axes.get_yscale() == scale and (low == 0) == (scale == "linear")
+    if spec.endswith("length]}"):
+        assert low == pytest.approx(4096 / 3)
+
+
+def test_bytes_are_drawn_in_gb_and_other_keys_in_the_unit_that_they_end_in(results: Path) -> None:
+    for path in results.rglob("metrics.jsonl"):
+        lines = [json.dumps(json.loads(line) | {"comm_bytes": 5e9, "saving_seconds": 2.0}) for line in path.open()]
+        path.write_text("\n".join(lines) + "\n")
+    runs = found_runs([results / "runs"], [])
+    units = {"sent": "GB a step, all ranks together", "comm_bytes": "GB", "saving_seconds": "seconds"}
+    for word, unit in units.items():
+        (axes,) = figure(plot(results, f"{{metric: {word}, x: kernel, where: {{length: 8192}}}}"), runs).axes
+        assert axes.get_ylabel() == unit
+        assert [bar.get_height() for bar in axes.patches] == pytest.approx([2.0 if unit == "seconds" else 5.0] * 2)
+
+
+def test_a_figure_names_what_all_its_runs_stand_on(results: Path) -> None:
+    found = plot(results, "{metric: speed, x: length}")
+    runs = found_runs([results / "runs"], [])
+    assert figure(found, runs).get_suptitle() == "2 × NVIDIA H200, torch 2.11.0, commit 0123abcd"
+    write_run(results / "runs" / "b", [record(1)], about(world_size=4, commit=None, config={"model_max_length": 1024}))
+    mixed = found_runs([results / "runs"], [])
+    assert figure(found, mixed).get_suptitle() == "torch 2.11.0"
+    only = plot(results, "{metric: speed, x: length, where: {length: 1024}}")
+    assert figure(only, mixed).get_suptitle() == "CPU, 4 processes, torch 2.11.0"
+
+
 SPENT = (
     *(
         ("attention, forward", "forward", 8.0),
@@ -215,6 +260,10 @@ def test_a_run_of_a_garbled_file_is_named_and_the_others_are_drawn(
         ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
         ("{x: length}", "figures.one.metric: is missing"),
         ("{metric: speed, x: length, serie: kernel}", "figures.one.serie: unknown; keys are metric, x, series"),
+        (
+            "{metric: speed, x: length, scale: logarithmic}",
+            "figures.one.scale: logarithmic is no scale; give linear or",
+        ),
         ("speed", "figures.one: give {metric: …, x: …}"),
     ],
 )
