@@ -4,6 +4,7 @@
 `python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
 `python3 -m analysis evaluate OUT...` draws evaluations: perplexity by position, and what a long text hides.
 `python3 -m analysis step FILE...` draws a benchmark of whole training steps.
+`python3 -m analysis largest FILE...` draws the largest models that fit.
 `python3 -m analysis faults FILE...` prints what `make faults` did to runs.
 `python3 -m analysis profile OUTPUT_DIR [--timeline]` accounts for the time of the steps that a run profiled.
 `python3 -m analysis compare A B` says how far two runs are apart.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import attention, cluster, compare, evaluate, faults, plots, profile, report, step, watch
+from . import attention, cluster, compare, evaluate, faults, largest, plots, profile, report, step, watch
 from .figures import draw
 from .jsonl import say
 from .pictures import add_format
@@ -32,13 +33,14 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "compare": compare.main,
     "evaluate": evaluate.main,
     "faults": faults.main,
+    "largest": largest.main,
     "plots": plots.main,
     "profile": profile.main,
     "report": report.main,
     "step": step.main,
     "watch": watch.main,
 }
-TAKE_FILES = ("attention", "cluster", "faults", "step")  # the others take directories
+TAKE_FILES = ("attention", "cluster", "faults", "largest", "step")  # the others take directories
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
         "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
         "`python3 -m analysis evaluate OUT...` what `python3 -m lightseq evaluate` measured, "
-        "`python3 -m analysis step FILE...` what benchmarks/step.py measured. "
+        "`python3 -m analysis step FILE...` what benchmarks/step.py measured, "
+        "`python3 -m analysis largest FILE...` what benchmarks/largest.py found. "
         "`python3 -m analysis faults FILE...` prints what make faults did, "
         "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
         "`python3 -m analysis compare A B` says how far two runs are apart, "

@@ -13,8 +13,9 @@ from typing import Any
 
 from .blocks import Section, embedded
 from .jsonl import json_object, read_lines, say
+from .largest import read as read_largest
 from .points import read_tables
-from .report_benchmarks import WORST, attention_section, errors_section, step_section
+from .report_benchmarks import WORST, attention_section, errors_section, largest_section, step_section
 from .report_runs import read_cells, runs_section, sweep_section
 from .runs import Run, read_run
 from .step_points import read_comparisons
@@ -34,6 +35,7 @@ class Found:
     attention: list[Path] = field(default_factory=list)
     errors: list[Path] = field(default_factory=list)
     steps: list[Path] = field(default_factory=list)
+    largest: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # on lines of the others
 
@@ -110,6 +112,9 @@ def file(path: Path, root: Path, found: Found) -> None:
     elif first.get("benchmark") == "step":
         read_comparisons([path], found.notes)
         found.steps.append(path)
+    elif first.get("benchmark") in ("largest", "largest-probe"):
+        read_largest([path], found.notes)
+        found.largest.append(path)
     elif WORST in first or WORST in second:
         read_lines(path, dict, found.notes)
         found.errors.append(path)
@@ -143,6 +148,7 @@ def sections_of(found: Found, root: Path) -> list[Section]:
         (found.attention, attention_section),
         (found.errors, errors_section),
         (found.steps, step_section),
+        (found.largest, largest_section),
     )
     return out + [make(paths, root) for paths, make in kinds if paths]
 
@@ -151,7 +157,7 @@ def summary(found: Found) -> str:
     counts = (
         (len(found.runs), "training run"),
         (len(found.sweeps), "sweep"),
-        (len(found.attention) + len(found.errors) + len(found.steps), "benchmark file"),
+        (len(found.attention + found.errors + found.steps + found.largest), "benchmark file"),
     )
     return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import attention, step
+from . import attention, largest, step
 from .blocks import Bar, Bars, Cell, Charts, Details, Entry, Lines, Part, Section, Series, Table, facts_of, number
 from .jsonl import read_lines
 from .points import Line, read_tables, shown
@@ -20,12 +20,13 @@ def sources(paths: Sequence[Path], root: Path) -> list[Details]:
     """What each file was measured with: one part a command, however many records repeat it."""
     out = []
     for path in paths:
-        headers = {str(v.get("command")): v for v in objects(path) if "benchmark" in v}
+        headers = {str(v.get("command") or ""): v for v in objects(path) if "benchmark" in v}
         parts = []
         for command, header in headers.items():
             about = {key: header[key] for key in ("commit", "date", "flops") if header.get(key)}
             inner = {**about, **dict(header.get("hardware") or {}), **dict(header.get("versions") or {})}
-            parts += [Part("Command", code=command), Part("Measured with", facts_of(inner))]
+            parts += [Part("Command", code=command)] if command else []
+            parts += [Part("Measured with", facts_of(inner))]
         out.append(Details(str(path.relative_to(root)), parts))
     return out
 
@@ -170,3 +171,35 @@ def grouped(comparison: Comparison, bar: Callable[[int, Step], Bar]) -> list[tup
         found = [(i, comparison.at(length, label)) for i, label in enumerate(comparison.labels)]
         out.append((f"{shown(length)} tokens", [bar(i, one) for i, one in found if one]))
     return out
+
+
+# ---- the largest model ----------------------------------------------------------------------------------------------
+
+
+def largest_section(paths: Sequence[Path], root: Path) -> Section:
+    """A chart and a table a device; the bars end where models fit, their lines where they are too large."""
+    blocks: list[Table | Charts | Details] = []
+    for one in largest.read(by_date(paths), []):
+        names = [f"{largest.series(r)}, {largest.gpus(r)}" for r in one.found]
+        sizes = [(r["parameters"], r["too_many_parameters"] or r["parameters"]) for r in one.found]
+        bars = [Bar(i, *(x / largest.BILLION for x in (fits, fits, above))) for i, (fits, above) in enumerate(sizes)]
+        if bars:
+            chart = Bars("Parameters", "billions; the line: up to what is too large", [("", bars)])
+            blocks.append(Charts(one.setting.device, [Entry(name) for name in names], [chart]))
+        rows: list[list[str | Cell]] = [largest_row(r) for r in one.found]
+        columns = ("", "GPUs", "scale", "parameters", "GiB a GPU", "too large")
+        title = "" if bars else one.setting.device
+        blocks.append(Table(title, columns, rows, largest.remarks(one), entries=range(len(rows))))
+    return Section("largest", "The largest model that fits", [*blocks, *sources(paths, root)])
+
+
+def largest_row(r: Mapping[str, Any]) -> list[str | Cell]:
+    peak, above = r["peak_bytes"], r["too_many_parameters"]
+    return [
+        largest.series(r),
+        number(str(r["gpus"]), r["gpus"]),
+        number(str(r["largest"]), r["largest"]),
+        number(f"{r['parameters']:,}", r["parameters"]),
+        number(f"{(peak or 0) / GIB:.1f}", peak),
+        number(f"{above or 0:,}", above),
+    ]

@@ -1,0 +1,96 @@
+"""The largest models that fit: what is drawn, what is too large beside it, and what was cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from analysis_files import write_lines
+
+from analysis.__main__ import main
+from analysis.largest import figure, read, remarks
+from analysis.report import find, sections_of
+
+SEARCH: dict[str, Any] = {
+    "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1, "gpu_memory": None, "commit": "154d5c1",
+    "hardware": {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}, "versions": {"torch": "2.11.0"},
+}  # fmt: skip
+
+
+def probe(scale: int, fits: bool, **changes: Any) -> dict[str, Any]:
+    tried = {"benchmark": "largest-probe", "length": scale, "fits": fits, "peak_bytes": scale * 2**30 if fits else None}
+    return SEARCH | tried | changes
+
+
+def limit(parameters: int, above: int | None, **changes: Any) -> dict[str, Any]:
+    found = {"benchmark": "largest", "largest": 21, "parameters": parameters, "peak_bytes": 134 * 2**30}
+    end = {
+        "too_large": 22 if above else None,
+        "too_many_parameters": above,
+        "reason": "out of memory" if above else None,
+    }
+    return SEARCH | found | end | changes
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A search that ended, one that was cut off, and one of whole steps."""
+    layers = {"strategy": "n_layers"}
+    steps = {"what": "training", "tokens": 4096, "flags": "--remat full"}
+    records = [probe(21, True), probe(22, False), limit(71_468_033_280, 82_426_353_152), probe(8, True, **layers)]
+    return write_lines(tmp_path / "largest.jsonl", [*records, limit(9_000_000_000, 11_000_000_000, **steps)])
+
+
+def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["largest", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "| weights alone, all dimensions grow " in out and " 71,468,033,280 |     134.0 | 82,426,353,152 |" in out
+    assert "| whole steps, all dimensions grow, 4K tokens, --remat full |    1 |" in out
+    assert "layers alone grow, 1 GPU: not searched to the end; scale 8 fits in 8.0 GiB a GPU so far." in out
+    assert "What is too large: out of memory." in out
+    assert (file.parent / "largest.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_are_billions_of_parameters_up_to_the_next_size(file: Path) -> None:
+    (one,) = read([file], [])
+    out = figure(one)
+    (axes,) = out.axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([82.426353152, 71.46803328, 11.0, 9.0])
+    assert axes.get_xlabel().startswith("billions of parameters")
+    assert out.get_suptitle() == "1 × NVIDIA H200, torch 2.11.0, commit 154d5c1"
+
+
+def test_several_numbers_of_gpus_are_a_line_a_search(tmp_path: Path) -> None:
+    found = [limit(n * 10**10, n * 12 * 10**9, what="training", gpus=n) for n in (4, 1, 2)]
+    (one,) = read([write_lines(tmp_path / "a.jsonl", found)], [])
+    (axes,) = figure(one).axes
+    assert list(axes.get_lines()[0].get_xdata()) == [1, 2, 4]
+    assert list(axes.get_lines()[0].get_ydata()) == [10.0, 20.0, 40.0]
+    assert axes.get_xlabel() == "GPUs" and axes.get_ylabel().startswith("billions of parameters")
+
+
+def test_a_search_made_again_counts_as_it_ended_last_and_devices_stay_apart(tmp_path: Path, file: Path) -> None:
+    other = limit(10**10, None, hardware={"device": "NVIDIA H100"})
+    again = write_lines(tmp_path / "again.jsonl", [limit(7 * 10**10, None), other])
+    limits = {one.setting.device: one for one in read([file, again], [])}
+    assert [r["parameters"] for r in limits["NVIDIA H200"].found] == [7 * 10**10, 9 * 10**9]
+    assert remarks(limits["NVIDIA H100"]) == []
+
+
+def test_the_page_of_results_has_them(file: Path) -> None:
+    (section,) = sections_of(find(file.parent), file.parent)
+    chart, table, details = section.blocks
+    assert section.title == "The largest model that fits" and len(table.rows) == 2
+    assert chart.charts[0].groups[0][1][0].high == pytest.approx(82.426353152)
+    assert [part.title for part in details.parts] == ["Measured with"]
+
+
+def test_another_file_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"benchmark": "step"}])
+    assert main(["largest", str(path)]) == 2
+    write_lines(path, [{key: value for key, value in limit(1, 2).items() if key != "parameters"}])
+    assert main(["largest", str(path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "line 1 is not a record of benchmarks/largest.py" in first and "line 1 has no 'parameters'" in second
