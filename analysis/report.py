@@ -23,6 +23,7 @@ from .step_points import read_comparisons
 PAGE = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "axes.js", "lines.js", "bars.js", "table.js", "page.js")
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
+SHOWN = "runs, sweeps, and what benchmarks/attention.py, step.py and largest.py write"
 PASSED_OVER = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
 
 
@@ -61,8 +62,7 @@ def main(argv: Sequence[str]) -> int:
         found = find(arguments.directory)
         sections = sections_of(found, arguments.directory)
         if not sections:
-            reasons = "".join(f"; {reason}" for reason in found.left_out)
-            raise ValueError(f"nothing to show below {arguments.directory}{reasons}")
+            raise ValueError(nothing_below(arguments.directory, found.left_out))
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(
             page(title_of(arguments.directory), sections, [*found.left_out, *found.notes]), encoding="utf-8"
@@ -76,12 +76,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def nothing_below(directory: Path, left_out: Sequence[str]) -> str:
+    if not left_out:
+        return f"nothing to show below {directory}: no run (metrics.jsonl), sweep or benchmark is there"
+    more = f" (and {len(left_out) - 1} more files)" if len(left_out) > 1 else ""
+    return f"nothing to show below {directory}: {left_out[0]}{more}"
+
+
 # ---- what there is --------------------------------------------------------------------------------------------------
 
 
 def find(directory: Path) -> Found:
     found = Found()
-    for path in jsonl_files(directory):
+    for path in files(directory):
         try:
             file(path, directory, found)
         except (ValueError, OSError, KeyError, TypeError) as error:
@@ -89,19 +96,23 @@ def find(directory: Path) -> Found:
     return found
 
 
-def jsonl_files(directory: Path) -> Iterator[Path]:
-    """By name; what is hidden, and what lies inside checkpoints, is passed over."""
+def files(directory: Path) -> Iterator[Path]:
+    """All JSONL, and what says that there was a run. What is hidden or inside checkpoints is passed over."""
     for path in sorted(directory.iterdir()):
         if PASSED_OVER.match(path.name):
             continue
         if path.is_dir():
-            yield from jsonl_files(path) if not path.is_symlink() else ()
-        elif path.suffix == ".jsonl":
+            yield from files(path) if not path.is_symlink() else ()
+        elif path.suffix == ".jsonl" or path.name == "run.json":
             yield path
 
 
 def file(path: Path, root: Path, found: Found) -> None:
     """Puts the file where it belongs, once it is known to be readable. Raises ValueError where it is not."""
+    if path.name == "run.json":
+        if not (path.parent / "metrics.jsonl").exists():
+            found.left_out.append(f"{path.parent} has a run.json and no metrics.jsonl; the run has logged no step")
+        return
     first, second = first_objects(path)
     if path.name == "metrics.jsonl":
         label = str(path.parent.relative_to(root)) if path.parent != root else root.resolve().name
@@ -122,7 +133,7 @@ def file(path: Path, root: Path, found: Found) -> None:
         read_tables([path], found.notes)
         found.attention.append(path)
     else:
-        found.left_out.append(f"{path} is neither a run's nor a benchmark's")
+        found.left_out.append(f"{path} is of another kind than this page shows ({SHOWN})")
 
 
 def first_objects(path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -174,9 +185,10 @@ def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> st
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     parts = {
         "TITLE": html.escape(title),
+        "CONTENTS": html.escape(f"Written {made}, of: {', '.join(section.title for section in sections)}."),
         "STYLE": (PAGE / "page.css").read_text(encoding="utf-8"),
         "SCRIPT": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "DATA": embedded({"title": title, "made": made, "sections": sections, "left_out": left_out}),
     }
     template = (PAGE / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"@(TITLE|STYLE|SCRIPT|DATA)@", lambda match: parts[match[1]], template)
+    return re.sub(r"@(TITLE|CONTENTS|STYLE|SCRIPT|DATA)@", lambda match: parts[match[1]], template)

@@ -85,7 +85,7 @@ def row(run: Run, s: Summary) -> list[str | Cell]:
     memory = s.peak_memory_bytes / GIB
     return [
         run.label,
-        str(config.get("model_name_or_path") or ""),
+        word_or_missing(config, "model_name_or_path"),
         number(str(ranks), ranks if isinstance(ranks, int) else None),
         number(shown_length(length), length) if isinstance(length, int) else "",
         *chosen,
@@ -97,8 +97,12 @@ def row(run: Run, s: Summary) -> list[str | Cell]:
         number(f"{100 * s.mfu:.1f}", s.mfu),
         number(f"{s.model_tflops_per_gpu:.3g}", s.model_tflops_per_gpu),
         number(f"{memory:.2f}{'' if s.memory_is_gpu else ' (host)'}", memory),
-        str(section(about, "hardware").get("device") or ""),
+        word_or_missing(section(about, "hardware"), "device"),
     ]
+
+
+def word_or_missing(known: Mapping[str, object], key: str) -> str | Cell:
+    return str(known[key]) if known.get(key) else Cell("not recorded", None)
 
 
 def chart(one: Column, runs: Sequence[Run], kept: Sequence[np.ndarray]) -> Lines:
@@ -123,16 +127,17 @@ def details(run: Run) -> Details:
     """The command, every flag, and what the run chose and stood on."""
     about = run.about
     if not about:
-        return Details(run.label, [Part("There is no run.json beside the metrics.")])
+        return Details(run.label, [Part("No run.json beside the metrics: flags, hardware and versions are not known.")])
     given = named(about)
     flags = [Fact(name, shown(value), name in given) for name, value in section(about, "config").items()]
     inner = ("config", "hardware", "versions", "model_config", "command", "commit")
     chosen = {key: value for key, value in about.items() if key not in inner and value not in (None, "", [], {})}
+    hardware = section(about, "hardware") or {"device": "not recorded"}
     parts = [
         Part("Command", code=str(about.get("command") or "")),
         Part("Flags; those that the command names are marked", sorted(flags, key=lambda fact: not fact.named)),
         Part("Chosen", facts_of(chosen)),
-        Part("Hardware and commit", facts_of({**section(about, "hardware"), "commit": about.get("commit")})),
+        Part("Hardware and commit", facts_of({**hardware, "commit": about.get("commit") or "not recorded"})),
         *(Part(key.replace("_", " ").capitalize(), facts_of(section(about, key))) for key in inner[2:4]),
     ]
     return Details(run.label, [part for part in parts if part.facts or part.code], described(run))
@@ -225,5 +230,11 @@ def bars(
     for entry, cell in enumerate(cells):
         s = found.get(cell["name"])
         known = s is not None and np.isfinite(value(s))
-        out.append(Bar(entry, value(s) if s and known else None, why="" if known else str(cell.get("status") or "")))
+        out.append(Bar(entry, value(s) if s and known else None, why="" if known else why_missing(cell, s)))
     return Bars(title, unit, [("", out)])
+
+
+def why_missing(cell: Mapping[str, Any], s: Summary | None) -> str:
+    """A cell that is done, and whose run lies elsewhere, did not fail."""
+    status = str(cell.get("status") or "not run")
+    return "not recorded" if s is not None else "its run is not below this directory" if status == "done" else status

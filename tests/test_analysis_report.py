@@ -145,6 +145,39 @@ def test_garbled_lines_are_told_and_what_is_around_them_is_shown(results: Path, 
     assert text.count("line 1 is not JSON") == 6
 
 
+def test_without_scripts_the_page_says_so_and_what_it_is_of(results: Path) -> None:
+    text = page("Results & more", sections_of(find(results), results), [])
+    shown = re.sub(r"<[^>]+>", "", text.split("<main")[1].split("</main>")[0])
+    assert "Results &amp; more" in shown and "of: Training runs, Sweep: sweep, Attention layer, " in shown
+    assert "JavaScript is off or blocked here" in shown
+    assert '.replaceChildren(el("h1"' in text, "the script puts the tables in the place of that"
+
+
+def test_what_is_missing_is_said_in_plain_words(tmp_path: Path) -> None:
+    write_run(tmp_path / "bare", [record(1)])
+    write_run(tmp_path / "old", [record(1)], {k: v for k, v in about(commit=None).items() if k != "hardware"})
+    write_run(tmp_path / "died", [], about()).joinpath("metrics.jsonl").unlink()
+    write_lines(tmp_path / "other.jsonl", [{"text": "a document"}])
+    cells = [{"name": name, "status": status, "flags": {}, "output_dir": name}
+             for name, status in (("bare", "done"), ("away", "done"), ("broken", "failed"))]  # fmt: skip
+    write_lines(tmp_path / "sweep.jsonl", cells)
+    found = find(tmp_path)
+    assert f"{tmp_path / 'died'} has a run.json and no metrics.jsonl; the run has logged no step" in found.left_out
+    assert any("other.jsonl is of another kind than this page shows (runs, sweeps, " in line for line in found.left_out)
+    runs, sweep = plain(sections_of(found, tmp_path))
+    assert (
+        runs["blocks"][0]["rows"][0][1] == runs["blocks"][0]["rows"][0][-1] == {"text": "not recorded", "value": None}
+    )
+    bare, old = (block["parts"] for block in runs["blocks"] if block["kind"] == "details")
+    assert [part["title"] for part in bare] == [
+        "No run.json beside the metrics: flags, hardware and versions are not known."
+    ]
+    facts = {part["title"]: [(fact["name"], fact["value"]) for fact in part["facts"]] for part in old}
+    assert facts["Hardware and commit"] == [("device", "not recorded"), ("commit", "not recorded")]
+    speed, _ = (chart["groups"][0][1] for chart in sweep["blocks"][1]["charts"])
+    assert [bar["why"] for bar in speed] == ["", "its run is not below this directory", "failed"]
+
+
 def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2

@@ -67,7 +67,7 @@ function sectionOf(section) {
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const links = data.sections.map((section) => el("a", { href: `#${section.id}` }, section.title));
-  document.getElementById("page").append(el("h1", {}, data.title), el("p", { class: "soft" }, `Written ${data.made}.`),
+  document.getElementById("page").replaceChildren(el("h1", {}, data.title), el("p", { class: "soft" }, `Written ${data.made}.`),
     el("nav", {}, ...links), ...data.sections.map(sectionOf));
   if (data.left_out.length) {
     const reasons = data.left_out.map((reason) => el("p", { class: "soft" }, reason));
