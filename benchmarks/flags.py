@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, NoReturn
 from benchmarks.layers import Choice
 from benchmarks.packed import PACKED_PEERS, lengths
 from benchmarks.peers import PEERS
+from lightseq.config_checks import CHOICES
 from lightseq.kernels import KERNELS
 from lightseq.lengths import tokens
 from lightseq.schedule import SCHEDULES
 
-TRANSPORTS = ("auto", "gloo", "nccl", "symmetric", "none")
+TRANSPORTS = (*CHOICES["transport"], "none")
 CEILING = "single-gpu"
 EVERY_PEER = (CEILING, *PEERS, *PACKED_PEERS)
 DTYPES = ("bfloat16", "float16", "float32", "float64")

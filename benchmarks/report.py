@@ -11,6 +11,7 @@ import torch
 from benchmarks.errors import RESULTS
 from benchmarks.plan import Subject
 from lightseq import source
+from lightseq.comm import BLOCKING
 from lightseq.lengths import shown
 from lightseq.mesh import World
 from lightseq.metrics import hardware, versions
@@ -69,8 +70,11 @@ def names(subjects: Sequence[Subject]) -> int:
     return max(len(s.label) + (len(ARROW) + 8 if s.choice and s.choice.schedule == "auto" else 0) for s in subjects)
 
 
-def left(length: str, name: str, width: int, kernel: str, transport: str) -> str:
-    return GAP.join((length.rjust(6), name.ljust(width), kernel.ljust(9), transport.ljust(9)))
+def left(length: str, name: str, subjects: Sequence[Subject], kernel: str, transport: str) -> str:
+    """`auto` may become symmetric."""
+    hides_nothing = any(s.choice is not None and s.choice.transport.endswith(BLOCKING) for s in subjects)
+    wide = len("symmetric") + (len(BLOCKING) if hides_nothing else 0)
+    return GAP.join((length.rjust(6), name.ljust(names(subjects)), kernel.ljust(9), transport.ljust(wide)))
 
 
 def columns(subjects: Sequence[Subject], check: bool) -> str:
@@ -78,7 +82,7 @@ def columns(subjects: Sequence[Subject], check: bool) -> str:
         f"{'TFLOP/s':>9}", f"{'median ms':>10}", f"{'min':>9}", f"{'max':>9}", f"{'runs':>4}", f"{'peak GiB':>8}",
         f"{'exposed ms':>10}",
     ]  # fmt: skip
-    return GAP.join((left("tokens", "implementation", names(subjects), "kernel", "transport"), *heads))
+    return GAP.join((left("tokens", "implementation", subjects, "kernel", "transport"), *heads))
 
 
 def line(record: Mapping[str, Any], subjects: Sequence[Subject], check: bool) -> str:
@@ -86,7 +90,7 @@ def line(record: Mapping[str, Any], subjects: Sequence[Subject], check: bool) ->
     name = f"{record['implementation']} {record['request']}".strip()
     if record["request"].startswith("auto") and record["schedule"] not in (None, "auto"):
         name += ARROW + record["schedule"]
-    where = left(shown(record["length"]), name, names(subjects), record["kernel"] or "", record["transport"] or "")
+    where = left(shown(record["length"]), name, subjects, record["kernel"] or "", record["transport"] or "")
     if record["skipped"]:
         return f"{where}{GAP}skipped: {record['skipped']}"
     return GAP.join((where, *(check_cells(record) if check else time_cells(record)))).rstrip()

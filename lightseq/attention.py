@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq import executor
-from lightseq.comm import Transport, make_transport
+from lightseq.comm import BLOCKING, Transport, make_transport
 from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
 from lightseq.keeping import results_of
 from lightseq.kernels import KernelSpec, Selection, select
@@ -130,7 +130,13 @@ def make_context(
     disable_multicast()
     keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
-    chosen = _choose(world, shape, carrier.name, gpus_per_host or world, Choice(schedule, ulysses_size, head_groups))
+    chosen = _choose(
+        world,
+        shape,
+        carrier.name.removesuffix(BLOCKING),
+        gpus_per_host or world,
+        Choice(schedule, ulysses_size, head_groups),
+    )
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
     selection = select(kernel, spec)

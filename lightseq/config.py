@@ -70,7 +70,8 @@ class TrainConfig:
     ulysses_size: int | None = None  # one)
     kernel: str = "auto"  # what computes one tile of attention
     fused_attention: bool | None = None  # False: plain attention, --kernel reference; True: any other kernel
-    transport: str = "auto"  # how key/value blocks travel
+    # how key/value blocks travel: beside what is computed, or -blocking: before it, which is what overlap is measured
+    transport: str = "auto"  # against
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
     fsdp_transformer_layer_cls_to_wrap: str | None = None  # the module that is sharded as one (default: the model's)

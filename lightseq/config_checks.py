@@ -18,7 +18,10 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
-    "transport": ("auto", "nccl", "gloo", "symmetric"),
+    "transport": (
+        *("auto", "nccl", "gloo", "symmetric"),
+        *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
+    ),
     "fp8": ("tensorwise", "rowwise"),
     "remat": ("none", "attention+mlp", "attention", "full"),
     "scaling_strategy": ("all", "n_layers"),

@@ -68,7 +68,7 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        return "symmetric" if inside and self.config.transport in ("auto", "symmetric") else "nccl"
+        return "symmetric" if inside and self.config.transport.split("-")[0] in ("auto", "symmetric") else "nccl"
 
     @cached_property
     def tokens(self) -> int:

@@ -1,8 +1,10 @@
 """Distributed attention against whole-sequence attention in float64: every schedule, world, head count and length."""
 
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
+from lightseq import executor
 from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
-from lightseq.kernels import KernelSpec
+from lightseq.comm import SendRecvTransport
+from lightseq.kernels import KernelSpec, forward_tile
 from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES
 from lightseq.schedule_cost import AttentionShape
@@ -233,6 +237,44 @@ def test_inputs_and_gradients_may_have_any_strides() -> None:
 @pytest.mark.gpu(2)
 def test_inputs_and_gradients_on_gpus_may_have_any_strides() -> None:
     spawn(2, _unusual_inputs, "cuda", torch.float32, 1e-4, device="cuda")
+
+
+def _with_and_without_overlap(rank: int) -> None:
+    heads, events = (8, 4), []
+
+    def noted(start: Callable[..., Any]) -> Callable[..., Any]:
+        def exchange(*args: Any, **kwargs: Any) -> Callable[[], None]:
+            wait = start(*args, **kwargs)
+            events.append("start")
+            return lambda: (wait(), events.append("end"))[0]
+
+        return exchange
+
+    def tile(*args: Any, **kwargs: Any) -> Any:
+        events.append("tile")
+        return forward_tile(*args, **kwargs)
+
+    whole = _whole(24, heads, 8)
+    expected, orders = _expected(whole), {}
+    with patch.object(SendRecvTransport, "exchange", noted(SendRecvTransport.exchange)), patch.object(
+        executor, "forward_tile", tile
+    ):  # fmt: skip
+        for name, transport in product(fitting(dist.get_world_size(), *heads), ("gloo", "gloo-blocking")):
+            context = _context(name, "auto", torch.float64, 8, transport=transport, heads=heads)
+            events.clear()
+            for got, want in zip(_distributed(context, whole), expected, strict=True):
+                assert (got - want).abs().max() < 1e-12, (name, transport)
+            orders[name, transport] = " ".join(events), context.transport.bytes_sent
+            assert context.transport.name == transport
+    for (name, transport), (order, sent) in orders.items():
+        assert sent == orders[name, "gloo"][1] > 0, name
+        if transport == "gloo-blocking":
+            assert order.count("start end") == order.count("start"), f"{name} computes before an exchange has ended"
+    assert "start tile end" in orders["zigzag", "gloo"][0], "with overlap it computes beside one"
+
+
+def test_without_overlap_every_exchange_ends_before_anything_is_computed() -> None:
+    spawn(4, _with_and_without_overlap)
 
 
 def _without_transport(rank: int) -> None:

@@ -63,6 +63,16 @@ def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, rest
 
 
+def test_overlap_on_and_off_are_lines_under_one_heading(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = f"--lengths 64 {SMALL} --schedules zigzag --transports gloo,auto-blocking --peers none --exposed"
+    (status, out, _), _ = spawn(2, program, f"{words} --output {file}")
+    assert status == 0
+    assert [point["transport"] for point in records(file)[1]] == ["gloo", "gloo-blocking"]
+    heading, first, second = (line for line in out.splitlines() if "zigzag" in line or "median ms" in line)
+    assert len(heading) == len(first) == len(second)
+
+
 def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
     words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed"

@@ -14,7 +14,7 @@ from torch import Tensor
 from worlds import spawn
 
 from lightseq import comm
-from lightseq.comm import Receive, Send, SymmetricTransport
+from lightseq.comm import Blocking, Receive, Send, SymmetricTransport
 from lightseq.kernels import Launches
 
 
@@ -55,7 +55,7 @@ def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
         yield SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
 
 
-def _every_schedule(rank: int, folder: Path, engine_bytes: int) -> None:
+def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) -> None:
     from test_attention import _context, _distributed, _expected, _whole
 
     whole = _whole(24, (8, 4), 8)
@@ -63,7 +63,7 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int) -> None:
     with (
         patch.object(comm, "ENGINE_BYTES", engine_bytes),
         _symmetric(folder) as transport,
-        patch("lightseq.attention.make_transport", return_value=transport),
+        patch("lightseq.attention.make_transport", return_value=Blocking(transport) if blocking else transport),
     ):
         for name in fitting(dist.get_world_size(), 8, 4):
             context = _context(name, "auto", torch.float64, 8, heads=(8, 4))
@@ -72,9 +72,9 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int) -> None:
         assert transport.bytes_sent
 
 
-@pytest.mark.parametrize("engine_bytes", [0, 1 << 20])
-def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, tmp_path: Path) -> None:
-    spawn(4, _every_schedule, tmp_path, engine_bytes)
+@pytest.mark.parametrize(("engine_bytes", "blocking"), [(0, False), (1 << 20, False), (1 << 20, True)])
+def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, blocking: bool, tmp_path: Path) -> None:
+    spawn(4, _every_schedule, tmp_path, engine_bytes, blocking)
 
 
 def _sizes(rank: int, folder: Path) -> None:

@@ -113,6 +113,19 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        ("auto", "symmetric"),
+        ("auto-blocking", "symmetric"),
+        ("symmetric-blocking", "symmetric"),
+        ("nccl-blocking", "nccl"),
+    ],
+)
+def test_a_transport_without_overlap_takes_the_same_memory(asked: str, taken: str) -> None:
+    assert planned_run(LLAMA, f"--bf16 --transport {asked}", 4).transport == taken
+
+
 def test_states_are_those_of_float32_masters_and_adamw_over_all_ranks() -> None:
     parts = make_plan(planned_run(LLAMA, "--bf16", 4)).parts
     weights = 4 * total_parameters(LLAMA) // 4
