@@ -18,6 +18,10 @@ class Home(Protocol):
 
     finals: Bundle
 
+    def open(self) -> None:
+        """To be called before parts are taken in, or finals written to, on the stream that they are later read on."""
+        ...
+
     def take(self, parts: Parts, launches: Launches) -> None:
         """Takes in the parts, of each place in order."""
         ...
@@ -28,13 +32,21 @@ class Home(Protocol):
 
 
 class Sum:
-    """Gradients: parts add up in float32 or wider, without memory of its own where all come at once."""
+    """Gradients of tensors: parts add up in float32 or wider, without memory of its own where all come at once.
 
-    def __init__(self, form: Form, finals: Bundle, at_once: bool) -> None:
-        self.finals = finals
-        self._form = form
-        self._totals = finals if at_once else tuple(x.new_empty(x.shape, dtype=wide(x.dtype)) for x in finals)
+    Memory is taken when the first part comes: until then a pass holds most of its operands.
+    """
+
+    def __init__(self, form: Form, of: Bundle, at_once: bool) -> None:
+        self._form, self._of, self._at_once = form, of, at_once
+        self.finals: Bundle = ()
+        self._totals: Bundle = ()
         self._begun: set[Place] = set()
+
+    def open(self) -> None:
+        if not self._totals:
+            self._totals = tuple(_empty(x, x.dtype if self._at_once else wide(x.dtype)) for x in self._of)
+            self.finals = self._totals if self._at_once else ()
 
     def take(self, parts: Parts, launches: Launches) -> None:
         for fresh in (True, False):
@@ -46,13 +58,14 @@ class Sum:
 
     def _lines(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
         totals = [self._form.local(self._totals, start, 1, group) for start, group in parts]
-        pieces = [[bundle[i] for bundle in bundles] for bundles in parts.values() for i in range(len(self.finals))]
+        pieces = [[bundle[i] for bundle in bundles] for bundles in parts.values() for i in range(len(self._of))]
         return [x for total in totals for x in total], pieces
 
     def finish(self) -> None:
-        if self._totals is not self.finals:
-            for final, total in zip(self.finals, self._totals, strict=True):
-                final.copy_(total)
+        if not self._at_once:
+            self.finals = tuple(
+                _empty(x, x.dtype).copy_(total) for x, total in zip(self._of, self._totals, strict=True)
+            )
 
 
 class Merge:
@@ -64,6 +77,8 @@ class Merge:
         out, lse = finals
         self._totals = finals if at_once else (out.new_empty(out.shape, dtype=wide(out.dtype)), lse)
         self._begun: set[Place] = set()
+
+    def open(self) -> None: ...
 
     def take(self, parts: Parts, launches: Launches) -> None:
         first = {place: bundles[:1] for place, bundles in parts.items() if place not in self._begun}
@@ -98,6 +113,11 @@ class Merge:
 
 def _addresses(parts: Parts) -> Hashable:
     return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, whatever the strides of the tensor that gives shape and device."""
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -51,6 +51,8 @@ class Run:
             finish()
             for arena in step.closes:
                 del self._gathered[arena]
+        for home in self._homes.values():
+            home.open()
         self._take(self._own)
         for home in self._homes.values():
             home.finish()
@@ -72,6 +74,8 @@ class Run:
         filled = len(receives)
         receives += [Receive(a.src, x, None) for a in step.arrivals for x in a.there]
         own, self._own = self._own, []
+        for item in {a.item for a in step.arrivals} | {item for item, _, _ in own}:
+            self._homes[item].open()
 
         def then(received: list[Tensor]) -> None:
             rest = iter(received[filled:])
@@ -109,6 +113,7 @@ class Run:
             return room.posted
         if room.final is not None:
             _, start, count, group = room.final
+            self._homes[room.item].open()
             return self._forms[room.item].local(self._homes[room.item].finals, start, count, group)
         return ()
 
@@ -128,10 +133,13 @@ def _deliver(dst: Tensor, x: Tensor) -> None:
 
 def _run(
     schedule: Schedule, backward: bool, rank: int, transport: Transport,
-    operands: Mapping[str, Bundle], finals: Mapping[str, Bundle], forms: Mapping, compute: Compute,
-) -> None:  # fmt: skip
+    operands: Mapping[str, Bundle], results: Mapping[str, Bundle], forms: Mapping, compute: Compute,
+) -> list[Tensor]:  # fmt: skip
+    """`results` are the tensors that hold the output, or are like those that will hold gradients; which it returns."""
     needs = pass_needs(schedule, backward, rank, tuple(forms.items()))
-    homes = {item: (Merge if item == "out" else Sum)(forms[item], finals[item], needs.at_once[item]) for item in finals}
+    homes: dict[str, Home] = {
+        item: (Merge if item == "out" else Sum)(forms[item], results[item], needs.at_once[item]) for item in results
+    }
     with transport.outbox(needs.outbox_bytes) as outbox:
         if needs not in outbox.known:
             if len(outbox.known) > MOST_PROGRAMS:
@@ -139,6 +147,7 @@ def _run(
             outbox.known[needs] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
         Run(outbox.known[needs], operands, homes, forms, transport, compute, launches).run()
+    return [x for home in homes.values() for x in home.finals]
 
 
 def attention_forward(
@@ -163,14 +172,13 @@ def attention_backward(
     schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of the local chunks, in the inputs' dtypes; partial gradients add up in float32 or wider."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if schedule.queries_travel and not kernel.needs_out:
         of_rows = [q, dout, row_terms(dout, out, lse)]
     else:
         of_rows = [q, dout, out, lse]
     forms = {
         "q": form(schedule, of_rows[:-1], of_rows[-1]), "kv": form(schedule, [k, v]),
-        "dq": form(schedule, [dq]), "dkv": form(schedule, [dk, dv]),
+        "dq": form(schedule, [q]), "dkv": form(schedule, [k, v]),
     }  # fmt: skip
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
@@ -181,6 +189,6 @@ def attention_backward(
         )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    operands, finals = {"q": tuple(of_rows), "kv": (k, v)}, {"dq": (dq,), "dkv": (dk, dv)}
-    _run(schedule, True, rank, transport, operands, finals, forms, compute)
+    operands, gradients_of = {"q": tuple(of_rows), "kv": (k, v)}, {"dq": (q,), "dkv": (k, v)}
+    dq, dk, dv = _run(schedule, True, rank, transport, operands, gradients_of, forms, compute)
     return dq, dk, dv

@@ -10,6 +10,7 @@ from lightseq.schedule_load import load
 from lightseq.schedule_time import Estimate, Rates, estimate
 
 HEAD_GROUPS = (1, 2, 4, 8)
+WORTH_ITS_MEMORY = 0.002  # of the time: heads in more turns need less memory, and a layer must not take longer for it
 AUTO = "auto"
 
 
@@ -51,11 +52,17 @@ def cheapest(
 
 
 def best(found: list[Priced], gathered_limit_bytes: float | None = None) -> Priced:
-    """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least."""
+    """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least.
+
+    Of the fastest schedule the most turns that heads can take in nearly the same time.
+    """
     fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
     if not fit:
         return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
-    return min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `choices`
+    fastest = min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `choices`
+    longest = (1 + WORTH_ITS_MEMORY) * fastest.estimate.seconds
+    alike = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
+    return max(alike, key=lambda p: p.choice.head_groups or 1)
 
 
 def priced(choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int) -> Estimate:
