@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -320,7 +321,7 @@ def test_without_a_launcher_the_line_is_all_there_is(files: Path) -> None:
     assert "add --random_init" in done.stderr
 
 
-def test_a_single_process_refuses_what_its_world_cannot_do(files: Path) -> None:
-    done = _start(["-m", "llama3.train"], f"{GOOD} --sequence_parallel_size 2".format(files=files))
+def test_a_single_process_refuses_what_its_world_cannot_do(files: Path, tmp_path: Path) -> None:
+    done = forked.run(f"-m llama3.train {GOOD} --sequence_parallel_size 2".format(files=files), tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --sequence_parallel_size 2 does not divide the 1 processes; give one of [1]\n"

@@ -1,12 +1,10 @@
 """Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from lightseq.mlp import Linear, gated_mlp
 from lightseq.rehearsal import STAGES
 from lightseq.schedule_cost import AttentionShape
 
-ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = "--model_name_or_path tiny-llama3 --random_init --data_path d --output_dir o"
 
 
@@ -34,11 +31,11 @@ def given(words: str = "") -> TrainConfig:
 
 def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_path: Path) -> None:
     length, flags = 1024, "--offload activations --model_max_length 1024 --remat full"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightseq", "rehearse"]
-    flags += f" --model_name_or_path tiny-llama3 --random_init --output_dir {tmp_path}"
-    done = subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "rehearsal.jsonl").read_text())
+    output = tmp_path / "output"
+    flags += f" --model_name_or_path tiny-llama3 --random_init --output_dir {output}"
+    done, other = forked.World(2, f"-m lightseq rehearse {flags}", tmp_path).end()
+    assert (done.returncode, other.returncode, other.stdout) == (0, 0, ""), done.stderr
+    record = json.loads((output / "rehearsal.jsonl").read_text())
     model = preset_config(BOTH, "tiny-llama3")
     parameters = record["parts"]["parameters"]
     assert parameters == record["parts"]["gradients"] == record["parts"]["optimizer"] / 2
@@ -49,7 +46,7 @@ def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_
     spent = record["spent"]
     assert list(spent) == list(STAGES) and min(spent.values()) > 0 and sum(spent.values()) == record["seconds"]
     assert f"took {record['seconds']:.0f} s: setting up {spent['setting up']:.0f}, " in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal.jsonl"]
+    assert [path.name for path in output.iterdir()] == ["rehearsal.jsonl"]
 
 
 def _elided(rank: int) -> None:
@@ -119,7 +116,8 @@ def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: di
 OUT_OF_MEMORY = """
 import sys, torch
 import llama3
-from lightseq import trainer
+from lightseq import endings, trainer
+endings.RANK_0_SECONDS = 1.0
 def fail(self, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 trainer.Trainer._step = fail
@@ -143,10 +141,7 @@ def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> N
     data = tmp_path / "data.pkl"
     data.write_bytes(pickle.dumps({"input_ids": [list(range(64))] * 2}))
     words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "fail.py"), *words.split()],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = forked.run(f"{tmp_path}/fail.py {words}", tmp_path)
     assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
     assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
@@ -165,10 +160,7 @@ rehearsal.main(BOTH, sys.argv[1:])
 def test_a_rehearsal_whose_optimizer_finds_no_room_ends_so_too(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(OUT_OF_MEMORY_REHEARSING)
     words = "--model_name_or_path tiny-llama3 --random_init --model_max_length 512"
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "fail.py"), *words.split()],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = forked.run(f"{tmp_path}/fail.py {words}", tmp_path)
     assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
     assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
@@ -178,11 +170,8 @@ def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     data = tmp_path / "data.pkl"
     data.write_bytes(pickle.dumps({"input_ids": [list(range(64))] * 2}))
     words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(tmp_path / "fail.py"), *words.split(), "--max_steps", "2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.count("CUDA out of memory. Tried to allocate 7.00 GiB.") == 1, done.stderr
-    assert "parameters" in done.stderr and "to fit: " in done.stderr
+    ends = forked.World(2, f"{tmp_path}/fail.py {words} --max_steps 2", tmp_path).end()
+    said = "".join(end.stderr for end in ends)
+    assert [end.returncode for end in ends] == [1, 1]
+    assert said.count("CUDA out of memory. Tried to allocate 7.00 GiB.") == 1, said
+    assert "parameters" in said and "to fit: " in said

@@ -1,22 +1,19 @@
 """A rank that freezes, dies or falls behind is named, every process ends, and a healthy run is left alone."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
+import shlex
 import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from forked import Done
 
 from lightseq.mesh import World
 from lightseq.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 4.0
 
 # Three ranks that count steps together. Rank 1 does something at step 3.
@@ -50,33 +47,13 @@ with start(60) as world:
 """
 
 
-def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[tuple[int | None, str, str]]:
-    """Exit status, standard output and error of three ranks; one that still runs after the others is None."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[Done]:
+    """How three ranks ended; rank 1 has little time once the others have, and none where it is frozen."""
     (folder / "program.py").write_text(PROGRAM % timeout)
-    processes = []
-    for rank in range(3):
-        names = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(folder / "program.py"), what, str(folder / "hang")]
-        processes.append(
-            subprocess.Popen(
-                command, env={**os.environ, **names}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    ended: list[tuple[int | None, str, str]] = []
-    deadline = time.monotonic() + 90
-    for rank in (0, 2, 1):
-        process = processes[rank]
-        try:
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()) if rank != 1 else 5)
-            ended.append((process.returncode, out, err))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            ended.append((None, *process.communicate()))
-    return [ended[0], ended[2], ended[1]]
+    world = forked.World(3, f"{folder}/program.py {shlex.quote(what)} {folder}/hang", folder)
+    until = time.monotonic() + 90
+    first, last = (world.ranks[rank].end(until) for rank in (0, 2))
+    return [first, world.ranks[1].end(time.monotonic() + 5 * (what != "freezes")), last]
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,12 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
 
     `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback.
     """
-    context = mp.get_context("spawn" if device == "cuda" else "forkserver")
-    if device == "cpu":  # import torch and transformers once, not once a process; they may initialise CUDA, though
-        context.set_forkserver_preload(
-            ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.trainer"]
-        )
+    context = mp.get_context("spawn") if device == "cuda" else forkserver()
     queue = context.SimpleQueue()
-    port = free_port()
+    # Held here, as a launcher would: a rank that came before the one with the store would try again a second later.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_enter, args=(rank, world, port, device, queue, fn, args), daemon=True)
+        context.Process(target=_enter, args=(rank, world, store.port, device, queue, fn, args), daemon=True)
         for rank in range(world)
     ]
     for process in processes:
@@ -47,10 +44,19 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
     return [results[rank] for rank in range(world)]
 
 
+def forkserver() -> Any:
+    """Imports torch and transformers once, not once a process; they may initialise CUDA, though."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.trainer", "pytest"]
+    )
+    return context
+
+
 def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
