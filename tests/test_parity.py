@@ -158,9 +158,13 @@ def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: 
             error = ((got.gradients[name] - expected).norm() / expected.norm()).item()
             if not error < 1e-5:
                 wrong.append(f"{label}: gradient of {name} off by {error:.1e}")
-        for what, mine, theirs in (("loss", got.losses, want.losses), ("gradient norm", got.norms, want.norms)):
+        after = 1e-5 if steps == 1 else 3e-5  # AdamW's first updates are signs, which the last bits of a gradient turn
+        for what, mine, theirs, bound in (
+            ("loss", got.losses, want.losses, 1e-5),
+            ("gradient norm", got.norms, want.norms, after),
+        ):
             error = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
-            if not error < 1e-5:
+            if not error < bound:
                 wrong.append(f"{label}: {what} off by {error:.1e}: {mine} against {theirs}")
     return wrong
 
@@ -216,10 +220,13 @@ def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Pat
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
-    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world."""
+    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
+
+    What layers keep, tile and send away is tried in all ways on one rank and on two, in turn on three and on four.
+    """
     cases = _each_schedule(world, 2 if world == 4 else 1)
     assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
-    cases += [
+    keeping = [
         Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
         Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),
         Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, offload="both"),
@@ -233,7 +240,7 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama3", "zigzag", 1, 3, tile_tokens=7, remat="attention+mlp", offload="activations"),
         Case("tiny-llama2", "prefix", world, 1, remat="attention+mlp", layers_per_checkpoint=2),
     ]
-    _run(tmp_path, world, cases, steps=1)
+    _run(tmp_path, world, cases + (keeping if world < 3 else keeping[world - 3 :: 2]), steps=1)
 
 
 def test_ten_steps_equal_one_process(tmp_path: Path) -> None:
