@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def launch(directory: Path, path: Path, *options: str, **more: str) -> subproces
     return subprocess.run(
         command, cwd=directory, env=environment(directory, **more), capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.fixture
+def listed(
+    sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """What --list prints, from within this process, which has imported what an estimate needs."""
+
+    def call(path: Path, **more: str) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", lambda *_: None)
+            patch.chdir(sweep_dir)
+            for name, value in environment(sweep_dir, **more).items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            return main(["--config", str(path), "--list"]), capsys.readouterr().out
+
+    return call
 
 
 def records(directory: Path) -> dict[str, dict[str, Any]]:
@@ -198,18 +217,14 @@ def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_runn
     assert launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [4, 5]}")).returncode == 0 and ran(sweep_dir) == ["seed-5"]
 
 
-def test_listing_runs_nothing_and_says_what_is_known(
-    sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Callable[..., tuple[int, str]]) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
-    listed = launch(sweep_dir, path, "--list")
-    assert listed.returncode == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
-    assert "3 cells, 3 not done, about" in listed.stdout and "GFLOP/s of a CPU" in listed.stdout
+    status, shown = listed(path)
+    assert status == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
+    assert "3 cells, 3 not done, about" in shown and "GFLOP/s of a CPU" in shown
     launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.chdir(sweep_dir)
-    assert main(["--config", str(path), "--list"]) == 0
-    shown = capsys.readouterr().out
+    status, shown = listed(path)
+    assert status == 0
     rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
     assert [row for row in rows if row and row[0].isdecimal()] == [
         ["1", "1", "failed"],
@@ -229,7 +244,7 @@ def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> N
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path) -> None:
+def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path, listed: Callable[..., tuple[int, str]]) -> None:
     for name, source in {
         "sbatch": 'printf "%s\\n" "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"',
         "squeue": 'echo "${ALIVE-}"',
@@ -249,8 +264,7 @@ def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path) -> None:
 
     launch(sweep_dir, path, "--submit", JOBS=str(jobs), ALIVE="1\n2")
     assert len(jobs.read_text().splitlines()) == 2, "not twice"
-    gone = launch(sweep_dir, path, "--list", JOBS=str(jobs), ALIVE="2")
-    assert "failed: ranks-1: job 1 ended without all steps" in gone.stdout
+    assert "failed: ranks-1: job 1 ended without all steps" in listed(path, JOBS=str(jobs), ALIVE="2")[1]
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused(sweep_dir: Path) -> None:

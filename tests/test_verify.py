@@ -242,7 +242,7 @@ def caught(rank: int, folder: str) -> list[str]:
     wrong = []
     for name, fault in FAULTS.items():
         with fault.plant(rank):
-            ended = run(rank, f"{TINY3} 120 --schedule zigzag {fault.words.format(rank=rank)}", folder)
+            ended = run(rank, f"{TINY2} 120 --schedule zigzag {fault.words.format(rank=rank)}", folder)
         check, words = fault.says
         if ended.status != 1 or not fault.fails <= ended.failed() or words not in ended.rows[check]["detail"]:
             wrong.append(f"{name}: status {ended.status}, {ended.rows.get(check)}\n{ended.printed}")
