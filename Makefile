@@ -53,9 +53,9 @@ train: $(READY) data/stdlib/meta.json
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis $(OUTPUT)
 
-# Two files at a time: most tests start worlds of several processes and wait for them.
+# Two files at a time: most tests start worlds of several processes and wait for them. In the order of tests/conftest.py.
 test: $(READY)
-	@$(RUN) -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow" $(ARGS)
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 test-all: $(READY)
 	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)

@@ -1,12 +1,24 @@
-"""Knows what the whole test suite shares: threads per process, and where a GPU test can run."""
+"""Knows what the whole test suite shares: threads per process, where a GPU test can run, and what begins first."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 # Tests start worlds of several processes on few cores; one thread each is fastest, and makes sums repeat exactly.
 # Set before torch is imported, and inherited by every process a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The files that take longest, in order: begun last, one would leave every worker but its own without work.
+LONGEST = (
+    "train_cli", "parity", "sweep", "hf", "verify", "refusals", "evaluate", "faults", "attention", "deepspeed",
+    "examples", "optim_8bit", "tiled", "rehearsal", "watchdog", "checkpoint", "packing", "documents", "corpus",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
