@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightseq.masking import is_secret_name
+from lightseq.meeting import Meeting
 
 T = TypeVar("T")
 FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
@@ -117,7 +118,10 @@ def ready_for_deepspeed(world: World) -> None:
 
 @contextmanager
 def start(timeout_seconds: float) -> Iterator[World]:
-    """Joins the processes that torchrun started; without a launcher, a world of this one process."""
+    """Joins the processes that torchrun started; without a launcher, a world of this one process.
+
+    The timeout is of whatever ranks do together from then on; who has not joined after half of it is named.
+    """
     keep_compiled_kernels()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -126,14 +130,16 @@ def start(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
-    store = _store(timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timeout,
-        store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
-        rank=rank,
-        world_size=size,
-    )
+    with Meeting(rank, size, timeout_seconds / 2, restarts, leave) as meeting:
+        store = _store(timeout)
+        meeting.at(store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
+            rank=rank,
+            world_size=size,
+        )
     try:
         # Not the launcher's own name for it: unless told one, it calls every launch "none".
         launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
@@ -144,11 +150,18 @@ def start(timeout_seconds: float) -> Iterator[World]:
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    """Where the processes meet; a launcher that starts them again keeps it."""
+    """Where the processes meet; a launcher that starts them again keeps it. Waits for none of them to come."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return store
+    address, port = _told("MASTER_ADDR"), int(_told("MASTER_PORT"))
+    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+
+
+def _told(name: str) -> str:
+    if name not in os.environ:
+        raise ValueError(f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither")
+    return os.environ[name]
 
 
 def agree(world: World, prepare: Callable[[], T]) -> T:

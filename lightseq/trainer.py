@@ -65,20 +65,25 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
             print(help_text(program))
         return
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
-    with start(2 * _timeout(words, program)) as world:
-        config = agree(world, lambda: after_restart(parse(words, program), world))
-        with Watchdog(world, config.step_timeout, Path(config.output_dir) / "hang") as watchdog:
+    timeout, stacks = _watched(words, program)
+    with start(2 * timeout) as world:
+        with Watchdog(world, timeout, stacks) as watchdog:
+            config = agree(world, lambda: after_restart(parse(words, program), world))
             found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
             inputs = agree(world, lambda: prepare(config, family, world, found))
             Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
 
 
-def _timeout(words: list[str], program: str) -> float:
-    """Needed before the ranks can agree on anything; what is wrong with the words is said once they can."""
+def _watched(words: list[str], program: str) -> tuple[float, Path]:
+    """The watchdog's timeout and folder, needed before the ranks can agree on anything.
+
+    What is wrong with the words is said once they can.
+    """
     try:
-        return parse(words, program).step_timeout
+        config = parse(words, program)
     except ValueError:
-        return TrainConfig.step_timeout
+        return TrainConfig.step_timeout, Path("hang")
+    return config.step_timeout, Path(config.output_dir) / "hang"
 
 
 class Trainer:

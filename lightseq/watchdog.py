@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightseq.meeting import STATUS
 from lightseq.mesh import World, leave
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
-STATUS = 70  # of a process that the watchdog ends; EX_SOFTWARE
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Watchdog:
         self._at = (0, "start", time.monotonic())
         self._progress: Callable[[], int] = lambda: 0
         self._counted = (0, 0.0)  # what it said last, and since when
+        self._began = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
         self._closed = threading.Event()
         self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
@@ -172,9 +173,6 @@ class Watchdog:
         silent = self._silent(beats)
         if not silent and not late:
             return None
-        if late:  # who has not even begun by now never will
-            missing = set(range(self._world.size)) - {beat.rank for beat in beats}
-            silent += [Beat(rank, "an unknown host", 0, 0, "start", here.seconds) for rank in sorted(missing)]
         text = verdict(beats, silent)
         return self._store.compare_set("verdict", "", text).decode()
 
@@ -186,14 +184,18 @@ class Watchdog:
         return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
-        """Ranks that have beaten before and do no more."""
+        """Ranks that beat no more, or never did."""
         now, patience = time.monotonic(), SILENT_BEATS * self._interval
         if self._error is None:
             patience = max(patience, min(self._timeout / 2, SILENT_SECONDS))
         for beat in beats:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
-        return [beat for beat in beats if beat.phase != "end" and now - self._heard[beat.rank][1] > patience]
+        silent = [beat for beat in beats if beat.phase != "end" and now - self._heard[beat.rank][1] > patience]
+        if (seconds := now - self._began) > patience:  # all have met before, so that they begin within moments
+            missing = set(range(self._world.size)) - {beat.rank for beat in beats}
+            silent += [Beat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
+        return silent
 
     def _give_up(self, text: str) -> None:
         """Leaves the stacks of all threads in a file, says the verdict once, and ends this process.

@@ -44,6 +44,7 @@ LAYERS = {
     "lightseq.mlp": 2,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,
+    "lightseq.meeting": 2,
     "lightseq.architecture": 3,
     "lightseq.adapters": 3,
     "lightseq.stopwatch": 2,

@@ -376,14 +376,17 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
 
 def preparing(rank: int, family: str, words: str) -> Ended:
     """A program whose second rank fetches for longer than a step may take."""
-    prepare = trainer.prepare
+    prepare, after_restart = trainer.prepare, trainer.after_restart
+
+    def watched(*arguments: Any) -> Any:
+        assert "watchdog" in {thread.name for thread in threading.enumerate()}
+        return after_restart(*arguments)
 
     def longer(*arguments: Any) -> Any:
-        assert "watchdog" in {thread.name for thread in threading.enumerate()}
         time.sleep(3.0 * rank)
         return prepare(*arguments)
 
-    trainer.prepare = longer
+    trainer.after_restart, trainer.prepare = watched, longer
     return program(rank, family, words)
 
 
