@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from lightseq.memory import Breakdown
 from lightseq.mesh import World, first_to, leave
 from lightseq.plan_training import out_of_memory
 from lightseq.terminal import Terminal
+from lightseq.tokens import first_line
+from lightseq.watchdog import Unanswered
 
 RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
 
@@ -66,6 +68,21 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
         terminal.close()
         why = f"error: rank {world.rank}: {path} cannot be written: {error.strerror}"
         print(f"{why}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+@contextmanager
+def explained_silence() -> Iterator[None]:
+    """A rank did not answer and yet lives, so that the watchdog has nothing to say: one line, and this rank ends."""
+    try:
+        yield
+    except Unanswered as error:
+        first = True
+        with suppress(RuntimeError):  # the store may be gone
+            first = first_to("explain a silence")
+        if first:
+            why = f"error: {error}: {first_line(error.__cause__ or error)}"
+            print(f"{why}; go on with --resume_from_checkpoint auto", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 

@@ -24,6 +24,7 @@ from lightseq.manifest import File
 from lightseq.mesh import World, free_host_memory, set_device
 from lightseq.staging import Staging, local_bytes
 from lightseq.tokens import first_line
+from lightseq.watchdog import Unanswered
 
 T = TypeVar("T")
 Hashes = Mapping[str, str]
@@ -43,7 +44,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_seconds))
         self._staging = Staging(world.device) if beside else None
         self._thread: threading.Thread | None = None
-        self._error: SaveError | None = None
+        self._error: SaveError | Unanswered | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
         """Makes room for copies; where a host has none, the training waits for each save, which the line says."""
@@ -108,7 +109,10 @@ class Saver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed."""
+        """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed.
+
+        Raises Unanswered where ranks could not agree on whether it did.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -135,7 +139,8 @@ class Saver:
             except SaveError as error:
                 self._error = SaveError(f"{final} could not be saved: {error}")
             except Exception as error:  # the ranks' connection, most likely, with the rank behind it
-                self._error = SaveError(f"{final} could not be saved: {type(error).__name__}: {first_line(error)}")
+                self._error = Unanswered(f"{final} could not be saved")
+                self._error.__cause__ = error
 
         if beside:
             self._thread = threading.Thread(target=run, name="saving", daemon=True)

@@ -18,7 +18,7 @@ from lightseq.adapters import adapter_parameters
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
 from lightseq.deepspeed_engine import DeepSpeedEngine
-from lightseq.endings import explained_data, explained_out_of_memory
+from lightseq.endings import explained_data, explained_out_of_memory, explained_silence
 from lightseq.engine import Engine, FsdpEngine
 from lightseq.family import Family
 from lightseq.garbage import collected_together
@@ -66,7 +66,7 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
         return
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     timeout, stacks = _watched(words, program)
-    with start(2 * timeout) as world:
+    with start(2 * timeout) as world, explained_silence():
         with Watchdog(world, timeout, stacks) as watchdog:
             config = agree(world, lambda: after_restart(parse(words, program), world))
             found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)

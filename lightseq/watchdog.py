@@ -29,6 +29,10 @@ PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "savin
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
 
 
+class Unanswered(Exception):
+    """What could not be done, in a few words, because another rank did not answer; the watchdog says which, and why."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """Where a rank says it is: `number` grows as long as the rank lives, `seconds` tells how long it is there."""
@@ -202,7 +206,10 @@ class Watchdog:
 
         An error of this rank is shown besides, for it may be its own.
         """
-        if self._error is not None:
+        remedy = ""
+        if isinstance(self._error, Unanswered):
+            text, remedy = f"{self._error}: {text}", "; go on with --resume_from_checkpoint auto"
+        elif self._error is not None:
             traceback.print_exception(self._error)
         try:
             self._write_stacks(text)
@@ -213,7 +220,7 @@ class Watchdog:
         with suppress(RuntimeError):  # the store may be what is gone
             first = self._store is None or self._store.add("said", 1) == 1
         if first:
-            print(f"error: {text}; {where}", file=sys.stderr, flush=True)
+            print(f"error: {text}; {where}{remedy}", file=sys.stderr, flush=True)
         time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
         leave(STATUS)
 
