@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
     "train_cli", "parity", "sweep", "hf", "verify", "refusals", "evaluate", "faults", "attention", "deepspeed",
-    "examples", "optim_8bit", "tiled", "rehearsal", "watchdog", "checkpoint", "packing", "documents", "corpus",
+    "examples", "watchdog", "meeting", "saving", "checkpoint", "tiled", "optim_8bit", "rehearsal", "packing", "corpus",
 )  # fmt: skip
 
 
