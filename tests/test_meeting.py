@@ -11,7 +11,7 @@ from forked import Done
 
 from lightseq.meeting import STATUS, Meeting, verdict
 
-TIMEOUT = 4.0
+TIMEOUT = 5.0
 
 # Ranks that meet and are watched, some of which freeze at a moment.
 PROGRAM = """
