@@ -12,8 +12,10 @@ if __name__ == "__main__":
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -22,10 +24,11 @@ import torch.distributed as dist
 from benchmarks.errors import check_layer
 from benchmarks.flags import CEILING, parse, parser
 from benchmarks.layers import lightseq_layer, resolved, single_gpu_layer
-from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
+from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together, trace_layer
 from benchmarks.plan import Subject, subjects
 from benchmarks.report import columns, header, line
 from lightseq.kernels import KERNELS
+from lightseq.lengths import shown
 from lightseq.mesh import World, agree, check_devices, is_main_process, start
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
@@ -106,6 +109,11 @@ def times(subject: Subject, case: Case, flags: argparse.Namespace) -> dict[str, 
     with opened(subject.open, case) as layer:
         numbers = {**layer.facts, **time_layer(layer, case, effort, flags.seed)}
         again = resolved(layer) if subject.choice else None
+        if flags.trace and again is not None:
+            words = (subject.request, layer.facts["kernel"], layer.facts["transport"], shown(case.length))
+            directory = flags.trace / re.sub(r"[^\w.]+", "-", "-".join(words))
+            tracing = partial(trace_layer, layer, case, flags.seed, directory)
+            numbers |= together(case, tracing, fatal_if_split=True)
     if again is None or case.world == 1 or not flags.exposed:
         return numbers
     try:

@@ -138,6 +138,14 @@ HOW = (
     Flag("seconds", "S", 10.0, "what the timed runs of a point may take, within those bounds", seconds),
     Flag("seed", "N", 0, "of the random inputs", int),
     Flag("output", "FILE", Path("outputs/attention.jsonl"), "where the records go", Path),
+    Flag(
+        "trace",
+        "DIR",
+        None,
+        "trace lightseq's layers too, a directory each, for python3 -m analysis profile; the "
+        "records then say how much of the exchange kernels hide",
+        Path,
+    ),
     Flag("commit", "HASH", None, "what the header names where there is no git to ask"),
 )
 SWITCHES = {

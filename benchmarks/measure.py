@@ -7,17 +7,24 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from lightseq.garbage import collected_together
 from lightseq.kernels import KernelSpec
+from lightseq.trace import account_of, read
 
 T = TypeVar("T")
+UNTRACED, TRACED = 2, 3  # repeats before and in a trace
+EXCHANGE = ("attention's exchange", "collectives")  # of the kinds of what a device is busy with
 
 
 @dataclass(frozen=True)
@@ -186,8 +193,9 @@ def time_layer(layer: Layer, case: Case, effort: Effort, seed: int) -> dict[str,
             step()
         return sum(run(step, 1, case))
 
-    each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
-    slowest = together(case, lambda: run(step, effort.repeats(each), case), fatal_if_split=True)
+    with collected_together():  # as in training; one rank that looks for cycles of objects makes all others wait
+        each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
+        slowest = together(case, lambda: run(step, effort.repeats(each), case), fatal_if_split=True)
     seconds = [max(repeat) for repeat in zip(*gathered(case, slowest), strict=True)]
     on_gpu = case.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(case.device) + layer.buffer_bytes() if on_gpu else 0
@@ -202,7 +210,9 @@ def time_layer(layer: Layer, case: Case, effort: Effort, seed: int) -> dict[str,
     }
 
 
-def make_step(layer: Layer, case: Case, seed: int) -> Callable[[], None]:
+def make_step(
+    layer: Layer, case: Case, seed: int, around: Callable[[str], AbstractContextManager[Any]] = nullcontext
+) -> Callable[[], None]:
     """Forward and backward over random inputs of this rank's shape, as autograd runs them."""
     generator = torch.Generator(case.device).manual_seed(seed + case.rank)
     q, k, v, dout = (
@@ -213,7 +223,10 @@ def make_step(layer: Layer, case: Case, seed: int) -> Callable[[], None]:
         x.requires_grad_()
 
     def step() -> None:
-        torch.autograd.grad(layer.attend(q, k, v), (q, k, v), dout)
+        with around("forward"):
+            out = layer.attend(q, k, v)
+        with around("backward"):
+            torch.autograd.grad(out, (q, k, v), dout)
 
     return step
 
@@ -234,6 +247,33 @@ def run(step: Callable[[], None], repeats: int, case: Case) -> list[float]:
         step()
         marks.append((start, clock.mark()))
     return [clock.seconds(start, end) for start, end in marks]
+
+
+def trace_layer(layer: Layer, case: Case, seed: int, directory: Path) -> dict[str, Any]:
+    """Traces some repeats on every rank, as `python3 -m analysis profile DIRECTORY` reads them.
+
+    On a GPU milliseconds of rank 0's exchange, once where kernels hide it and once where nothing else runs.
+    """
+    step = make_step(layer, case, seed, record_function)
+    for _ in range(UNTRACED):
+        step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        for number in range(1, TRACED + 1):
+            with record_function(f"step {number}"):
+                step()
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+    file = directory / "profile" / f"rank{case.rank}.json.gz"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
+    found: dict[str, Any] = {"trace": str(directory)}
+    if case.rank == 0 and case.device.type == "cuda":
+        account = account_of(read(file))
+        exposed = sum(ms for (kind, _), ms in account.spent.items() if kind in EXCHANGE)
+        hidden = sum(account.hidden[kind] for kind in EXCHANGE)
+        found |= {"traced_ms": account.step_ms, "exchange_exposed_ms": exposed, "exchange_hidden_ms": hidden}
+    return found
 
 
 def gathered(case: Case, mine: T) -> list[T]:
