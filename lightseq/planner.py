@@ -61,7 +61,7 @@ def row_of(name: str, gpus: int, shape: AttentionShape, cluster: Cluster, limit:
     ]
     if not found:
         return Row(gpus, name, transport, skipped=refusal(Choice(name), gpus, shape))
-    chosen = best(found, limit)
+    chosen = best(found, shape.kv_heads, limit)
     if limit is not None and chosen.estimate.gathered_bytes > limit:
         return Row(
             gpus, name, transport, skipped=f"gathers at least {chosen.estimate.gathered_bytes / 2**30:.2f} GiB a GPU"

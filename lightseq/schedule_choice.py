@@ -48,21 +48,29 @@ def cheapest(
         name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
         outlined = outline(name, world, asked.head_groups or 1, asked.ulysses_size)
         check_heads(outlined, shape.heads, shape.kv_heads)
-    return best(found, gathered_limit_bytes).choice
+    return best(found, shape.kv_heads, gathered_limit_bytes).choice
 
 
-def best(found: list[Priced], gathered_limit_bytes: float | None = None) -> Priced:
+def best(found: list[Priced], kv_heads: int, gathered_limit_bytes: float | None = None) -> Priced:
     """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least.
 
-    Of the fastest schedule the most turns that heads can take in nearly the same time.
+    Of the fastest schedule the most turns that heads can take in nearly the same time and with no more memory.
     """
     fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
     if not fit:
         return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
     fastest = min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `choices`
     longest = (1 + WORTH_ITS_MEMORY) * fastest.estimate.seconds
+    most = max(kv_heads, _cuts(fastest.choice))
     alike = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
-    return max(alike, key=lambda p: p.choice.head_groups or 1)
+    frugal = [p for p in alike if p.choice.schedule == "ulysses" or _cuts(p.choice) <= most]
+    return max(frugal, key=lambda p: p.choice.head_groups or 1)
+
+
+def _cuts(choice: Choice) -> int:
+    """Parts that heads are cut into. Where chunks of keys travel, more of them than there are key/value heads take
+    memory: parts that share a head each gather it, and its gradients add up in float32."""
+    return (choice.head_groups or 1) * (choice.ulysses_size or 1)
 
 
 def priced(choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int) -> Estimate:

@@ -33,7 +33,9 @@ from lightseq.plan_layers import (
 )
 from lightseq.plan_memory import host_bytes, moments
 from lightseq.plan_rates import CHIPS, chip_named, chip_of_device
-from lightseq.schedule_choice import Choice
+from lightseq.schedule_choice import Choice, cheapest, choices, priced
+from lightseq.schedule_cost import AttentionShape
+from lightseq.schedule_time import RATES
 
 LLAMA = preset_config(BOTH, "llama3-8b")
 SIZES = (
@@ -186,6 +188,24 @@ def test_attention_over_many_ranks_is_drawn_out_from_fewer(name: str) -> None:
         assert c == pytest.approx((a + b) / 2, rel=0.02)
     drawn = attention_memory(Choice(name), 24, 8, 2, 64, 2)
     assert drawn.backward == pytest.approx(2 * large.backward - small.backward)
+
+
+@pytest.mark.parametrize("gpus, heads, kv_heads, length", [
+    (2, 8, 2, 2**19), (4, 32, 8, 2**17), (8, 8, 2, 2**20), (8, 32, 8, 2**21), (16, 32, 8, 2**20), (16, 64, 8, 2**22),
+])  # fmt: skip
+@pytest.mark.parametrize("transport", RATES)
+def test_heads_take_no_turns_that_need_more_memory(
+    gpus: int, heads: int, kv_heads: int, length: int, transport: str
+) -> None:
+    """Turns that share key/value heads gather them again, and add up their gradients in float32."""
+
+    def taken(choice: Choice) -> float:
+        found = attention_memory(choice, gpus, heads, kv_heads, 128, 2)
+        return found.buffers + max(found.forward, found.backward)
+
+    shape, rates = AttentionShape(length, heads, kv_heads, 128), RATES[transport]
+    fastest = min(choices(gpus, shape), key=lambda choice: priced(choice, gpus, shape, rates, 8).seconds)
+    assert taken(cheapest(gpus, shape, rates, 8)) <= taken(fastest)
 
 
 # ---- lengths and remedies -------------------------------------------------------------------------------------------
