@@ -1,6 +1,7 @@
 """The plan of attention over clusters: its file, its table, its refusals, and its picture."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from analysis.__main__ import main as analyse
 from analysis.cluster import figure, read
 from lightseq.__main__ import main
 from lightseq.lengths import shown, tokens
-from lightseq.planner import HEADINGS, gpu_counts
+from lightseq.planner import HEADINGS, Cluster, gpu_counts, rows
+from lightseq.schedule import SCHEDULES
+from lightseq.schedule_choice import WORTH_ITS_MEMORY, cheapest
 from lightseq.schedule_cost import AttentionShape
-from lightseq.schedule_time import H200_SYMMETRIC, kernel_seconds
+from lightseq.schedule_time import H200_SYMMETRIC, RATES, kernel_seconds
 
 WORDS = ["plan", "--attention", "--gpus", "1,3,4,64", "--gpus_per_host", "8", "--length", "128K", "--schedules"]
 
@@ -59,8 +62,18 @@ def test_one_row_of_each_number_of_gpus_is_marked_and_it_is_the_fastest(planned:
     records = [r for r in _records(planned)[1:] if not r["skipped"]]
     for gpus in (1, 3, 4, 64):
         mine = [r for r in records if r["gpus"] == gpus]
-        assert [r["seconds"] for r in mine if r["fastest"]] == [min(r["seconds"] for r in mine)]
+        (marked,) = [r["seconds"] for r in mine if r["fastest"]]
+        assert marked <= (1 + WORTH_ITS_MEMORY) * min(r["seconds"] for r in mine)
     assert [(r["schedule"], r["ulysses_size"]) for r in records if r["gpus"] == 64 and r["fastest"]] == [("usp", 8)]
+
+
+def test_the_row_that_is_marked_is_what_training_takes() -> None:
+    """Also where turns of heads that save memory put another schedule a little ahead."""
+    cluster = Cluster(8, RATES)
+    for (gpus, length), (heads, kv_heads) in product([(4, 2**17), (4, 2**18), (8, 2**19)], [(32, 8), (24, 8), (16, 8)]):
+        shape = AttentionShape(length, heads, kv_heads, 128)
+        (marked,) = [row for row in rows(shape, cluster, [gpus], tuple(SCHEDULES)) if row.fastest]
+        assert marked.choice == cheapest(gpus, shape, RATES["symmetric"], 8)
 
 
 def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
