@@ -160,7 +160,9 @@ def _store(timeout: timedelta) -> dist.Store:
 
 def _told(name: str) -> str:
     if name not in os.environ:
-        raise ValueError(f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither")
+        words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
     return os.environ[name]
 
 

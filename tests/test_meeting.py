@@ -10,6 +10,7 @@ import pytest
 from forked import Done
 
 from lightseq.meeting import STATUS, Meeting, verdict
+from lightseq.mesh import start
 
 TIMEOUT = 5.0
 
@@ -102,6 +103,22 @@ def test_who_never_came_is_named_and_the_others_end(name: str, worlds: dict[str,
 def test_ranks_that_cannot_connect_though_all_are_there_are_not_called_dead() -> None:
     line = verdict([], 8, 1800.0)
     assert line.startswith("the 8 ranks are all there, but could not connect to each other within 1800 s: a firewall")
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_rank_that_is_told_no_place_to_meet_is_refused_in_one_line(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit) as refused, start(10):
+        pytest.fail("met")
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: RANK is set, but {missing} is not; set both, as torch.distributed.run does, or neither\n"
+    )
 
 
 def test_one_process_meets_nobody(tmp_path: Path) -> None:
