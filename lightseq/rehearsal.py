@@ -56,8 +56,10 @@ class Rehearsal:
 
     def lines(self, config: TrainConfig) -> list[str]:
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
+        counts = self.length > MOST_WHOLE_TOKENS * (config.sequence_parallel_size or self.ranks)
+        how = ", counted" if counts else ""
         end = [
-            f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep",
+            f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep{how}",
             f"took {self.seconds:.0f} s: {spent}",
         ]
         if self.peak_bytes is None or self.capacity_bytes is None:
