@@ -115,6 +115,7 @@ def test_layers_are_traced_for_the_account_of_a_profile(tmp_path: Path, capsys: 
         assert "mean of 3" in said and "attention, backward" in said and "attention's exchange" in said
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_of_a_traced_layer_the_exchange_is_split_into_what_kernels_hide_and_what_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
