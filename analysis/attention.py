@@ -1,7 +1,6 @@
 """Draws what benchmarks/attention.py measured and prints its table: `python3 -m analysis attention FILE...`."""
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from . import command
 from .figures import GREY, STYLE
-from .jsonl import say
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
@@ -74,20 +73,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    notes: list[str] = []
-    try:
+    output = arguments.output or arguments.files[0].parent
+
+    def read(notes: list[str]) -> list[Table]:
         tables = read_tables(arguments.files, notes)
-        tables = [only(table, arguments.only) for table in tables] if arguments.only else tables
-        pictures = draw(tables, arguments.output or arguments.files[0].parent, arguments.format)
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    for table in tables:
-        print("\n".join((*markdown(table, arguments.value), "", *remarks(table), "")))
-    for picture in pictures:
-        print(picture)
-    return 0
+        return [only(table, arguments.only) for table in tables] if arguments.only else tables
+
+    return command.run(
+        read,
+        lambda tables: draw(tables, output, arguments.format),
+        lambda tables: (line for one in tables for line in (*markdown(one, arguments.value), "", *remarks(one), "")),
+    )
 
 
 def only(table: Table, labels: Sequence[str]) -> Table:

@@ -1,7 +1,6 @@
 """Draws what `python3 -m lightseq plan --attention` predicted: `python3 -m analysis cluster FILE [--output DIR]`."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
+from . import command
 from .figures import COLORS, GREY, STYLE
-from .jsonl import read_lines, say
+from .jsonl import read_lines
 from .pictures import add_format, save
 from .points import shown
 
@@ -37,17 +37,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    notes: list[str] = []
-    try:
-        about, records = read(arguments.file, notes)
-        pictures = draw(about, records, arguments.output or arguments.file.parent, arguments.format)
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    for picture in pictures:
-        print(picture)
-    return 0
+    output = arguments.output or arguments.file.parent
+    return command.run(lambda notes: read(arguments.file, notes), lambda found: draw(*found, output, arguments.format))
 
 
 def read(path: Path, notes: list[str]) -> tuple[Record, list[Record]]:

@@ -4,7 +4,6 @@ perplexity.png has a line for every evaluation by position, needle.png a map of 
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMethodFormatter
 
+from . import command
 from .figures import GREY, STYLE, colors
-from .jsonl import read_lines, readable, say
+from .jsonl import read_lines, readable
 from .markdown import table_lines
 from .pictures import add_format, save
 from .points import shown
@@ -68,19 +68,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    notes: list[str] = []
-    try:
-        named = list(zip(arguments.paths, labels(arguments.paths), strict=True))
-        found = readable(named, lambda pair: read(*pair, notes), notes)
-        pictures = draw(found, arguments.output or arguments.paths[0], arguments.format)
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    print("\n".join(markdown(found)))
-    for picture in pictures:
-        print(picture)
-    return 0
+    named = list(zip(arguments.paths, labels(arguments.paths), strict=True))
+    return command.run(
+        lambda notes: readable(named, lambda pair: read(*pair, notes), notes),
+        lambda found: draw(found, arguments.output or arguments.paths[0], arguments.format),
+        markdown,
+    )
 
 
 def read(directory: Path, label: str, notes: list[str]) -> Evaluation:

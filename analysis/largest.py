@@ -1,7 +1,6 @@
 """Draws the largest models that fit, as benchmarks/largest.py found them: `python3 -m analysis largest FILE...`."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+from . import command
 from .figures import COLORS, GREY, STYLE, colors
 from .flags import stands_on
-from .jsonl import read_lines, readable, say
+from .jsonl import read_lines, readable
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import shown
@@ -58,21 +58,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    notes: list[str] = []
-    try:
-        limits = read(arguments.files, notes)
+    output = arguments.output or arguments.files[0].parent
+
+    def draw(limits: Sequence[Limits]) -> list[Path]:
         drawn = [one for one in limits if one.found]
-        output = arguments.output or arguments.files[0].parent
-        pictures = draw_each("largest", drawn, figure, STYLE, output, arguments.format) if drawn else []
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    for one in limits:
-        print("\n".join((*markdown(one), "", *remarks(one), "")))
-    for picture in pictures:
-        print(picture)
-    return 0
+        return draw_each("largest", drawn, figure, STYLE, output, arguments.format) if drawn else []
+
+    return command.run(
+        lambda notes: read(arguments.files, notes),
+        draw,
+        lambda limits: (line for one in limits for line in (*markdown(one), "", *remarks(one), "")),
+    )
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Draws what benchmarks/step.py measured and prints its table: `python3 -m analysis step FILE...`."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from . import command
 from .figures import GREY, STYLE
-from .jsonl import say
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import shown
@@ -41,19 +40,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    notes: list[str] = []
-    try:
-        comparisons = read_comparisons(arguments.files, notes)
-        pictures = draw(comparisons, arguments.output or arguments.files[0].parent, arguments.format)
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    for comparison in comparisons:
-        print("\n".join((*markdown(comparison), "", *remarks(comparison), "")))
-    for picture in pictures:
-        print(picture)
-    return 0
+    output = arguments.output or arguments.files[0].parent
+    return command.run(
+        lambda notes: read_comparisons(arguments.files, notes),
+        lambda found: draw(found, output, arguments.format),
+        lambda found: (line for one in found for line in (*markdown(one), "", *remarks(one), "")),
+    )
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

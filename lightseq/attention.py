@@ -130,13 +130,8 @@ def make_context(
     disable_multicast()
     keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
-    chosen = _choose(
-        world,
-        shape,
-        carrier.name.removesuffix(BLOCKING),
-        gpus_per_host or world,
-        Choice(schedule, ulysses_size, head_groups),
-    )
+    overlapped, asked = carrier.name.removesuffix(BLOCKING), Choice(schedule, ulysses_size, head_groups)
+    chosen = _choose(world, shape, overlapped, gpus_per_host or world, asked)
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
     selection = select(kernel, spec)

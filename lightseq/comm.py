@@ -243,15 +243,8 @@ class Blocking:
     def buffer_bytes(self) -> int:
         return self._carrier.buffer_bytes
 
-    def exchange(
-        self,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        then: Callable[[list[Tensor]], None] | None = None,
-        fresh: bool = True,
-        copy: Copy | None = None,
-    ) -> Callable[[], None]:
-        self._carrier.exchange(sends, receives, then, fresh, copy)()
+    def exchange(self, *messages: Any, **more: Any) -> Callable[[], None]:
+        self._carrier.exchange(*messages, **more)()
         return lambda: None
 
 

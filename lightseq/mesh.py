@@ -208,9 +208,9 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def free_host_memory(world: World) -> float:
+def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
     """This rank's share, in bytes, of what may be used of the memory that its host has free."""
-    return FREE_SHARE * psutil.virtual_memory().available / world.local_size
+    return share * psutil.virtual_memory().available / world.local_size
 
 
 def check_devices(world: World) -> None:

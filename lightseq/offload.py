@@ -35,7 +35,7 @@ class HostMemory:
 
     def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
-        self._counts_only, self._made = counts_only, dict[int, Tensor]()
+        self.counts_only, self._made = counts_only, dict[int, Tensor]()
         self._pinned, self._slabs = pinned, defaultdict[int, Tensor](partial(torch.empty, 0, dtype=torch.uint8))
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
@@ -50,7 +50,7 @@ class HostMemory:
             if self.allocated_bytes + slab > self.limit_bytes or slab < room:
                 return None
             self.allocated_bytes += slab
-            if not self._counts_only or slab not in self._made:
+            if not self.counts_only or slab not in self._made:
                 self._made[slab] = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
             self._slabs[room] = self._made[slab]
         buffer, self._slabs[room] = self._slabs[room][:size], self._slabs[room][room:]

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.adapters import adapter_parameters, lora_of
 from lightseq.architecture import Architecture, examine
+from lightseq.comm import BLOCKING
 from lightseq.config import TrainConfig
 from lightseq.plan_rates import Chip
 from lightseq.schedule import outline
@@ -68,7 +69,9 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        return "symmetric" if inside and self.config.transport.split("-")[0] in ("auto", "symmetric") else "nccl"
+        return (
+            "symmetric" if inside and self.config.transport.removesuffix(BLOCKING) in ("auto", "symmetric") else "nccl"
+        )
 
     @cached_property
     def tokens(self) -> int:

@@ -53,11 +53,11 @@ class Rehearsal:
     seconds: float  # since the process began
     spent: dict[str, float]  # of these, on what
     parts: Breakdown
+    host_counted: bool  # and not made
 
     def lines(self, config: TrainConfig) -> list[str]:
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
-        counts = self.length > MOST_WHOLE_TOKENS * (config.sequence_parallel_size or self.ranks)
-        how = ", counted" if counts else ""
+        how = ", counted" if self.host_counted else ""
         end = [
             f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep{how}",
             f"took {self.seconds:.0f} s: {spent}",
@@ -124,6 +124,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     return Rehearsal(
         trainer.config.model_max_length, trainer.world.size, peak if on_gpu else None,
         hardware(trainer.world.device).get("memory_bytes"), host, times[-1] - times[0], spent, parts,
+        offload is not None and offload.memory.counts_only,
     )  # fmt: skip
 
 

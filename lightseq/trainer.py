@@ -25,7 +25,6 @@ from lightseq.garbage import collected_together
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
 from lightseq.mesh import (
-    FREE_SHARE,
     Meshes,
     World,
     agree,
@@ -158,11 +157,10 @@ class Trainer:
         self._stop: StopRequest | None = None  # while it trains
 
     def _host_memory_bytes(self, rehearses: bool) -> float:
-        budget, free = self.config.host_memory_budget, free_host_memory(self.world)
-        if budget is None:
-            return free
+        if (budget := self.config.host_memory_budget) is None:
+            return free_host_memory(self.world)
         # A rehearsal may only count, and must not count on what the host does not have.
-        return min(budget * 2**30, free / FREE_SHARE) if rehearses else budget * 2**30
+        return min(budget * 2**30, free_host_memory(self.world, share=1.0) if rehearses else float("inf"))
 
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:
