@@ -68,9 +68,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    named = list(zip(arguments.paths, labels(arguments.paths), strict=True))
+
+    def read_all(notes: list[str]) -> list[Evaluation]:
+        named = zip(arguments.paths, labels(arguments.paths), strict=True)
+        return readable(named, lambda pair: read(*pair, notes), notes)
+
     return command.run(
-        lambda notes: readable(named, lambda pair: read(*pair, notes), notes),
+        read_all,
         lambda found: draw(found, arguments.output or arguments.paths[0], arguments.format),
         markdown,
     )

@@ -93,3 +93,8 @@ def test_what_is_no_evaluation_is_one_clear_line(
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
     assert "python3 -m lightseq evaluate" in err or "evaluate again" in err
+
+
+def test_a_directory_given_twice_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path), str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"analysis: error: {tmp_path} is given twice; name each run once\n"
