@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from lightseq.pinned import PinnedMemory, plain
+
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
-ALIGNMENT, MOST_LOST = 512, 1 / 8  # of pinned buffers, in bytes; and of a slab, where its last buffer ends before it
 IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another's are leaving or coming back
 
 
@@ -28,15 +29,13 @@ def layers_in_flight(tile_layers: bool) -> int:
 class HostMemory:
     """Buffers on the host, made once and used again, `limit_bytes` of them in all.
 
-    torch rounds every piece of pinned memory up to a power of two, which can double it: buffers of one size are cut out
-    of slabs. Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all slabs of a size
-    are one.
+    Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
     """
 
     def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self.counts_only, self._made = counts_only, dict[int, Tensor]()
-        self._pinned, self._slabs = pinned, defaultdict[int, Tensor](partial(torch.empty, 0, dtype=torch.uint8))
+        self._make = PinnedMemory().empty if pinned else plain
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
@@ -44,36 +43,17 @@ class HostMemory:
         if free := self._free[elements, dtype]:
             return free.pop()
         size = elements * dtype.itemsize
-        room = -(-size // ALIGNMENT) * ALIGNMENT if self._pinned else size
-        if room > self._slabs[room].numel():
-            slab = slab_bytes(room, self.limit_bytes - self.allocated_bytes) if self._pinned else room
-            if self.allocated_bytes + slab > self.limit_bytes or slab < room:
-                return None
-            self.allocated_bytes += slab
-            if not self.counts_only or slab not in self._made:
-                self._made[slab] = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
-            self._slabs[room] = self._made[slab]
-        buffer, self._slabs[room] = self._slabs[room][:size], self._slabs[room][room:]
-        return buffer.view(dtype)
+        if self.allocated_bytes + size > self.limit_bytes:
+            return None
+        self.allocated_bytes += size
+        if not self.counts_only:
+            return self._make((elements,), dtype)
+        if size not in self._made:
+            self._made[size] = self._make((size,), torch.uint8)
+        return self._made[size].view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-
-def slab_bytes(size: int, left: float) -> int:
-    """A power of two for buffers of a size, an eighth of it lost at most, within what is left; 0 where not one fits."""
-    slab = 1 << (size - 1).bit_length()
-    while slab % size > slab * MOST_LOST:
-        slab *= 2
-    found = slab if left >= slab else 1 << (max(1, int(left)).bit_length() - 1)
-    return found if found >= size else 0
-
-
-def slabs_for(size: int, buffers: int) -> int:
-    """Pinned bytes that so many buffers of a size take."""
-    room = -(-size // ALIGNMENT) * ALIGNMENT
-    slab = slab_bytes(room, float("inf"))
-    return -(-buffers // (slab // room)) * slab
 
 
 class Kept:

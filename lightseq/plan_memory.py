@@ -1,12 +1,11 @@
 """Predicts a rank's memory: what a step holds at each of the moments at which it may hold most."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
-from lightseq.offload import layers_in_flight, slabs_for
+from lightseq.offload import layers_in_flight
 from lightseq.plan_attention import AttentionMemory, attention_memory
 from lightseq.plan_layers import (
     AGAIN,
@@ -88,8 +87,8 @@ def kept_by_layer(run: PlannedRun, state: str) -> float:
 
 
 def host_by_layer(run: PlannedRun, state: str) -> float:
-    """Of pinned slabs, what one of all layers takes if all hand over what they keep."""
-    return sum(slabs_for(size, run.layers) for size in _leaving(run, state)) / run.layers
+    """Of what a layer keeps, what it hands over."""
+    return float(sum(_leaving(run, state)))
 
 
 def _leaving(run: PlannedRun, state: str) -> list[int]:
@@ -110,7 +109,7 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     if run.group > 1 and set(placement.layers) & set(AWAY):
         away += (run.group - 1) * _leaving(run, OFFLOAD)  # of a group that runs again
     states = sum(_states(run)) if run.state_on_host else 0.0
-    return PROCESS_BYTES + sum(slabs_for(size, n) for size, n in Counter(away).items()) + states
+    return PROCESS_BYTES + sum(away) + states
 
 
 def _waits(run: PlannedRun, placement: Placement, group: int) -> list[int]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightseq.pinned import PinnedMemory, plain
+
 SMALL_BYTES = 1 << 20  # on the host: copied at once
 
 T = TypeVar("T")
@@ -23,6 +25,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._pinned = PinnedMemory()
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: list[tuple[Tensor, Tensor]] = []  # for `finish` to copy: from, to
         self._on_host = threading.Event()
@@ -78,9 +81,8 @@ class Staging:
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         found = self._buffers.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            found = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if tensor.device.type == "cuda" and found.nbytes:
-                _pin(found)
+            make = self._pinned.empty if tensor.device.type == "cuda" else plain
+            found = self._buffers[name] = make(tensor.shape, tensor.dtype)
         return found
 
 
@@ -93,13 +95,6 @@ def _each(name: str, tensor: Tensor, take: Callable[[str, Tensor], Tensor]) -> T
     inner = {part: _each(f"{name}/{part}", x, take) if isinstance(x, Tensor) else x for part, x in inner.items()}
     made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return made
-
-
-def _pin(buffer: Tensor) -> None:
-    """Page-locked to the byte, for as long as the process lives; torch's own allocator rounds up to powers of two."""
-    status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1))  # portable
-    if status:
-        raise RuntimeError(f"{buffer.nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
 
 
 def local_bytes(tensors: dict[str, Tensor]) -> int:

@@ -156,7 +156,7 @@ def test_without_gradients_nothing_leaves() -> None:
     assert host.kept_bytes == 0 and host._layers == []
 
 
-def test_who_only_counts_takes_one_slab_and_the_limit_holds() -> None:
+def test_who_only_counts_takes_one_buffer_and_the_limit_holds() -> None:
     counted, real = (HostMemory(10 * 4096, pinned=False, counts_only=c) for c in (True, False))
     for memory, places in ((counted, 1), (real, 10)):
         taken = [memory.take(1024, torch.float32) for _ in range(11)]
@@ -211,23 +211,48 @@ def _kept_by_llama(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [512, 1000, 3 * 2**20])
-def test_pinned_memory_is_slabs_of_powers_of_two_within_the_budget(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def empty(elements: int, **options: object) -> Tensor:
-        options.pop("pin_memory", None)
-        made.append(elements)
-        return torch.zeros(elements, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(offload.torch, "empty", empty)
-    memory = HostMemory(100.5 * size, pinned=True)
+def test_pinned_memory_is_locked_to_the_byte_within_the_budget(size: int, locks: "Locks") -> None:
+    memory = HostMemory(10.5 * size, pinned=True)
     buffers = []
     while (buffer := memory.take(size // 2, torch.bfloat16)) is not None:
         buffers.append(buffer.fill_(len(buffers)))
-    slabs = [n for n in made if n]
-    assert all(n & (n - 1) == 0 for n in slabs) and sum(slabs) == memory.allocated_bytes <= 100.5 * size
-    assert len(buffers) * size >= 0.75 * 100 * size, "a quarter is lost at most"
+    assert len(buffers) == 10 and memory.allocated_bytes == 10 * size
+    assert locks.now == {x.data_ptr(): size for x in buffers}
     assert all(int(x[0]) == i == int(x[-1]) for i, x in enumerate(buffers)), "buffers do not overlap"
     memory.give_back(buffers[3])
     taken = memory.take(size // 2, torch.bfloat16)
     assert taken is not None and taken.data_ptr() == buffers[3].data_ptr()
+    del memory
+    assert not locks.now, "what goes back to the system is unlocked first"
+
+
+def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: "Locks") -> None:
+    locks.refuse = True
+    with pytest.raises(RuntimeError, match="4096 bytes of host memory cannot be pinned"):
+        HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+
+
+class Locks:
+    """What CUDA would have locked, by address."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.refuse = False
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        if self.refuse:
+            return 1
+        assert place not in self.now and flags == 1
+        self.now[place] = size
+        return 0
+
+    def cudaHostUnregister(self, place: int) -> int:
+        del self.now[place]
+        return 0
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
+    found = Locks()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found

@@ -1,0 +1,43 @@
+"""Page-locked host memory, to the byte, from and to which a GPU copies while both go on.
+
+torch's own allocator rounds every piece up to a power of two, which can double it.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+Shape = torch.Size | tuple[int, ...]
+PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context
+
+
+class PinnedMemory:
+    """Makes buffers that stay locked for as long as this object lives; whoever reads them later reads plain memory."""
+
+    def __init__(self) -> None:
+        locked: list[Tensor] = []
+        self._locked = locked
+        weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends lets go of all by itself
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A new buffer. Raises RuntimeError where the host does not lock as much."""
+        buffer = plain(shape, dtype)
+        if buffer.nbytes:
+            status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
+            if status:
+                raise RuntimeError(f"{buffer.nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
+            self._locked.append(buffer)
+        return buffer
+
+
+def plain(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """A buffer that is not locked."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _unlock(locked: list[Tensor]) -> None:
+    """Before the memory goes back: a later buffer in its place could not be locked."""
+    for buffer in locked:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    locked.clear()
