@@ -6,9 +6,12 @@ classes an index is made of and no others, and its file names may not leave the 
 
 import hashlib
 import io
+import math
 import pickle
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -25,11 +28,16 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from lightseq.pickles import MALFORMED
 from lightseq.tokens import first_line, is_plain_name
 
 INDEX: Final = ".metadata"
+# To hash and to write are one thread's work by turns: four of them keep a disk busy.
+THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 MADE_OF: Final = frozenset(  # what an index may build
     [("torch.distributed.checkpoint.metadata", name) for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
@@ -104,16 +112,46 @@ class _HashingFiles(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Knows afterwards which files this rank wrote, with their SHA-256."""
+    """Knows afterwards which files this rank wrote, with their SHA-256. Much goes into several files at a time."""
 
     def __init__(self, directory: Path) -> None:
         # Nothing is on a device any more; copying ahead would wait for what the device does for others.
         super().__init__(directory, per_thread_copy_ahead=0)
         self.fs: _HashingFiles = _HashingFiles()
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write_part(part: SavePlan) -> list[WriteResult]:
+            return super(Writer, self).write_data(part, planner).wait()
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            results = list(threads.map(write_part, _parts(plan)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for part in results for result in part])
+        return done
+
     @property
     def written(self) -> Mapping[str, str]:
         return self.fs.written
+
+
+def _parts(plan: SavePlan) -> list[SavePlan]:
+    """What one rank writes, for files about as large as each other."""
+    sizes = {item.index: _bytes_of(item) for item in plan.items}
+    parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
+    if len(parts) == 1:
+        return [plan]
+    for item in sorted(plan.items, key=lambda item: sizes[item.index], reverse=True):
+        min(parts, key=lambda part: sum(sizes[i.index] for i in part)).append(item)
+    names = plan.storage_data
+    return [
+        replace(plan, items=part, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))
+        for i, part in enumerate(parts)
+    ]
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 class Reader(dcp.FileSystemReader):

@@ -5,7 +5,8 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,40 @@ def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
     monkeypatch.setattr(staging, "SMALL_BYTES", 0)  # the next update waits for the copies
     monkeypatch.setattr(saver, "_empty", full)
     end = in_one_process(words(files, "full", SAVED))
+    assert end.status == 1 and end.err.count("\n") == 1
+    assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
+
+
+def test_much_goes_into_several_files_of_which_each_is_hashed_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 4 * 300)
+    tensors = {f"model.{i}": torch.randn(100, i + 1) for i in range(7)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        hashes = state_files.write(tmp_path, tensors, None)
+    finally:
+        dist.destroy_process_group()
+    parts = sorted(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert len(parts) == state_files.THREADS and parts[-1] < 2 * parts[0]
+    assert hashes == {path.name: manifest.describe(path).sha256 for path in tmp_path.iterdir()}
+    read = dict(state_files.whole_tensors(tmp_path, "model."))
+    assert all(torch.equal(read[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
+
+
+def test_a_disk_that_is_full_for_one_of_several_files_ends_the_run_in_one_line(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = state_files._HashingFiles.create_stream
+
+    @contextmanager
+    def full(self: state_files._HashingFiles, path: Path, mode: str) -> Iterator[Any]:
+        with create(self, "/dev/full" if "__0_2_" in str(path) else path, mode) as stream:
+            yield stream
+
+    monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 1)
+    monkeypatch.setattr(state_files._HashingFiles, "create_stream", full)
+    end = in_one_process(words(files, "full-for-one", SAVED))
     assert end.status == 1 and end.err.count("\n") == 1
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 

@@ -42,6 +42,7 @@ LAYERS = {
     "lightseq.traffic": 0,
     "lightseq.keeping": 1,
     "lightseq.mlp": 2,
+    "lightseq.pinned": 1,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,
     "lightseq.meeting": 2,
