@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq import adapters, checkpoint, weights
+from lightseq import adapters, checkpoint, pinned, weights
 from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
 from lightseq.mesh import Meshes, World, agree, use_host_cores
@@ -19,6 +19,7 @@ from lightseq.optimization import (
     first_sick,
     gradient_norms,
     local_gradients,
+    local_part,
     make_optimizer,
     step_if_finite,
 )
@@ -101,6 +102,9 @@ class FsdpEngine:
             self.parameters += ", in host memory"
             use_host_cores(world)
         weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)
+        if on_host and world.device.type == "cuda":
+            # FSDP2 would, with a copy of each that torch rounds up to a power of two.
+            self._pinned = agree(world, lambda: pinned.lock(local_part(p.detach()) for p in self.model.parameters()))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
         self._scaler = LossScaler() if config.fp16 else None

@@ -4,6 +4,7 @@ torch's own allocator rounds every piece up to a power of two, which can double 
 """
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,14 +22,25 @@ class PinnedMemory:
         weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends lets go of all by itself
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A new buffer. Raises RuntimeError where the host does not lock as much."""
-        buffer = plain(shape, dtype)
+        """A new buffer. Raises OSError where the host does not lock as much."""
+        return self.lock(plain(shape, dtype))
+
+    def lock(self, buffer: Tensor) -> Tensor:
+        """Locks one that is there, and contiguous. Raises OSError where the host does not lock as much."""
         if buffer.nbytes:
             status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if status:
-                raise RuntimeError(f"{buffer.nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
+                raise OSError(f"{buffer.nbytes:,} bytes of host memory cannot be pinned (CUDA error {status})")
             self._locked.append(buffer)
         return buffer
+
+
+def lock(tensors: Iterable[Tensor]) -> PinnedMemory:
+    """Locks tensors where they are, for as long as what is returned lives."""
+    made = PinnedMemory()
+    for tensor in tensors:
+        made.lock(tensor)
+    return made
 
 
 def plain(shape: Shape, dtype: torch.dtype) -> Tensor:

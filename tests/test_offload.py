@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import hf, offload
+from lightseq import hf, offload, pinned
 from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
 from lightseq.remat import KEEP_MLP, apply_remat
@@ -228,8 +228,26 @@ def test_pinned_memory_is_locked_to_the_byte_within_the_budget(size: int, locks:
 
 def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: "Locks") -> None:
     locks.refuse = True
-    with pytest.raises(RuntimeError, match="4096 bytes of host memory cannot be pinned"):
+    with pytest.raises(OSError, match="4,096 bytes of host memory cannot be pinned"):
         HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+
+
+def test_tensors_are_locked_where_they_are_until_the_lock_is_dropped(locks: "Locks") -> None:
+    tensors = [torch.zeros(n) for n in (3, 0, 70)]
+    held = pinned.lock(tensors)
+    assert locks.now == {tensors[0].data_ptr(): 12, tensors[2].data_ptr(): 280}
+    del held
+    assert not locks.now
+
+
+@pytest.mark.gpu(1)
+def test_what_is_locked_is_pinned_to_torch_and_can_be_locked_again_later() -> None:
+    tensor = torch.zeros(1000, 1001)
+    for _ in range(2):
+        held = pinned.lock([tensor])
+        assert tensor.is_pinned(), "or FSDP2 would make a copy"
+        del held
+        assert not tensor.is_pinned()
 
 
 class Locks:
