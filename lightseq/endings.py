@@ -1,19 +1,16 @@
 """How a run ends that cannot go on: one line, or the memory's table, on one rank; and all of them end."""
 
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from lightseq.checkpoint import checkpoints
-from lightseq.config import TrainConfig
-from lightseq.memory import Breakdown
 from lightseq.mesh import World, first_to, leave
-from lightseq.plan_training import out_of_memory
 from lightseq.terminal import Terminal
 from lightseq.tokens import first_line
 from lightseq.watchdog import Unanswered
@@ -22,29 +19,35 @@ RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
 
 
 @contextmanager
-def explained_out_of_memory(
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    world: World,
-    terminal: Terminal,
-    measured: Callable[[], Breakdown | None],
-) -> Iterator[None]:
+def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[[], Sequence[str]]) -> Iterator[None]:
     """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
 
     Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
-    `measured` is what the peak was made of, where that is known already.
+    `explain` gives the lines: what it was for, if that is known, and last the remedy.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        what = _memory_that_ended(error)
+        if what is None:
+            raise
         terminal.close()
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         if first_to("explain"):
-            what = ". ".join(str(error).split(". ")[:2])  # what happened, and for how many bytes
-            *parts, remedy = out_of_memory(config, model_config, world, measured())
+            *parts, remedy = explain()
             print("\n".join([*parts, f"error: rank {world.rank}: {what}", remedy]), file=sys.stderr, flush=True)
         leave(1)
+
+
+def _memory_that_ended(error: Exception) -> str | None:
+    """What happened, and for how many bytes; None if it is about something else. torch has no class for the host's."""
+    said = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return ". ".join(said.split(". ")[:2])
+    if asked := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", said):
+        return f"host out of memory. Tried to allocate {int(asked[1]) / 2**30:.2f} GiB"
+    return "host out of memory" if isinstance(error, MemoryError) else None
 
 
 @contextmanager

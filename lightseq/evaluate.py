@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from lightseq.command_line import parse
 from lightseq.config import TrainConfig
+from lightseq.endings import explained_out_of_memory
 from lightseq.evaluation_tasks import (
     CHOICES,
     DEPTHS,
@@ -62,7 +63,8 @@ def main(family: Family, argv: Sequence[str]) -> int:
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()
-        outcome = task.run(trainer)
+        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
+            outcome = task.run(trainer)
         seconds = time.perf_counter() - begin
         if world.is_main:
             about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
@@ -137,6 +139,13 @@ def _without_training(config: TrainConfig) -> TrainConfig:
         lora_rank=None, lora_alpha=None,
         lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
     )  # fmt: skip
+
+
+def _to_fit(config: TrainConfig) -> str:
+    shorter = "a lower --model_max_length" if config.data_path != NOWHERE else "shorter --lengths"
+    half = "" if config.bf16 or config.fp16 else ", or --bf16"
+    ranks = "more ranks on a sequence (--sequence_parallel_size)"
+    return f"to fit: {ranks}, {shorter}{half}" if half else f"to fit: {ranks}, or {shorter}"
 
 
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:

@@ -39,7 +39,7 @@ from lightseq.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import Techniques
 from lightseq.perplexity import Perplexity, Shard, measure
-from lightseq.plan_training import plan_of_layers
+from lightseq.plan_training import out_of_memory, plan_of_layers
 from lightseq.preemption import StopRequest
 from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
 from lightseq.profiling import StepProfile
@@ -268,7 +268,11 @@ class Trainer:
 
     def explained_out_of_memory(self) -> AbstractContextManager[None]:
         model = self.inputs.model_config
-        return explained_out_of_memory(self.config, model, self.world, self.terminal, self._measured)
+
+        def explain() -> list[str]:
+            return out_of_memory(self.config, model, self.world, self._measured())
+
+        return explained_out_of_memory(self.world, self.terminal, explain)
 
     def _window(self) -> Window:
         return Window(self.world, self.context.transport, self.engine.offload)

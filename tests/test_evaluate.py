@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -458,6 +459,24 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
     assert "for training alone, not used here: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
+
+
+OUT_OF_MEMORY = """
+import sys, torch
+from lightseq import evaluate, trainer
+from lightseq.__main__ import BOTH
+trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
+evaluate.main(BOTH, sys.argv[1:])
+"""
+
+
+def test_a_host_without_room_for_an_evaluation_ends_it_with_the_remedy(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(OUT_OF_MEMORY)
+    done = forked.run(f"{tmp_path}/fail.py {files.words('full', GOOD).format(root=files.root)}", tmp_path)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        "error: rank 0: host out of memory. Tried to allocate 33554432.00 GiB",
+        "to fit: more ranks on a sequence (--sequence_parallel_size), a lower --model_max_length, or --bf16",
+    ], done.stderr
 
 
 def test_what_only_training_does_is_named_and_not_done() -> None:
