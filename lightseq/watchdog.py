@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -195,7 +195,14 @@ class Watchdog:
         for beat in beats:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
-        silent = [beat for beat in beats if beat.phase != "end" and now - self._heard[beat.rank][1] > patience]
+        unheard = {beat.rank: now - self._heard[beat.rank][1] for beat in beats}
+        silent = [
+            replace(
+                beat, seconds=beat.seconds + unheard[beat.rank]
+            )  # where it was, as far as anybody knows it still is
+            for beat in beats
+            if beat.phase != "end" and unheard[beat.rank] > patience
+        ]
         if (seconds := now - self._began) > patience:  # all have met before, so that they begin within moments
             missing = set(range(self._world.size)) - {beat.rank for beat in beats}
             silent += [Beat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]

@@ -72,6 +72,8 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
     said = "".join(err for _, _, err in ends)
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert words in line and "step 3, data" in line, said
+    if what == "freezes":
+        assert "for 0 s" not in line, "since when nothing was heard counts too"
     if what == "raises":
         assert ends[1][0] == 1 and "ValueError: of its own" in ends[1][2]
     if what in ("dies", "raises"):
