@@ -50,4 +50,4 @@ def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config:
 
 
 def _shown(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -449,6 +449,7 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     assert str(disk.check_disk(output, 2 * gib, 5, 0, config)).startswith(
         "a checkpoint takes about 2.0 GiB, 5 of them 10.0 GiB; "
     )
+    assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(disk.check_disk(output, 100 << 20, 3, 0, config))
     assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
         disk.check_disk(output, 11 * gib, 1, 0, config)
