@@ -1,6 +1,7 @@
 """What a checkpoint of a run is made of, and how the run waits for one that is being written when it ends."""
 
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from lightseq.prepare import Inputs
 from lightseq.saver import SaveError, Saver
 from lightseq.terminal import Terminal
 
+NOTED_SECONDS = 1.0  # of waiting for the save before
 PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
 
 
@@ -28,6 +30,7 @@ class Saving:
         self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
         kept = (config.save_total_limit, config.keep_best)
         self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
+        self._warned = False  # of saves that follow each other too closely
 
     @property
     def failed(self) -> bool:
@@ -51,6 +54,7 @@ class Saving:
             self._terminal.note(note)
 
     def save(self, step: int, eval_loss: float | None) -> Path:
+        self._wait_for_the_one_before(step)
         facts = {checkpoint.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoint.LOSS: eval_loss}
         facts = masked(facts, secrets())
@@ -58,6 +62,18 @@ class Saving:
         if tensors is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
         return self._saver.save(step, facts, tensors, self._write_model)
+
+    def _wait_for_the_one_before(self, step: int) -> None:
+        """There is room for one save's copies; whoever saves faster than the disk writes is told so, once."""
+        begin = time.monotonic()
+        self._saver.wait()
+        waited = time.monotonic() - begin
+        if waited > NOTED_SECONDS and self._world.is_main and not self._warned:
+            self._warned = True
+            self._terminal.note(
+                f"warning: step {step} waited {waited:.1f} s to be saved, for the checkpoint before it was still being "
+                "written; save less often, or to a faster disk"
+            )
 
     def _write_gathered(self, directory: Path) -> None:
         whole = self._engine.whole_parameters()

@@ -221,6 +221,24 @@ def test_the_training_goes_on_while_a_checkpoint_of_before_is_written(files: Pat
     assert losses(files, "beside") == losses(files, "inline")
 
 
+def with_slow_writing(rank: int, run: str) -> Ended:
+    """A program that saves before what it saved has been written."""
+    write = state_files.write
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    state_files.write, saving.NOTED_SECONDS = slow, 0.3
+    return program(rank, "llama3", run)
+
+
+def test_saves_closer_together_than_the_disk_writes_are_warned_of_once(files: Path) -> None:
+    ends = spawn(2, with_slow_writing, words(files, "close", "--max_steps 3 --save_steps 1"))
+    said = [line for line in ends[0].out.splitlines() if "to be saved, for the checkpoint before it" in line]
+    assert len(said) == 1 and said[0].startswith("warning: step 2 waited ") and ends[1].out == ""
+
+
 def in_order(rank: int, run: str) -> list[str]:
     """The steps recorded and saved, in the order in which the training came to them."""
     seen, record, save = [], journal.Journal.record, saving.Saving.save
