@@ -114,7 +114,9 @@ def _lines(path: Path) -> Iterator[Named]:
                 continue
             where = f"{path} line {number}"
             try:
-                value = json.loads(line)
+                value = json.loads(line.strip())
+            except json.JSONDecodeError as error:  # its own text counts lines within this one
+                raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
             yield where, _object(value, where)

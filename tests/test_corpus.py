@@ -286,6 +286,7 @@ def test_what_is_left_out_is_counted_named_and_kept(tmp_path: Path) -> None:
     ("content", "line"),
     [
         ('{"text": "a"}\n{oops\n', "line 2 is not JSON"),
+        ('{"text": "a"}\n{"text":\n', "line 2 is not JSON: Expecting value in column 9"),
         ('{"body": 1}', "line 1 has no column 'text', messages, or prompt and completion; it has: body"),
         ('{"text": "a"}\n{"body": "b"}', "line 2 has no column 'text'; it has: body"),
         ('{"text": 3}', "line 1: 'text' is 3, not text"),
