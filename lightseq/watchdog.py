@@ -196,10 +196,8 @@ class Watchdog:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
         unheard = {beat.rank: now - self._heard[beat.rank][1] for beat in beats}
-        silent = [
-            replace(
-                beat, seconds=beat.seconds + unheard[beat.rank]
-            )  # where it was, as far as anybody knows it still is
+        silent = [  # as far as anybody knows, each is still where it was
+            replace(beat, seconds=beat.seconds + unheard[beat.rank])
             for beat in beats
             if beat.phase != "end" and unheard[beat.rank] > patience
         ]

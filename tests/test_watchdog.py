@@ -73,7 +73,8 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert words in line and "step 3, data" in line, said
     if what == "freezes":
-        assert "for 0 s" not in line, "since when nothing was heard counts too"
+        seconds = int(line.split("step 3, data, for ")[1].split()[0])
+        assert seconds >= TIMEOUT / 2, "since when nothing was heard counts too"
     if what == "raises":
         assert ends[1][0] == 1 and "ValueError: of its own" in ends[1][2]
     if what in ("dies", "raises"):
