@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, f
 from lightseq.kernels.reference import ReferenceKernel
 from lightseq.kernels.segments import Lengths
 from lightseq.kernels.select import _order
-from lightseq.layout import unshard
-from lightseq.schedule import SCHEDULES, Schedule, make_schedule
+from lightseq.layout import Layout, unshard
+from lightseq.schedule import SCHEDULES, Algorithm, Assignment, Schedule, make_schedule, ring
 from lightseq.schedule_choice import Choice
 from lightseq.schedule_cost import AttentionShape, fits
 from lightseq.schedule_proof import InvalidSchedule, validate
@@ -307,6 +308,21 @@ def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> No
 @pytest.mark.parametrize("world", [3, 4])  # 2: with a kernel that takes documents in one call, above
 def test_packed_documents_equal_each_one_alone(world: int) -> None:
     spawn(world, _parity, (150,), ("cpu",))
+
+
+def _farthest_first(layout: Layout) -> Assignment:
+    """Ring, from the farthest keys on: what a query meets first is another document, where there are several."""
+    return ring(layout)[::-1]
+
+
+def _parity_farthest_first(rank: int) -> None:
+    with patch.dict(SCHEDULES, {"farthest": Algorithm("contiguous", 1, _farthest_first)}, clear=True):
+        with patch("schedules.ANY_WORLD", {"farthest"}):
+            _parity(rank, (150,), ("cpu",))
+
+
+def test_a_schedule_is_added_by_its_tiles_alone_in_whatever_order_keys_come() -> None:
+    spawn(3, _parity_farthest_first)
 
 
 @pytest.mark.slow

@@ -132,6 +132,7 @@ def check_merges(device: str) -> None:
         part_lse = 30 * _random((LENGTH, BATCH, heads), torch.float32, device, seed).permute(1, 2, 0)
         part_lse[:, :, 1], part[:, 1] = -torch.inf, 0.0  # queries that saw no key
         part_lse[0, 0, 2], part[0, 2, 0] = -torch.inf, 0.0
+        lse[1, :, 1:], out[1, 1:] = -torch.inf, 0.0  # nor did they before; the second time they do now
         before, before_lse = out.clone(), lse.clone()
         want, want_lse = merge(out.double(), lse.double(), part.double(), part_lse.double())
         fused.merge_into(out, lse, part, part_lse)
@@ -139,6 +140,7 @@ def check_merges(device: str) -> None:
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
         assert torch.equal(out[:, 1], before[:, 1]) and torch.equal(out[0, 2, 0], before[0, 2, 0])
         assert torch.equal(lse[:, :, 1], before_lse[:, :, 1]) and lse[0, 0, 2] == before_lse[0, 0, 2]
+        assert torch.equal(out[1, 2], part[1, 2].float()) and torch.equal(lse[1, :, 2], part_lse[1, :, 2])
         out.fill_(FOREIGN)
         assert (around == FOREIGN).all()
 

@@ -127,8 +127,10 @@ def test_merge_survives_scores_that_would_overflow_and_rows_without_keys() -> No
     merged, merged_lse = merge(out, lse, *kernel.forward(q, k[:, 8:], v[:, 8:], False, 200.0))
     assert _error(merged, whole) < 1e-12 and _error(merged_lse, whole_lse) < 1e-12
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    same, same_lse = merge(out, lse, *nothing)
-    assert torch.equal(same, out) and torch.equal(same_lse, lse)
+    for first, second in (((out, lse), nothing), (nothing, (out, lse))):
+        same, same_lse = merge(*first, *second)
+        assert torch.equal(same, out) and torch.equal(same_lse, lse)
+    assert all(torch.equal(x, none) for x, none in zip(merge(*nothing, *nothing), nothing, strict=True))
 
 
 def test_a_package_that_is_half_installed_is_passed_over_with_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,11 +188,12 @@ def _merge(
     lse_at = lse + b * lse_b + n * lse_n + s * lse_s
     old = tl.load(lse_at)
     new = tl.load(part_lse + b * part_lse_b + n * part_lse_n + s * part_lse_s)
-    weight = tl.sigmoid(new - old)  # a part that saw no key has lse -inf: weight 0
+    # A part that saw no key has lse -inf: weight 0, also where what it joins saw none.
+    weight = tl.where(new == float("-inf"), 0.0, tl.sigmoid(new - old))
     out_at = out + b * out_b + s * out_s + n * out_n + column
     x = tl.load(out_at, mask=inside)
     y = tl.load(part + b * part_b + s * part_s + n * part_n + column, mask=inside).to(tl.float32)
     tl.store(out_at, x + weight * (y - x), mask=inside)
     # log(exp(old) + exp(new)), without an exponential that could overflow
     high, low = tl.maximum(old, new), tl.minimum(old, new)
-    tl.store(lse_at, high + tl.log(1 + tl.exp(low - high)))
+    tl.store(lse_at, tl.where(low == float("-inf"), high, high + tl.log(1 + tl.exp(low - high))))

@@ -1,7 +1,6 @@
 """Joins attention outputs over different keys into one."""
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -11,12 +10,12 @@ from lightseq.kernels.launches import fused_kernels
 def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_BHS: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the union of two sets of keys, in the sigmoid form: no exponential of an lse can overflow.
 
-    `out` and `lse` decide the precision (float32 where partial results accumulate); every row of `lse` must be finite.
-    A row of `other` that saw no key (lse -inf, out 0) changes nothing.
+    `out` and `lse` decide the precision (float32 where partial results accumulate). A row of either that saw no key
+    (lse -inf, out 0) changes nothing.
     """
-    weight = rearrange(torch.sigmoid(other_lse_BHS - lse_BHS), "b h s -> b s h 1")
-    out = torch.lerp(out_BSHD, other_out_BSHD.to(out_BSHD.dtype), weight)
-    return out, lse_BHS - F.logsigmoid(lse_BHS - other_lse_BHS)
+    weight = torch.sigmoid(other_lse_BHS - lse_BHS).masked_fill(other_lse_BHS == -torch.inf, 0)
+    out = torch.lerp(out_BSHD, other_out_BSHD.to(out_BSHD.dtype), rearrange(weight, "b h s -> b s h 1"))
+    return out, torch.logaddexp(lse_BHS, other_lse_BHS)
 
 
 def merge_into(out_BSHD: Tensor, lse_BHS: Tensor, part_BSHD: Tensor, part_lse_BHS: Tensor) -> None:
