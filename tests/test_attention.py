@@ -16,9 +16,9 @@ from worlds import GPU_WORLDS, spawn
 from lightseq import executor
 from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
 from lightseq.comm import SendRecvTransport
-from lightseq.kernels import KernelSpec, forward_tile
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
 from lightseq.layout import shard, unshard
-from lightseq.schedule import SCHEDULES
+from lightseq.schedule import SCHEDULES, Mask
 from lightseq.schedule_cost import AttentionShape
 
 WORLDS = [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (5, 8))]
@@ -146,38 +146,50 @@ def test_output_and_gradients_equal_whole_sequence_attention(world: int) -> None
 def _half_precision_errors(
     rank: int, device: str, kernels: tuple[str, ...], dim: int, length: int, transport: str = "auto"
 ) -> dict:
-    """Relative errors against float64 of every schedule and kernel, and of plain attention in bfloat16 on one rank."""
+    """Relative errors against float64 of every kernel: by itself ("one rank"), and under every schedule."""
     dtype = torch.bfloat16
     whole = [x.to(dtype).double().to(device) for x in _whole(length, (8, 2), dim, batch=1)]
     want = _expected(whole)
     narrow = [x.to(dtype) for x in whole]
-    plain = _expected(narrow)
 
     def errors(got: list[Tensor]) -> list[float]:
         return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True)]
 
-    result = {"plain": errors(plain)}
-    for kernel in kernels:
+    result: dict[str, dict[str, list[float]]] = {}
+    for name in kernels:
         spec = KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
-        from lightseq.kernels import KERNELS
-
-        if KERNELS[kernel](spec).why_not(spec) is None:
-            for name in fitting(dist.get_world_size(), 8, 2):
-                context = _context(name, kernel, dtype, dim, device, transport)
-                result[f"{kernel} {name}"] = errors(_distributed(context, narrow))
+        if (kernel := KERNELS[name](spec)).why_not(spec) is None:
+            result[name] = {"one rank": errors(_by_itself(kernel, narrow))}
+            for schedule in fitting(dist.get_world_size(), 8, 2):
+                context = _context(schedule, name, dtype, dim, device, transport)
+                result[name][schedule] = errors(_distributed(context, narrow))
     return result
 
 
-def _check_half_precision(results: dict) -> None:
-    plain = results.pop("plain")
-    for label, errors in results.items():
-        for what, error, baseline in zip(("out", "dq", "dk", "dv"), errors, plain, strict=True):
-            assert error <= 2 * baseline, f"{label}, {what}: {error} against {baseline} of plain bfloat16 attention"
+def _by_itself(kernel: Kernel, whole: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence in one call of the kernel."""
+    (q, k, v, dout), scale = whole, whole[0].shape[-1] ** -0.5
+    out, lse = forward_tile(kernel, q, k, v, Mask.CAUSAL, scale)
+    return [out, *backward_tile(kernel, dout, q, k, v, out, lse, Mask.CAUSAL, scale)]
+
+
+def _check_half_precision(results: dict[str, dict[str, list[float]]]) -> None:
+    assert results, "no kernel ran"
+    for kernel, by_schedule in results.items():
+        alone = by_schedule["one rank"]
+        for schedule, errors in by_schedule.items():
+            for what, error, allowed in zip(("out", "dq", "dk", "dv"), errors, alone, strict=True):
+                assert error <= 2 * allowed, f"{schedule}, {kernel}, {what}: {error} against {allowed} of one call"
 
 
 def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
-    for world in (2, 4, 5):
-        _check_half_precision(spawn(world, _half_precision_errors, "cpu", ("cpu",), 32, 160)[0])
+    """On 8 ranks as on 2. Partial gradients that add up in bfloat16 would be 1.2 to 1.4 times as far off."""
+    few, more, most = (spawn(n, _half_precision_errors, "cpu", ("cpu",), 32, 160)[0] for n in (2, 5, 8))
+    for results in (few, more, most):
+        _check_half_precision(results)
+    for schedule, errors in few["cpu"].items():
+        for what, error, before in zip(("out", "dq", "dk", "dv"), most["cpu"][schedule], errors, strict=True):
+            assert error <= 1.15 * before, f"{schedule}, {what}: {error} on 8 ranks, {before} on 2"
 
 
 @pytest.mark.parametrize("world", GPU_WORLDS)
