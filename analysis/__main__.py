@@ -1,22 +1,13 @@
 """Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`.
 
-`python3 -m analysis attention FILE...` draws a benchmark of the attention layer.
-`python3 -m analysis cluster FILE` draws a plan of the attention layer over clusters of many sizes.
-`python3 -m analysis evaluate OUT...` draws evaluations: perplexity by position, and what a long text hides.
-`python3 -m analysis step FILE...` draws a benchmark of whole training steps.
-`python3 -m analysis largest FILE...` draws the largest models that fit.
-`python3 -m analysis faults FILE...` prints what `make faults` did to runs.
-`python3 -m analysis profile OUTPUT_DIR [--timeline]` accounts for the time of the steps that a run profiled.
-`python3 -m analysis compare A B` says how far two runs are apart.
-`python3 -m analysis plots --config FILE` draws the figures that a YAML file asks of many runs.
-`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains.
-`python3 -m analysis report RESULTS_DIR` writes one HTML page of every run and benchmark below a directory.
+`python3 -m analysis COMMAND` does so with what else writes JSONL: benchmarks, evaluations, profiles, sweeps, plans.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -27,38 +18,38 @@ from .pictures import add_format
 from .runs import described, read_runs
 from .summary import summarize, tables
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "attention": attention.main,
-    "cluster": cluster.main,
-    "compare": compare.main,
-    "evaluate": evaluate.main,
-    "faults": faults.main,
-    "largest": largest.main,
-    "plots": plots.main,
-    "profile": profile.main,
-    "report": report.main,
-    "step": step.main,
-    "watch": watch.main,
+
+class Command(NamedTuple):
+    main: Callable[[Sequence[str]], int]
+    operands: str
+    about: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "attention": Command(attention.main, "FILE...", "draws what benchmarks/attention.py measured"),
+    "step": Command(step.main, "FILE...", "draws what benchmarks/step.py measured"),
+    "largest": Command(largest.main, "FILE...", "draws what benchmarks/largest.py found"),
+    "cluster": Command(cluster.main, "FILE", "draws what lightseq plan --attention predicted"),
+    "evaluate": Command(evaluate.main, "OUT...", "draws what lightseq evaluate measured"),
+    "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file asks of runs"),
+    "compare": Command(compare.main, "A B", "says how far two runs are apart"),
+    "profile": Command(profile.main, "OUTPUT_DIR", "says where the time of profiled steps went"),
+    "watch": Command(watch.main, "OUTPUT_DIR", "shows a run while it trains"),
+    "report": Command(report.main, "DIR", "writes an HTML page of all results below it"),
+    "faults": Command(faults.main, "FILE...", "prints what `make faults` did"),
 }
 TAKE_FILES = ("attention", "cluster", "faults", "largest", "step")  # the others take directories
 
 
 def parser() -> argparse.ArgumentParser:
+    usages = {name: f"{name} {command.operands}" for name, command in COMMANDS.items()}
+    listed = "\n".join(f"  {usage:<22} {COMMANDS[name].about}" for name, usage in usages.items())
     out = argparse.ArgumentParser(
         prog="analysis",
         usage="python3 -m analysis OUTPUT_DIR... [--output DIR] [--format png|svg|both]",
         description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
-        epilog="`python3 -m analysis attention FILE...` draws what benchmarks/attention.py measured, "
-        "`python3 -m analysis cluster FILE` what `python3 -m lightseq plan --attention` predicted, "
-        "`python3 -m analysis evaluate OUT...` what `python3 -m lightseq evaluate` measured, "
-        "`python3 -m analysis step FILE...` what benchmarks/step.py measured, "
-        "`python3 -m analysis largest FILE...` what benchmarks/largest.py found. "
-        "`python3 -m analysis faults FILE...` prints what make faults did, "
-        "`python3 -m analysis profile OUTPUT_DIR` accounts for the time of profiled steps, "
-        "`python3 -m analysis compare A B` says how far two runs are apart, "
-        "`python3 -m analysis plots --config FILE` draws the figures that a YAML file asks of many runs, "
-        "`python3 -m analysis watch OUTPUT_DIR` shows a run while it trains, "
-        "`python3 -m analysis report DIR` writes one HTML page of all results below a directory.",
+        epilog=f"with a command (python3 -m analysis COMMAND -h has its flags):\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
     out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
@@ -77,9 +68,9 @@ def names_command(words: Sequence[str], command: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    for command, draw_command in COMMANDS.items():
-        if names_command(words, command):
-            return draw_command(words[1:])
+    for name, command in COMMANDS.items():
+        if names_command(words, name):
+            return command.main(words[1:])
     arguments = parser().parse_args(words)
     notes: list[str] = []
     try:

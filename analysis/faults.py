@@ -57,7 +57,11 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="analysis faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="analysis faults",
+        usage="python3 -m analysis faults FILE...",
+        description="Prints what `make faults` did to runs, and what that cost them.",
+    )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="what make faults wrote")
     arguments = parser.parse_args(argv)
     notes: list[str] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,13 +20,12 @@ from lightseq.progress import with_bar
 from lightseq.tokenizer import load_tokenizer
 from lightseq.tokens import first_line
 
-TEXT_HELP = """\
-SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it that is
-not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, streamed), or
-stdlib
-(the modules of the running Python's standard library, without its tests). Each document ends with the tokenizer's
-end-of-document id.
-Files that cannot be read are left out and counted."""
+TEXT_HELP = (
+    "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "
+    "that is not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, "
+    "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
+    "ends with the tokenizer's end-of-document id. Files that cannot be read are left out and counted."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,9 +38,10 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    root = Parser(prog="data_gen", description=__doc__, formatter_class=_Raw)
+    root = Parser(prog="python3 -m data_gen", description=__doc__, formatter_class=_Raw)
     commands = root.add_subparsers(dest="command", required=True)
-    described = "\n".join(f"  {name}: {kind.help}" for name, kind in KINDS.items())
+    indent = {"initial_indent": "  ", "subsequent_indent": "    "}
+    described = "\n".join(textwrap.fill(f"{name}: {kind.help}", 80, **indent) for name, kind in KINDS.items())
     synthetic = commands.add_parser(
         "synthetic", help="tokens drawn at random", description=f"kinds:\n{described}", formatter_class=_Raw
     )
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     synthetic.add_argument("--length", type=int, required=True, help="tokens of each document")
     synthetic.add_argument("--vocab_size", type=int, default=512, help="ids are below this (default: %(default)s)")
     synthetic.add_argument("--seed", type=int, default=0, help="same seed, same documents (default: %(default)s)")
-    text = commands.add_parser("text", help="text through a tokenizer", description=TEXT_HELP, formatter_class=_Raw)
+    text = commands.add_parser("text", help="text through a tokenizer", description=TEXT_HELP)
     text.add_argument("sources", metavar="SOURCE", nargs="+", help="where the texts come from, see above")
     text.add_argument(
         "--tokenizer", default="byte", help="byte (256 bytes and an end id), a directory or a hub id (default: byte)"

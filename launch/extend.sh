@@ -14,7 +14,9 @@ refuse() {
     exit 2
 }
 
-: "${MODEL:?a hub id or directory with weights}" "${DATA:?what --data_path takes}" "${OUTPUT:?a directory}"
+[[ -n ${MODEL:-} ]] || refuse "MODEL is not set: the hub id or directory of a model with weights"
+[[ -n ${DATA:-} ]] || refuse "DATA is not set: what --data_path takes"
+[[ -n ${OUTPUT:-} ]] || refuse "OUTPUT is not set: the directory that the stages' checkpoints go to"
 stages=${STAGES:-32K:1000 128K:500 512K:200}
 context=${CONTEXT:-8192}
 rope=${ROPE:-yarn}

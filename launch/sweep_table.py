@@ -18,10 +18,12 @@ STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow
 
 
 def shown_seconds(seconds: float) -> str:
-    """12 s, 3 min or 2.5 h."""
+    """12 s, 3 min, 2.5 h, or 1,234 days."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.0f} days"
 
 
 def shown_value(setting: str, value: str | None) -> str:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import re
+import shutil
 import textwrap
 import types
 import typing
@@ -34,21 +35,30 @@ def parse(argv: Sequence[str], program: str) -> TrainConfig:
     return config
 
 
-def help_text(program: str) -> str:
-    """Every flag that can be given, by group, with what it means, its choices and its default."""
-    lines = [f"usage: {program} --model_name_or_path NAME --data_path PATH --output_dir PATH [--flag value ...]"]
+def help_text(program: str, about: str = "") -> str:
+    """Every flag that can be given, by group, with what it means, its choices and its default.
+
+    `about` is of a tool that takes them beside training, and makes up data.
+    """
+    paths = "" if about else " --data_path PATH --output_dir PATH"
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    lines = [f"usage: {program} --model_name_or_path NAME{paths} [--flag value ...]"]
+    lines += ["", *textwrap.wrap(about, width)] if about else []
     for title, flags in help_groups().items():
         lines += ["", title]
-        lines += [_help_line(flag, comment) for flag, comment in flags.items()]
+        lines += [_help_line(flag, comment, width) for flag, comment in flags.items()]
     return "\n".join(lines)
 
 
-def _help_line(flag: str, comment: str) -> str:
-    default, column = _defaults()[flag], 41
+def _help_line(flag: str, comment: str, width: int) -> str:
+    """In a narrow terminal under the flag, if that is long."""
+    default, name, column = _defaults()[flag], f"  --{flag}", 41 if width >= 100 else 24
     notes = [f"choices: {', '.join(CHOICES[flag])}"] if flag in CHOICES else []
     notes += [f"default: {default}"] if default not in (None, "") else []
     text = comment + (f" [{'; '.join(notes)}]" if notes else "")
-    return textwrap.fill(text, 120, initial_indent=f"  --{flag}".ljust(column), subsequent_indent=" " * column)
+    first, *more = textwrap.wrap(text, max(20, width - column))
+    lines = [name.ljust(column) + first] if len(name) < column else [name, " " * column + first]
+    return "\n".join([*lines, *(" " * column + line for line in more)])
 
 
 @functools.cache

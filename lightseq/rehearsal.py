@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightseq.command_line import parse
+from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
 from lightseq.family import Family
 from lightseq.masking import masked
 from lightseq.memory import GIB, Breakdown, advice
-from lightseq.mesh import World, agree, secrets, start
+from lightseq.mesh import World, agree, is_main_process, secrets, start
 from lightseq.metrics import hardware, versions
 from lightseq.parallelize import MOST_WHOLE_TOKENS
 from lightseq.prepare import Inputs, prepare
@@ -36,6 +36,10 @@ from lightseq.trainer import Trainer
 LEAST_VOCABULARY = 32  # token ids that every model has
 STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
+ABOUT = (
+    "Runs a step without attention's arithmetic, to see whether a length fits, on the flags of a training "
+    "run. Data is made up."
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class Rehearsal:
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
+    if {"-h", "--help"} & set(argv):
+        if is_main_process():
+            print(help_text(f"python3 -m {PROGRAM}", ABOUT))
+        return 0
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with start(TrainConfig.step_timeout) as world:
         asked = agree(world, lambda: parse(words, PROGRAM))

@@ -21,11 +21,11 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.architecture import heads_of, with_layers
-from lightseq.command_line import parse
+from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.kernels import KernelSpec
-from lightseq.mesh import World, agree, check_sequence_size, secrets, start
+from lightseq.mesh import World, agree, check_sequence_size, is_main_process, secrets, start
 from lightseq.prepare import Inputs, prepare
 from lightseq.rehearsal import NOWHERE, shared_folder
 from lightseq.verify_kernels import kernel_rows
@@ -37,6 +37,10 @@ from lightseq.verify_report import SKIP, Row, passed, table, write
 from lightseq.verify_transport import transport_rows
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
+ABOUT = (
+    "Compares loss and gradients of a few layers with one process, each kernel with float64, and what "
+    "travels byte by byte, on the flags of a training run. Without --data_path data is made up."
+)
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 LAYERS = 2  # of the model; twice as many where layers are checkpointed in groups
 MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
@@ -47,6 +51,10 @@ DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence 
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
+    if {"-h", "--help"} & set(argv):
+        if is_main_process():
+            print(help_text(f"python3 -m {PROGRAM}", ABOUT))
+        return 0
     with start(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.__main__ import main
+from analysis.__main__ import COMMANDS, main
 from analysis.figures import COLORS, FIGURES, colors, loss_figure, mfu_panels, panel_figure
 from analysis.runs import described, labels, read_run, read_runs
 from analysis.summary import GIB, cells, median, smoothed, summarize, tables, warmup_records
@@ -45,6 +45,21 @@ def make_run(tmp_path: Path) -> MakeRun:
         return directory
 
     return make
+
+
+def test_help_names_every_command_on_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], *([name] for name in COMMANDS)):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--help"])
+        shown = capsys.readouterr().out
+        assert end.value.code == 0 and shown.startswith("usage: python3 -m analysis " + " ".join(words))
+        if not words:
+            lines = shown.splitlines()
+            assert max(map(len, lines)) <= 80
+            assert [line.split()[0] for line in lines[-len(COMMANDS) :]] == list(COMMANDS)
 
 
 def test_four_figures_are_drawn_into_the_first_run_and_named(make_run: MakeRun, capsys: pytest.CaptureFixture) -> None:

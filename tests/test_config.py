@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from lightseq.__main__ import main as lightseq_main
 from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig, warmup_steps
 from lightseq.config_checks import CHOICES
@@ -46,6 +47,23 @@ def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
         text.split()
     )
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(map(len, help_text("verify", "What it does. " * 20).splitlines())) <= columns
+
+
+@pytest.mark.parametrize("tool", ["train", "verify", "rehearse", "evaluate", "plan", "merge", "schedule"])
+def test_every_command_says_what_it_takes(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("-h", "--help"):
+        try:
+            status = lightseq_main([tool, word])
+        except SystemExit as end:
+            status = end.code or 0
+        shown = capsys.readouterr()
+        assert (status, shown.err) == (0, "") and shown.out.startswith(f"usage: python3 -m lightseq {tool} ")
 
 
 def test_defaults_are_those_of_hugging_face() -> None:

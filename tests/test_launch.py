@@ -166,7 +166,11 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     (stage,) = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given))
     assert stage["--model_name_or_path"] == f"{tmp_path}/8K/checkpoint-5"
     assert stage["--resume_from_checkpoint"] == "auto" and stage["--rope_theta"] == "4000000"
-    for change, line in (({"STAGES": "8K"}, "'8K' is no stage"), ({"ROPE": "pi"}, "ROPE 'pi' is none of")):
+    for change, line in (
+        ({"STAGES": "8K"}, "'8K' is no stage"),
+        ({"ROPE": "pi"}, "ROPE 'pi' is none of"),
+        ({"MODEL": ""}, "error: MODEL is not set: "),
+    ):
         refused = run("extend.sh", cwd=tmp_path, **given | change)
         assert refused.returncode == 2 and line in refused.stderr
 

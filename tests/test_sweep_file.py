@@ -18,7 +18,7 @@ from launch.sweep_estimate import (
 from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import slurm_command
-from launch.sweep_table import shown_value, table
+from launch.sweep_table import shown_seconds, shown_value, table
 from lightseq.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,6 +172,11 @@ def test_estimates_fall_back_to_what_the_device_makes_and_then_to_nothing(tmp_pa
     assert estimate(known, [], None) == pytest.approx(on_host), "whose cores all ranks share"
     assert estimate(known, [], "a GPU of no renown") is None
     assert estimate(unknown, [], "NVIDIA H100") is None
+
+
+def test_times_are_shown_in_a_unit_that_can_be_read() -> None:
+    seconds = (12, 5000, 9000, 172_799, 172_800, 2.907e8)
+    assert [shown_seconds(x) for x in seconds] == ["12 s", "83 min", "2.5 h", "48.0 h", "2 days", "3,365 days"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
