@@ -105,6 +105,20 @@ def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtyp
             _check(name, case, heads, dim, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_prefix_in_two_calls_is_written_where_it_is_wanted(dtype: torch.dtype) -> None:
+    """As a kernel does whose causal masks are square alone: into memory of any strides, and the same to the bit."""
+    q, k, v, dout = (x.to(dtype) for x in _inputs((Mask.CAUSAL, 24, 64), (4, 2), 16))
+    kernel = select("cpu", KernelSpec("cpu", (0, 0), dtype, 16)).kernel
+    assert kernel.causal_alignment == "square"
+    (out, *gradients), lse = _run(kernel, q, k, v, dout, Mask.CAUSAL, 0.25)
+    rooms = [torch.full((*x.shape[:2], 2 * x.shape[2], 16), torch.nan, dtype=dtype)[:, :, 1::2] for x in (q, q, k, v)]
+    made = [forward_tile(kernel, q, k, v, Mask.CAUSAL, 0.25, rooms[0])[0]]
+    made += backward_tile(kernel, dout, q, k, v, out, lse, Mask.CAUSAL, 0.25, (rooms[1], rooms[2], rooms[3]))
+    for room, got, want in zip(rooms, made, (out, *gradients), strict=True):
+        assert got is room and torch.equal(got, want)
+
+
 def test_backward_of_a_block_takes_the_lse_of_all_keys() -> None:
     """Two halves of the keys, each with the global out and lse, give the gradients of the whole."""
     q, k, v, dout = _inputs((Mask.FULL, 32, 64), (4, 2), 16)

@@ -63,6 +63,14 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
+def gradient_room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Memory for the gradients: what was given, else new."""
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
+        for given, x in zip(into, inputs, strict=True)
+    ]
+
+
 def forward_dense(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +90,7 @@ def forward_dense(
     diagonal_out, diagonal_lse = kernel.forward(q, k[:, before:], v[:, before:], True, scale)
     merged = out.to(lse.dtype)
     merge_into(merged, lse, diagonal_out, diagonal_lse)
-    return merged.to(q.dtype), lse
+    return merged.to(q.dtype) if into is None else into.copy_(merged), lse
 
 
 def backward_dense(
@@ -97,11 +105,16 @@ def backward_dense(
     before = k.shape[1] - q.shape[1]
     if before == 0 or kernel.causal_alignment == "bottom_right":
         return kernel.backward(dout, q, k, v, out, lse, True, scale, into)
-    dq, dk, dv = kernel.backward(dout, q, k[:, :before], v[:, :before], out, lse, False, scale)
-    dq2, dk2, dv2 = kernel.backward(dout, q, k[:, before:], v[:, before:], out, lse, True, scale)
-    accumulate = torch.promote_types(q.dtype, torch.float32)
-    dq = (dq.to(accumulate) + dq2.to(accumulate)).to(q.dtype)
-    return dq, torch.cat([dk, dk2], 1), torch.cat([dv, dv2], 1)
+    dq, dk, dv = gradient_room(into, (q, k, v))
+    of_queries = []
+    for keys, causal in ((slice(before), False), (slice(before, None), True)):
+        room = (None, dk[:, keys], dv[:, keys])
+        made = kernel.backward(dout, q, k[:, keys], v[:, keys], out, lse, causal, scale, room)
+        of_queries.append(made[0])
+        for x, gradient in zip(room[1:], made[1:], strict=True):
+            if x is not gradient:
+                x.copy_(gradient)
+    return torch.add(*of_queries, out=dq), dk, dv  # in float32, rounded once
 
 
 # A strict tile is the causal tile of all queries but the first against all keys but the last.

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, Kernel, KernelSpec
+from lightseq.kernels.base import GradientRoom, Kernel, KernelSpec, gradient_room
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class Elided:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         summed = [q] if q.shape[2] == k.shape[2] else [q, k, v]
         workspace = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in summed]
-        room = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
-            for given, x in zip(into, (q, k, v), strict=True)
-        ]
+        room = gradient_room(into, (q, k, v))
         del workspace
         dq, dk, dv = (x.zero_() for x in room)
         return dq, dk, dv

@@ -12,10 +12,9 @@ from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Final, Literal
 
-import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, KernelSpec
+from lightseq.kernels.base import GradientRoom, KernelSpec, gradient_room
 from lightseq.kernels.segments import Lengths
 from lightseq.kernels.torch_native import half_on_cuda
 
@@ -71,7 +70,7 @@ class FlashAttention2(_FlashAttention):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = _room(into, (q, k, v))
+        dq, dk, dv = gradient_room(into, (q, k, v))
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_PLAIN,
             deterministic=self.deterministic,
@@ -90,7 +89,7 @@ class FlashAttention2(_FlashAttention):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
         scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = _room(into, (q, k, v))
+        dq, dk, dv = gradient_room(into, (q, k, v))
         self._load()._flash_attn_varlen_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_PLAIN,
             deterministic=self.deterministic,
@@ -114,7 +113,7 @@ class FlashAttention3(_FlashAttention):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = _room(into, (q, k, v))
+        dq, dk, dv = gradient_room(into, (q, k, v))
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
             deterministic=self.deterministic,
@@ -158,7 +157,7 @@ class FlashAttention4(_FlashAttention):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
         causal: bool, scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = _room(into, (q, k, v))
+        dq, dk, dv = gradient_room(into, (q, k, v))
         # The gradient of lse that it knows is taken off the sum over dout and out, just as row_terms wants it.
         lse, less = (lse.real, lse.imag.contiguous()) if lse.is_complex() else (lse, None)
         self._load()._flash_attn_bwd(
@@ -166,14 +165,6 @@ class FlashAttention4(_FlashAttention):
             deterministic=self.deterministic, dlse=less, **_named(lengths),
         )  # fmt: skip
         return dq, dk, dv
-
-
-def _room(into: GradientRoom, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Memory for the gradients: what was given, else new."""
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
-        for given, x in zip(into, inputs, strict=True)
-    ]
 
 
 def _named(lengths: Lengths | None) -> dict[str, Any]:

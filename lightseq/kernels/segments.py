@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, Kernel, backward_dense, forward_dense
+from lightseq.kernels.base import GradientRoom, Kernel, backward_dense, forward_dense, gradient_room
 from lightseq.schedule import Mask
 from lightseq.segments import KEYS, ROWS, Round, Segments
 
@@ -74,10 +74,7 @@ def backward_tile(
     """(dq, dk, dv) of one tile, from the global out and lse. `into` as in `forward_tile`."""
     if isinstance(mask, Mask):
         return backward_dense(kernel, dout, q, k, v, out, lse, mask, scale, into)
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room
-        for x, room in zip((q, k, v), into, strict=True)
-    )
+    dq, dk, dv = gradient_room(into, (q, k, v))
     parts = _parts(mask, q.device)
     part, rows, keys = parts[0], parts[0].q, parts[0].k
     if len(parts) == 1 and isinstance(rows, slice) and isinstance(keys, slice):
