@@ -31,6 +31,14 @@ class Progress:
     passes: int = 0
 
 
+@dataclass
+class FirstBatch:
+    """Shape and checksum of the first batch that a rank was given, and whether the ranks have compared theirs."""
+
+    seen: tuple[int, ...] | None = None
+    compared: bool = False
+
+
 @dataclass(frozen=True)
 class SequenceContext:
     """Everything that distributed attention needs to know on one rank. Made by `make_context`, passed and never global.
@@ -46,6 +54,7 @@ class SequenceContext:
     transport: Transport
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
+    first_batch: FirstBatch = field(default_factory=FirstBatch)
 
     @property
     def layout(self) -> Layout:

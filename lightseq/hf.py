@@ -8,6 +8,7 @@ loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -120,6 +121,8 @@ def shard_batch(
     else:
         positions = packed_positions(context, documents).to(input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
+    if context.first_batch.seen is None:
+        context.first_batch.seen = (*input_ids.shape, crc32(input_ids.cpu().contiguous().numpy().tobytes()))
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
@@ -278,6 +281,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
         if context.layout.world > 1:
             raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
         return
+    _compare_first_batches(context)
     shape = (documents is None, *positions.shape)
     if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
         if documents is None:
@@ -285,6 +289,23 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
         elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
             raise ValueError(f"position_ids are not those of the documents on rank {context.rank}; use shard_batch")
         checked.add(shape)
+
+
+def _compare_first_batches(context: SequenceContext) -> None:
+    """Once: ranks that share a sequence and get rows of their own would train on parts of each, without any error."""
+    first, mine = context.first_batch, context.first_batch.seen
+    if mine is None or first.compared:
+        return
+    first.compared, everyone = True, [mine] * context.layout.world
+    dist.all_gather_object(everyone, mine, group=context.group)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != mine), None)
+    if other is not None:
+        sizes = [f"{batch} x {length} tokens" for batch, length, _ in (mine, everyone[other])]
+        what = "other rows" if sizes[0] == sizes[1] else " and ".join(sizes)
+        raise ValueError(
+            f"ranks {context.rank} and {other} share a sequence and were given different batches ({what}); every rank "
+            "of a sequence reads the same rows: no sampler that deals them out to ranks, one seed to shuffle by"
+        )
 
 
 def _check_positions(context: SequenceContext, positions: Tensor) -> None:

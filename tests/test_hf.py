@@ -316,6 +316,24 @@ def test_enabling_again_replaces_the_first_and_stacks_nothing() -> None:
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
+def rows_dealt_out(rank: int) -> None:
+    model = llama()
+    for mine, words in ((ids(seed=rank), "(other rows)"), (ids(length=50 - 4 * rank), "2 x 46 tokens")):
+        context = hf.enable(model)
+        with pytest.raises(ValueError, match="share a sequence and were given different batches") as refusal:
+            moved = {name: x.clone() for name, x in hf.shard_batch(context, mine).items()}  # as onto a device
+            model(**moved)
+        assert words in str(refusal.value)
+    context = hf.enable(model)
+    model(**hf.shard_batch(context, ids()))
+    model(**hf.shard_batch(context, ids(seed=rank)))  # it is asked at the first batch alone
+
+
+def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
+    """As loaders deal them out that share rows among ranks: losses would fall, of a mixture of rows."""
+    spawn(2, rows_dealt_out)
+
+
 @pytest.mark.parametrize(
     "mask, line",
     [
