@@ -163,6 +163,8 @@ class SymmetricTransport:
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
         self._peers: list[Tensor] = []
+        for old in ("_outbox", "_handle", "_memory"):  # or it would be there beside the new one, at the worst moment
+            vars(self).pop(old, None)
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]

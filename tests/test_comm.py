@@ -1,6 +1,7 @@
 """The symmetric transport where there is no GPU: ranks that map each other's files, in the place of peer memory."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +24,17 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.made = folder, 0
+        self.last: Callable[[], Tensor | None] = lambda: None
 
     def _open(self, rank: int, size: int) -> Tensor:
         return torch.from_file(str(self.folder / f"{rank}-{self.made}"), shared=True, size=size, dtype=torch.uint8)
 
     def empty(self, size: int, **_: object) -> Tensor:
+        assert self.last() is None, "the memory before is still there"
         self.made += 1
-        return self._open(dist.get_rank(), size)
+        memory = self._open(dist.get_rank(), size)
+        self.last = weakref.ref(memory)
+        return memory
 
     def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
         dist.barrier(group)
@@ -75,6 +80,19 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
 @pytest.mark.parametrize(("engine_bytes", "blocking"), [(0, False), (1 << 20, False), (1 << 20, True)])
 def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, blocking: bool, tmp_path: Path) -> None:
     spawn(4, _every_schedule, tmp_path, engine_bytes, blocking)
+
+
+def _larger(rank: int, folder: Path) -> None:
+    with _symmetric(folder) as transport:
+        for size in (1, 3 << 20, 5 << 20):
+            with transport.outbox(size) as outbox:
+                assert outbox.memory.numel() >= size
+            del outbox
+        assert transport.buffer_bytes == 5 << 20
+
+
+def test_larger_memory_comes_once_the_smaller_is_gone(tmp_path: Path) -> None:
+    spawn(2, _larger, tmp_path)
 
 
 def _sizes(rank: int, folder: Path) -> None:
