@@ -172,17 +172,35 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         # Its output and lse are there again.
         both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
         working += run.tokens * (both - layer_input)
-    if run.group > 1:  # its layers run forward again, and keep what each of them keeps
-        kept_again = min(run.group, in_flight(run)) if set(placement.layers) & set(AWAY) else run.group
-        working += kept_again * kept_by_layer(run, KEEP)
     done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
-    kept = _kept_here(run, placement, group)
-    if moment.in_attention and run.config.remat_policy == KEEP_MLP and not _waits(run, placement, group):
+    kept, kept_again = _kept_here(run, placement, group), _kept_again(run, placement)
+    if moment.in_attention and not _comes_back(run, placement, group):
         # Its MLP ran backward before its attention, and let go of gate and up; one that came back has them to its end.
-        both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (KEEP_MLP, "attention"))
-        kept -= run.tokens * (both - attention)
+        let_go = run.tokens * _products(run)
+        kept, kept_again = (kept, kept_again - let_go) if run.group > 1 else (kept - let_go, kept_again)
+    working += kept_again
     when = f"backward of layer {group * run.group}, {name}"
     return _moment(run, when, kept, 0.0, working, FLOAT32 * trains * min(done / run.shards, run.local_trained))
+
+
+def _kept_again(run: PlannedRun, placement: Placement) -> float:
+    """By layers of a group, which run forward again before they run backward: by all of them, or by those in flight."""
+    if run.group == 1:
+        return 0.0
+    there = in_flight(run) if set(placement.layers) & set(AWAY) else run.group
+    return min(run.group, there) * kept_by_layer(run, KEEP)
+
+
+def _comes_back(run: PlannedRun, placement: Placement, group: int) -> bool:
+    """Whether a layer of a group had handed over what its backward pass begins with."""
+    return bool(_waits(run, placement, group) if run.group == 1 else set(placement.layers) & set(AWAY))
+
+
+def _products(run: PlannedRun) -> float:
+    """Bytes of a token that a layer keeps of its gate and up."""
+    policy = run.config.remat_policy
+    both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (policy, "attention"))
+    return both - attention if policy == KEEP_MLP else 0.0
 
 
 def _end_of_backward(run: PlannedRun) -> Moment:
