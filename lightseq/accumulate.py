@@ -1,7 +1,7 @@
 """Brings results home: parts of gradients add up, parts of the output merge, wherever they were computed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,40 +13,39 @@ from lightseq.program import Place
 Parts = Mapping[Place, Sequence[Bundle]]
 
 
-class Home(Protocol):
-    """The final tensors of an item on its home rank, (B, S, N, D) and perhaps the lse (B, N, S)."""
+class Home(ABC):
+    """The final tensors of an item on its home rank, (B, S, N, D) and perhaps the lse (B, N, S).
 
-    finals: Bundle
-
-    def open(self) -> None:
-        """To be called before parts are taken in, or finals written to, on the stream that they are later read on."""
-        ...
-
-    def take(self, parts: Parts, launches: Launches) -> None:
-        """Takes in the parts, of each place in order."""
-        ...
-
-    def finish(self) -> None:
-        """The final tensors hold everything that was taken in."""
-        ...
-
-
-class Sum:
-    """Gradients of tensors: parts add up in float32 or wider, without memory of its own where all come at once.
-
-    Memory is taken when the first part comes: until then a pass holds most of its operands.
+    Memory is taken when the first part comes: until then a pass holds most of its operands. Parts that come at once are
+    taken in where they will stay, others in float32 or wider.
     """
 
-    def __init__(self, form: Form, of: Bundle, at_once: bool) -> None:
-        self._form, self._of, self._at_once = form, of, at_once
+    def __init__(self, form: Form, device: torch.device, at_once: bool) -> None:
+        self._form, self._device, self._at_once = form, device, at_once
         self.finals: Bundle = ()
         self._totals: Bundle = ()
         self._begun: set[Place] = set()
 
     def open(self) -> None:
+        """To be called before parts are taken in, or finals written to, on the stream that they are later read on."""
         if not self._totals:
-            self._totals = tuple(_empty(x, x.dtype if self._at_once else wide(x.dtype)) for x in self._of)
+            dtype = self._form.dtype
+            self._totals = self._form.whole(self._device, dtype if self._at_once else wide(dtype))
             self.finals = self._totals if self._at_once else ()
+
+    @abstractmethod
+    def take(self, parts: Parts, launches: Launches) -> None:
+        """Takes in the parts, of each place in order."""
+
+    def finish(self) -> None:
+        """The final tensors hold everything that was taken in."""
+        if not self._at_once:
+            count = self._form.tensors  # what follows them is the lse
+            self.finals = (*(x.to(self._form.dtype) for x in self._totals[:count]), *self._totals[count:])
+
+
+class Sum(Home):
+    """Gradients of tensors: parts add up."""
 
     def take(self, parts: Parts, launches: Launches) -> None:
         for fresh in (True, False):
@@ -58,27 +57,12 @@ class Sum:
 
     def _lines(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
         totals = [self._form.local(self._totals, start, 1, group) for start, group in parts]
-        pieces = [[bundle[i] for bundle in bundles] for bundles in parts.values() for i in range(len(self._of))]
+        pieces = [[bundle[i] for bundle in bundles] for bundles in parts.values() for i in range(self._form.tensors)]
         return [x for total in totals for x in total], pieces
 
-    def finish(self) -> None:
-        if not self._at_once:
-            self.finals = tuple(
-                _empty(x, x.dtype).copy_(total) for x, total in zip(self._of, self._totals, strict=True)
-            )
 
-
-class Merge:
-    """The output and its lse: parts over different keys merge in float32 or wider, if there are several."""
-
-    def __init__(self, form: Form, finals: Bundle, at_once: bool) -> None:
-        self.finals = finals
-        self._form = form
-        out, lse = finals
-        self._totals = finals if at_once else (out.new_empty(out.shape, dtype=wide(out.dtype)), lse)
-        self._begun: set[Place] = set()
-
-    def open(self) -> None: ...
+class Merge(Home):
+    """The output and its lse: parts over different keys merge, if there are several."""
 
     def take(self, parts: Parts, launches: Launches) -> None:
         first = {place: bundles[:1] for place, bundles in parts.items() if place not in self._begun}
@@ -100,24 +84,15 @@ class Merge:
             ]
             return [pair for home, part in homes for pair in zip(home, part, strict=True)]
 
-        if self._totals is self.finals:
+        if self._at_once:
             launches.copy(key, pairs)
         else:  # into float32
             for total, part in pairs():
                 total.copy_(part)
 
-    def finish(self) -> None:
-        if self._totals is not self.finals:
-            self.finals[0].copy_(self._totals[0])
-
 
 def _addresses(parts: Parts) -> Hashable:
     return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
-
-
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, whatever the strides of the tensor that gives shape and device."""
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -66,6 +66,14 @@ class Form:
         """Memory for that many neighbouring chunks."""
         return self.packed(torch.empty(chunks * self.chunk_bytes, dtype=torch.uint8, device=device), chunks)
 
+    def whole(self, device: torch.device, dtype: torch.dtype) -> Bundle:
+        """Memory for a rank's own tensors (B, S, N, D), and for their lse (B, N, S) if one comes along."""
+        length, heads = self.chunks * self.rows, self.groups * self.heads
+        shape = (self.batch, length, heads, self.dim)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.tensors)]
+        lse = [torch.empty(self.batch, heads, length, dtype=self.lse, device=device)] if self.lse else []
+        return (*tensors, *lse)
+
     def slots(self, bundle: Bundle, start: int, count: int) -> Bundle:
         """Some neighbouring chunks of a packed bundle."""
         x = bundle[0].narrow(0, start * self.rows, count * self.rows)
@@ -102,12 +110,11 @@ class Form:
         return tuple(x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows] for x in tensors)
 
 
-def form(schedule: Schedule, tensors: Sequence[Tensor], lse: Tensor | None = None) -> Form:
-    """The form of an item from a rank's own tensors, all (B, S, N, D) alike, and their lse (B, N, S)."""
+def form(schedule: Schedule, tensors: Sequence[Tensor], lse: torch.dtype | None = None) -> Form:
+    """The form of an item from a rank's own tensors, all (B, S, N, D) alike, and the dtype of their lse (B, N, S)."""
     batch, length, heads, dim = tensors[0].shape
     groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
     chunks = schedule.layout.chunks_per_rank
     return Form(
-        len(tensors), heads // groups, groups, chunks, length // chunks, batch, dim, tensors[0].dtype,
-        lse.dtype if lse is not None else None,
+        len(tensors), heads // groups, groups, chunks, length // chunks, batch, dim, tensors[0].dtype, lse
     )  # fmt: skip

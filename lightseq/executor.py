@@ -5,11 +5,10 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from lightseq.accumulate import Home, Merge, Sum, wide
-from lightseq.bundles import Bundle, form
+from lightseq.bundles import Bundle, Form, form
 from lightseq.comm import Receive, Send, Transport
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.program import (
@@ -25,6 +24,8 @@ from lightseq.program import (
 from lightseq.schedule import Schedule, Tile
 
 MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
+
+HOMES: Mapping[str, type[Home]] = {"out": Merge, "dq": Sum, "dkv": Sum}  # of an item's results
 
 Compute = Callable[[Tile, Bundle, Bundle, Mapping[str, Bundle]], dict[str, Bundle]]
 
@@ -133,13 +134,12 @@ def _deliver(dst: Tensor, x: Tensor) -> None:
 
 def _run(
     schedule: Schedule, backward: bool, rank: int, transport: Transport,
-    operands: Mapping[str, Bundle], results: Mapping[str, Bundle], forms: Mapping, compute: Compute,
+    operands: Mapping[str, Bundle], forms: Mapping[str, Form], compute: Compute,
 ) -> list[Tensor]:  # fmt: skip
-    """`results` are the tensors that hold the output, or are like those that will hold gradients; which it returns."""
+    """The output and its lse, or the gradients."""
     needs = pass_needs(schedule, backward, rank, tuple(forms.items()))
-    homes: dict[str, Home] = {
-        item: (Merge if item == "out" else Sum)(forms[item], results[item], needs.at_once[item]) for item in results
-    }
+    device = operands["q"][0].device
+    homes = {item: HOMES[item](forms[item], device, needs.at_once[item]) for item in forms if item in HOMES}
     with transport.outbox(needs.outbox_bytes) as outbox:
         if needs not in outbox.known:
             if len(outbox.known) > MOST_PROGRAMS:
@@ -154,16 +154,14 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out (B, S, H, D) in q's dtype, lse (B, H, S)) of the local queries over the whole causal sequence."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype), device=q.device)
-    forms = {"q": form(schedule, [q]), "kv": form(schedule, [k, v]), "out": form(schedule, [out], lse)}
+    forms = {"q": form(schedule, [q]), "kv": form(schedule, [k, v]), "out": form(schedule, [q], wide(q.dtype))}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
         (q_,), (k_, v_) = q, kv
         into = room["out"][0] if room["out"] else None
         return {"out": forward_tile(kernel, q_, k_, v_, tile.mask, scale, into)}
 
-    _run(schedule, False, rank, transport, {"q": (q,), "kv": (k, v)}, {"out": (out, lse)}, forms, compute)
+    out, lse = _run(schedule, False, rank, transport, {"q": (q,), "kv": (k, v)}, forms, compute)
     return out, lse
 
 
@@ -177,7 +175,7 @@ def attention_backward(
     else:
         of_rows = [q, dout, out, lse]
     forms = {
-        "q": form(schedule, of_rows[:-1], of_rows[-1]), "kv": form(schedule, [k, v]),
+        "q": form(schedule, of_rows[:-1], of_rows[-1].dtype), "kv": form(schedule, [k, v]),
         "dq": form(schedule, [q]), "dkv": form(schedule, [k, v]),
     }  # fmt: skip
 
@@ -189,6 +187,6 @@ def attention_backward(
         )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    operands, gradients_of = {"q": tuple(of_rows), "kv": (k, v)}, {"dq": (q,), "dkv": (k, v)}
-    dq, dk, dv = _run(schedule, True, rank, transport, operands, gradients_of, forms, compute)
+    operands = {"q": tuple(of_rows), "kv": (k, v)}
+    dq, dk, dv = _run(schedule, True, rank, transport, operands, forms, compute)
     return dq, dk, dv

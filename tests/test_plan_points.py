@@ -13,8 +13,8 @@ from benchmarks.plan_points import Point, line, main, take
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
-from lightseq.accumulate import Sum
-from lightseq.bundles import Bundle, Form
+from lightseq.accumulate import Home
+from lightseq.bundles import Form
 from lightseq.command_line import parse
 from lightseq.metrics import read_records
 from lightseq.plan import Plan, make_plan
@@ -45,7 +45,7 @@ def test_at_least_eight_steps_were_measured() -> None:
     assert len({record["point"] for record in MEASURED}) >= 8
 
 
-@pytest.mark.usefixtures("gradients_from_the_beginning")
+@pytest.mark.usefixtures("results_from_the_beginning")
 @pytest.mark.parametrize("record", MEASURED, ids=[record["point"] for record in MEASURED])
 def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[str, Any]) -> None:
     plan = planned(record)
@@ -58,29 +58,31 @@ def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[
 
 
 @pytest.fixture
-def gradients_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their memory was there from the first step of a pass on when these layers were measured; it comes later now."""
-    begin = Sum.__init__
+    begin = Home.__init__
 
-    def early(self: Sum, form: Form, of: Bundle, at_once: bool) -> None:
-        begin(self, form, of, at_once)
+    def early(self: Home, form: Form, device: torch.device, at_once: bool) -> None:
+        begin(self, form, device, at_once)
         self.open()
-        self.there = self.finals or [torch.empty_like(x) for x in of]  # type: ignore[attr-defined]
+        self.there = self.finals or form.whole(device, form.dtype)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Sum, "__init__", early)
+    monkeypatch.setattr(Home, "__init__", early)
     attention_memory.cache_clear()
     yield
     attention_memory.cache_clear()
 
 
-def test_gradients_take_memory_when_the_first_part_of_them_comes(request: pytest.FixtureRequest) -> None:
+def test_results_take_memory_when_the_first_part_of_them_comes(request: pytest.FixtureRequest) -> None:
     layer = (Choice("ulysses", None, 1), 4, 32, 8, 128, 2)
     now = attention_memory(*layer)
-    request.getfixturevalue("gradients_from_the_beginning")
-    assert attention_memory(*layer).backward - now.backward == 2 * (32 + 2 * 8) * 128
+    request.getfixturevalue("results_from_the_beginning")
+    early = attention_memory(*layer)
+    assert early.backward - now.backward == 2 * (32 + 2 * 8) * 128
+    assert early.forward - now.forward == 2 * 32 * 128 + 4 * 32  # the output and its log-sum-exp
 
 
-@pytest.mark.usefixtures("gradients_from_the_beginning")
+@pytest.mark.usefixtures("results_from_the_beginning")
 def test_attention_layers_take_what_was_measured_of_them_alone() -> None:
     """Forward and backward of a layer; nothing in the plan was fitted to these."""
     files = {file.name: read_records(file) for file in sorted(RESULTS.glob("attention-*.jsonl"))}
