@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightseq.policies import KEEP_MLP, POLICIES
+
 if TYPE_CHECKING:  # which is made of these checks
     from lightseq.config import TrainConfig
 
@@ -23,7 +25,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
         *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
     ),
     "fp8": ("tensorwise", "rowwise"),
-    "remat": ("none", "attention+mlp", "attention", "full"),
+    "remat": POLICIES,
     "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
@@ -190,11 +192,9 @@ def _check_memory(config: TrainConfig) -> None:
         raise ValueError(
             "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
         )
-    if config.remat == "attention+mlp" and (config.tile_layers or config.fp8):
+    if config.remat == KEEP_MLP and (config.tile_layers or config.fp8):
         given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
-        raise ValueError(
-            f"--remat attention+mlp keeps what the MLP makes, which {given} does not; give --remat attention"
-        )
+        raise ValueError(f"--remat {KEEP_MLP} keeps what the MLP makes, which {given} does not; give --remat attention")
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")

@@ -9,6 +9,7 @@ from lightseq.architecture import heads_of
 from lightseq.config import TrainConfig
 from lightseq.loss import CHUNK_TOKENS
 from lightseq.optimization import EIGHT_BIT, local_part
+from lightseq.policies import KEEP_MLP
 
 GIB = 2.0**30
 MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
@@ -78,7 +79,7 @@ def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
     `attention+mlp` gate and up besides."""
     heads = heads_of(model)
     attention = 0 if policy == "full" else heads.query * (heads.dim * element + 4)
-    products = 2 * model.intermediate_size * element if policy == "attention+mlp" else 0
+    products = 2 * model.intermediate_size * element if policy == KEEP_MLP else 0
     return model.hidden_size * element + attention + products
 
 
@@ -94,7 +95,7 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     """The knob that moves the largest part which a knob can move."""
     states = parts.parameters + parts.gradients + parts.optimizer
     options: list[tuple[int, str]] = []
-    if config.remat_policy in ("none", "attention+mlp"):
+    if config.remat_policy in ("none", KEEP_MLP):
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
     elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"

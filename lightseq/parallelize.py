@@ -21,7 +21,8 @@ from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload, layers_in_flight
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
-from lightseq.remat import KEEP_MLP, apply_remat, checkpoint_groups
+from lightseq.policies import KEEP_MLP
+from lightseq.remat import apply_remat, checkpoint_groups
 from lightseq.stopwatch import Stopwatch
 from lightseq.tiled import tile_layers
 

@@ -26,6 +26,7 @@ from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, i
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
+from lightseq.policies import KEEP_MLP
 from lightseq.tiled import KNOWN
 
 K = 2**10
@@ -235,7 +236,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
     asked = run.config
     choices: dict[str, list[object]] = {
         "torch_compile": list({asked.torch_compile, True}),
-        "remat": ["none", *(["attention+mlp"] if run.made_of.gated_mlp else []), "attention", "full"],
+        "remat": ["none", *([KEEP_MLP] if run.made_of.gated_mlp else []), "attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],

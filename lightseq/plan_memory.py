@@ -29,7 +29,7 @@ from lightseq.plan_rates import (
     Widths,
 )
 from lightseq.plan_run import PlannedRun
-from lightseq.remat import KEEP_MLP
+from lightseq.policies import KEEP_MLP
 
 FLOAT32 = 4
 TOKEN_BYTES = 3 * 8  # ids, positions and labels

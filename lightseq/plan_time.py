@@ -31,6 +31,7 @@ from lightseq.plan_rates import (
     attention_rates,
 )  # fmt: skip
 from lightseq.plan_run import PlannedRun
+from lightseq.policies import KEEP_MLP
 from lightseq.schedule_choice import Choice, priced
 from lightseq.schedule_cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule_time import Estimate, Rates
@@ -93,7 +94,7 @@ def matrix_seconds(run: PlannedRun) -> float:
         products += linear + projections * (2 if run.config.remat_policy == "full" else 1)
     elif run.config.remat_policy != "none":
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
-        if run.config.remat_policy == "attention+mlp":
+        if run.config.remat_policy == KEEP_MLP:
             products -= 2 * hidden * intermediate
         elif run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
             products += 3 * hidden * intermediate

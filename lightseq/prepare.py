@@ -29,7 +29,7 @@ from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
-from lightseq.remat import KEEP_MLP
+from lightseq.policies import KEEP_MLP
 from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from lightseq.attention import ATTENTION_OP
 from lightseq.keeping import Results, instead
 from lightseq.mlp import KEEPING_MLP_OP
 from lightseq.offload import Offload
-
-KEEP_MLP: Final = "attention+mlp"
-POLICIES: Final = ("none", KEEP_MLP, "attention", "full")
+from lightseq.policies import POLICIES
 
 
 def apply_remat(

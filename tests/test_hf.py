@@ -32,7 +32,7 @@ from lightseq.attention import SequenceContext
 from lightseq.layout import Layout, unshard
 from lightseq.mesh import World, make_meshes
 from lightseq.parallelize import LossModel, Techniques, parallelize
-from lightseq.remat import KEEP_MLP, POLICIES
+from lightseq.policies import KEEP_MLP, POLICIES
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")

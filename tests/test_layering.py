@@ -26,6 +26,7 @@ LAYERS = {
     "lightseq.schedule_choice": 0,
     "lightseq.calibration": 0,
     "lightseq.plan_layers": 0,
+    "lightseq.policies": 0,
     "lightseq.schedule_proof": 0,
     "lightseq.schedule_render": 0,
     "lightseq.kernels": 1,

@@ -12,7 +12,8 @@ from worlds import spawn
 from lightseq import hf, offload, pinned
 from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
-from lightseq.remat import KEEP_MLP, apply_remat
+from lightseq.policies import KEEP_MLP
+from lightseq.remat import apply_remat
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
 
