@@ -30,7 +30,7 @@ from lightseq.policies import KEEP_MLP
 from lightseq.tiled import KNOWN
 
 K = 2**10
-MOST_LENGTH, MOST_GPUS = 2**30, 4096
+MOST_LENGTH, MOST_GPUS = 2**30, 512  # tables of more ranks take minutes to make
 LEAST_GAIN = 0.02  # of a step's time, for flags to be worth naming
 
 
@@ -184,8 +184,8 @@ def remedies(run: PlannedRun) -> list[Remedy]:
         found.append(Remedy(f"{memory}, {_words(asked, enough.run.config)}", enough))
     gpus = 2 * run.hardware.gpus
     while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
-        plan = make_plan(dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus)))
-        if plan.fits:
+        more = dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus))
+        if make_plan(_without_a_table(more)).fits and (plan := make_plan(more)).fits:
             found.append(Remedy(f"{plan.run.hardware.gpus} GPUs", plan))
             break
         gpus *= 2
@@ -193,6 +193,13 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     if length is not None:
         found.append(Remedy(f"--model_max_length {length}", make_plan(run.at(length))))
     return found
+
+
+def _without_a_table(run: PlannedRun) -> PlannedRun:
+    """As many tokens of a sequence of its own on every GPU: what takes least memory, and no schedule of many ranks."""
+    length = -(-run.config.model_max_length // run.sequence_ranks)
+    alone = {"sequence_parallel_size": 1, "schedule": "auto", "ulysses_size": None, "model_max_length": length}
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, **alone))  # type: ignore[arg-type]
 
 
 def _with_more_on_the_host(run: PlannedRun) -> Plan | None:

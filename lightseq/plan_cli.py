@@ -6,10 +6,11 @@ python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile -
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from lightseq.command_line import parse, underscored
 from lightseq.family import Family, apply_rope, context_warning, resolve
 from lightseq.memory import GIB
 from lightseq.plan import faster, longest, make_plan, remedies
-from lightseq.plan_rates import CHIPS, chip_named
+from lightseq.plan_rates import CHIPS, HOST_UPDATE_WEIGHTS, chip_named
 from lightseq.plan_report import record, shown
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.prepare import check_layers
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
     )
+    out.add_argument("--host_cores", type=int, metavar="N", help="of a host, for all its ranks (default: one a rank)")
     out.add_argument("--json", action="store_true", help="print an object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
     return out
@@ -63,19 +65,25 @@ def main(family: Family, words: Sequence[str]) -> int:
         run = planned_run(family, mine, others)
         plan = make_plan(run)
         further, changes = longest(run), faster(run) if plan.fits else remedies(run)
-    except ValueError as error:
+        found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
+        found["notes"] = notes(run)
+        if mine.output is not None:
+            _add_line(mine.output, found)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
-    if mine.output is not None:
-        mine.output.parent.mkdir(parents=True, exist_ok=True)
-        with mine.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
     if mine.json:
         print(json.dumps(found, indent=2))
     else:
-        Console(highlight=False).print(shown(plan, further, changes, notes(run)))
+        Console(highlight=False).print(shown(plan, further, changes, found["notes"]))
     return 0 if plan.fits else 1
+
+
+def _add_line(path: Path, found: dict[str, Any]) -> None:
+    """Raises OSError for a file that cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
 
 
 def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
@@ -86,22 +94,27 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
     check_layers(config, examine(model))
-    for name in ("gpus", "gpus_per_host"):
-        if getattr(mine, name) < 1:
-            raise ValueError(f"--{name} {getattr(mine, name)}: give at least 1")
+    for name in ("gpus", "gpus_per_host", "host_cores"):
+        if (count := getattr(mine, name)) is not None and count < 1:
+            raise ValueError(f"--{name} {count}: give at least 1")
     for name in ("gpu_memory", "host_memory"):
-        if (given := getattr(mine, name)) is not None and given <= 0:
+        if (given := getattr(mine, name)) is not None and not 0 < given < math.inf:
             raise ValueError(f"--{name} {given:g}: give a number of GiB above 0")
     chip = chip_named(mine.chip)
     gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
     host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
-    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host))
+    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
 
 
 def notes(run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
     if run.config.kernel_name == "reference":
         found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
+    if run.state_on_host and run.config.optim in HOST_UPDATE_WEIGHTS:
+        name = f"--optim {run.config.optim} on the host"
+        found.append(f"{name} compiles in the first step, some seconds for every shape of a parameter: not counted")
+        if run.hardware.host_cores is None:
+            found.append(f"{name} is reckoned with one core a rank; say how many a host has with --host_cores")
     if run.config.packing != "none":
         found.append("packed documents need less attention than a sequence of one, which is what is counted")
     if run.hardware.chip is not CHIPS["h200"]:

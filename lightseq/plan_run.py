@@ -19,13 +19,14 @@ from lightseq.schedule_time import RATES
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is there. Memory in bytes: of one GPU that a run may use, of one host."""
+    """What is there. Memory in bytes: of one GPU that a run may use, of one host. Cores: of one host."""
 
     chip: Chip
     gpus: int
     gpus_per_host: int
     gpu_memory: float
     host_memory: float
+    host_cores: int | None = None  # None: one a rank
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
@@ -34,6 +35,10 @@ class Hardware:
     @property
     def ranks_per_host(self) -> int:
         return min(self.gpus, self.gpus_per_host)
+
+    @property
+    def cores_per_rank(self) -> int:
+        return max(1, (self.host_cores or 1) // self.ranks_per_host)
 
 
 @dataclass(frozen=True)

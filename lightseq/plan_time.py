@@ -19,6 +19,7 @@ from lightseq.plan_rates import (
     HOST_LINK_SHARE,
     HOST_SECONDS,
     HOST_UPDATE_RATE,
+    HOST_UPDATE_WEIGHTS,
     KERNEL_SHARE,
     LINEAR_ENDS,
     LOGIT_PASSES,
@@ -146,7 +147,11 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
 
 
 def update_seconds(run: PlannedRun) -> float:
-    moved = run.local_trained * (ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"]) + CLIP_BYTES)
+    clipped = run.local_trained * CLIP_BYTES
+    moved = clipped + run.local_trained * ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
+    if run.state_on_host and run.config.optim in HOST_UPDATE_WEIGHTS:
+        rate = HOST_UPDATE_WEIGHTS[run.config.optim] * run.hardware.cores_per_rank
+        return run.local_trained / rate + clipped / HOST_UPDATE_RATE
     if run.state_on_host:
         return moved / HOST_UPDATE_RATE
     return moved / memory_rate(run) + run.made_of.tensors * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)

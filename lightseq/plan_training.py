@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import psutil
 import torch
@@ -24,7 +25,8 @@ def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plann
         chip, memory = chip_of_device(about.name) or chip, float(about.total_memory)
     host = float(psutil.virtual_memory().total)
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
-    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host))
+    cores = len(os.sched_getaffinity(0))
+    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host, cores))
 
 
 def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plan | None:

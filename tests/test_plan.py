@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightseq.__main__ import BOTH, main
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.memory import GIB
-from lightseq.plan import Plan, _changes, faster, longest, make_plan, placement_of, remedies, usable
+from lightseq.plan import Plan, _changes, _without_a_table, faster, longest, make_plan, placement_of, remedies, usable
 from lightseq.plan_attention import attention_memory
 from lightseq.plan_layers import (
     AWAY,
@@ -32,7 +33,7 @@ from lightseq.plan_layers import (
     place,
 )
 from lightseq.plan_memory import host_bytes, moments
-from lightseq.plan_rates import CHIPS, chip_named, chip_of_device
+from lightseq.plan_rates import CHIPS, HOST_UPDATE_WEIGHTS, chip_named, chip_of_device
 from lightseq.schedule_choice import Choice, cheapest, choices, priced
 from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_time import RATES
@@ -267,6 +268,16 @@ def test_every_remedy_makes_the_run_fit() -> None:
     assert found[0].words.startswith("--") and found[2].plan.run.config.model_max_length == longest(run)
 
 
+def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[int] = []
+    monkeypatch.setattr("lightseq.plan_run.cheapest", lambda ranks, *a: tables.append(ranks) or cheapest(ranks, *a))
+    assert remedies(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
+    assert max(tables) == 8
+    for flags in ("--bf16", "--bf16 --schedule ring --offload activations", "--remat none --torch_compile"):
+        run = planned_run(LLAMA, f"{flags} --model_max_length 262144", 16)
+        assert make_plan(_without_a_table(run)).parts.total <= make_plan(run).parts.total
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "flags", "changes", "without"),
     [
@@ -339,6 +350,19 @@ def test_too_little_host_memory_is_said() -> None:
     assert make_plan(run).lacks[0].startswith("host memory, by ")
 
 
+def test_an_8_bit_update_on_the_host_takes_the_time_of_its_arithmetic() -> None:
+    def update(flags: str, cores: int | None = None) -> float:
+        run = planned_run(LLAMA, f"--bf16 {flags}", 8)
+        return make_plan(replace(run, hardware=replace(run.hardware, host_cores=cores))).seconds["optimizer"]
+
+    here, away = "--optim adamw_8bit", "--optim adamw_8bit --offload optimizer"
+    weights = total_parameters(LLAMA) / 8
+    assert update(away) == pytest.approx(weights / HOST_UPDATE_WEIGHTS["adamw_8bit"], rel=0.05)
+    assert update(away, 4) == update(away) == update(away.replace("adamw", "adamw_torch"))  # never less than one a rank
+    assert update(away, 64) == pytest.approx(update(away) / 8, rel=0.2)
+    assert update(away) > 5 * update("--offload optimizer") and update(here, 64) == update(here)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -355,10 +379,20 @@ def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFi
     assert len(first["placement"]) == 32 and first["longest_length"] > 2**20
 
 
+def test_the_first_update_of_8_bits_on_the_host_is_said_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan {WORDS} --gpus 8 --optim adamw_8bit"
+    for more, notes in (("", 0), (" --offload both", 2), (" --offload both --host_cores 64", 1)):
+        assert main(f"{words}{more}".split()) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("compiles in the first step" in shown) == (notes > 0), more
+        assert ("reckoned with one core a rank" in shown) == (notes > 1), more
+
+
 def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"plan {WORDS} --model_max_length 4M --gpus 8 --json".split()) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["lacks"][0].startswith("GPU memory")
+    assert any("positions that the model covers" in note for note in found["notes"])
     assert [x["change"].split()[-1] for x in found["to_fit"]][1] == "GPUs"
     assert found["to_fit"][2]["change"] == f"--model_max_length {found['longest_length']}"
 
@@ -367,10 +401,14 @@ def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[st
     ("flags", "reason"),
     [
         ("--gpus 0", "--gpus 0: give at least 1"),
+        ("--gpus 8 --host_cores 0", "--host_cores 0: give at least 1"),
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
         ("--gpus 8 --model_max_length 1.5M", "--model_max_length: 1.5M is no number of tokens"),
         ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
+        ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),
+        ("--gpus 8 --host_memory nan", "--host_memory nan: give a number of GiB above 0"),
+        ("--gpus 8 --output /dev/null/plan.jsonl", "/dev/null"),
         ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 8 GPUs"),
         ("--gpus 8 --deepspeed ds.json", "the plan knows FSDP2 alone"),
         ("--gpus 8 --ofload both", "unknown flag --ofload; did you mean --offload?"),

@@ -19,7 +19,7 @@ from lightseq.plan_layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from lightseq.plan_memory import at_backward_begin, host_by_layer, kept_by_layer
 from lightseq.plan_rates import CHIPS, OUTSIDE_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.plan_training import out_of_memory
+from lightseq.plan_training import out_of_memory, planned
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -63,6 +63,13 @@ def _tight(model: LlamaConfig) -> str:
 def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
     given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
     return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu / (1 - SLACK) + OUTSIDE_BYTES, host))
+
+
+def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(24)))
+    config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
+    hardware = planned(config, LlamaConfig(), World(0, 4, 0, 4, torch.device("cpu"))).hardware
+    assert hardware.host_cores == 24 and hardware.cores_per_rank == 6
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:
