@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from worlds import GPU_WORLDS, spawn
 
 import llama2
 import llama3
-from lightseq import mlp, offload, weights
+from lightseq import adapters, loss, mlp, offload, parallelize, weights
 from lightseq.config import TrainConfig
 from lightseq.data import permutation
 from lightseq.engine import Update
@@ -33,10 +34,13 @@ from lightseq.trainer import Trainer
 LENGTH = 61  # divides by no number of chunks
 # With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.
 SIZES = (61, 9, 40, 3, 61, 22, 2, 55)
+BINS = 5  # sequences that all of them fill, packed
+LORA_RANK = 4
 LONGER = 16384  # several tiles of an MLP, several chunks of the loss, and what lookups do with many tokens
 # AdamW makes whole steps of what rounding leaves of a gradient near zero: at 1e-3 ten of them drifted apart by 1.3e-5.
 LEARNING_RATE, CLIP, STEPS = 3e-4, 0.5, 10
 CPU = torch.device("cpu")
+TORCH_COMPILE = torch.compile
 _runs = count()  # each into a directory of its own
 FAMILIES = {"tiny-llama2": llama2.FAMILY, "tiny-llama3": llama3.FAMILY}
 
@@ -52,6 +56,10 @@ class Case(NamedTuple):
     offload: str = "none"
     layers_per_checkpoint: int = 1
     tile_layers: bool = False
+    chunk_tokens: int = loss.CHUNK_TOKENS
+    compiled: bool = False  # as the compiler traces it, run by torch's own operators
+    packed: bool = False  # all documents in one step
+    adapters: bool = False
 
 
 class Result(NamedTuple):
@@ -73,10 +81,21 @@ def _plain(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
     return model
 
 
-def reference(model_name: str, sequences_per_step: int, steps: int, device: torch.device = CPU) -> Result:
+def reference(
+    model_name: str, sequences_per_step: int, with_adapters: bool, steps: int, device: torch.device = CPU
+) -> Result:
     """One process, one sequence after the other, no padding, nothing of ours but the initial weights and the order."""
     model, data = _plain(preset_config(FAMILIES[model_name], model_name), device), _sequences()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    if with_adapters:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=targets), model
+        )
+        adapters.initialize(model, seed=42)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         places = range(step * sequences_per_step, (step + 1) * sequences_per_step)
@@ -90,8 +109,8 @@ def reference(model_name: str, sequences_per_step: int, steps: int, device: torc
             total += share.item()
         losses.append(total)
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
     return Result(losses, norms, gradients)
@@ -112,21 +131,29 @@ def make_trainer(
 
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
-    mlp.TILE_TOKENS = case.tile_tokens
-    offload.LEAST_BYTES = 0
+    mlp.TILE_TOKENS, parallelize.CHUNK_TOKENS, offload.LEAST_BYTES = case.tile_tokens, case.chunk_tokens, 0
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
+        patch.setattr(torch, "compile", lambda f, **words: TORCH_COMPILE(f, backend="aot_eager"))
+        return _train(rank, folder, case, steps, device)
+
+
+def _train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     trainer = make_trainer(
         rank, folder, case.model, device,
         max_steps=steps, gradient_accumulation_steps=case.accumulation, schedule=case.schedule, remat=case.remat,
         sequence_parallel_size=dist.get_world_size() // case.data_ranks, fsdp=case.fsdp, offload=case.offload,
-        layers_per_checkpoint=case.layers_per_checkpoint, tile_layers=case.tile_layers,
-        per_device_train_batch_size=1 if case.accumulation > 1 else 2,
+        layers_per_checkpoint=case.layers_per_checkpoint, tile_layers=case.tile_layers, torch_compile=case.compiled,
+        per_device_train_batch_size=1 if case.accumulation > 1 else 2, packing="best_fit" if case.packed else "none",
+        lora_rank=LORA_RANK if case.adapters else None, save_strategy="no",
     )  # fmt: skip
     gradients: dict[str, Tensor] = {}
     update = trainer.engine.update
 
     def remember() -> Update:
         if not gradients:
-            gradients.update({n: p.grad.full_tensor().clone() for n, p in trainer.model.named_parameters()})
+            parameters = ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad)
+            gradients.update({n: p.grad.full_tensor().clone() for n, p in parameters})
         return update()
 
     trainer.engine.update = remember  # type: ignore[method-assign]
@@ -144,19 +171,20 @@ def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: 
     """What differs, as readable lines; empty when all is well."""
     device = torch.device(device_type, rank) if device_type == "cuda" else CPU
     wrong: list[str] = []
-    references: dict[tuple[str, int], Result] = {}
+    references: dict[tuple[str, int, bool], Result] = {}
     for case in cases:
         got = train(rank, folder, case, steps, device)
         if rank:
             continue
         sequences = case.data_ranks * case.accumulation * (1 if case.accumulation > 1 else 2)
-        key = (case.model, sequences)
+        key = (case.model, len(SIZES) if case.packed else sequences, case.adapters)
         want = references.setdefault(key, None) or reference(*key, steps, device)
         references[key] = want
         label = f"{case} on {dist.get_world_size()} ranks"
         for name, expected in want.gradients.items():
-            error = ((got.gradients[name] - expected).norm() / expected.norm()).item()
-            if not error < 1e-5:
+            apart, size = (got.gradients[name] - expected).norm().item(), expected.norm().item()
+            if not apart < 1e-5 * size and (apart or size):  # an adapter's A has none while its B is zero
+                error = apart / size if size else math.inf
                 wrong.append(f"{label}: gradient of {name} off by {error:.1e}")
         for what, mine, theirs in (("loss", got.losses, want.losses), ("gradient norm", got.norms, want.norms)):
             error = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
@@ -218,7 +246,8 @@ def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Pat
 def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
     """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
 
-    What layers keep, tile and send away is tried in all ways on one rank and on two, in turn on three and on four.
+    What layers keep, tile, compile and send away, with packed documents and with adapters, is tried in all ways on one
+    rank and on two, in turn on three and on four.
     """
     cases = _each_schedule(world, 2 if world == 4 else 1)
     assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
@@ -235,6 +264,12 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama3", "zigzag", world, 3, tile_layers=True, fsdp=""),
         Case("tiny-llama3", "zigzag", 1, 3, tile_tokens=7, remat="attention+mlp", offload="activations"),
         Case("tiny-llama2", "prefix", world, 1, remat="attention+mlp", layers_per_checkpoint=2),
+        Case("tiny-llama3", "prefix", 1, 3, chunk_tokens=5, compiled=True, offload="both"),
+        Case("tiny-llama2", "zigzag", 1, 3, tile_tokens=7, tile_layers=True, compiled=True, layers_per_checkpoint=2),
+        Case("tiny-llama3", "zigzag", 1, BINS, packed=True, tile_layers=True, remat="full", offload="both"),
+        Case("tiny-llama2", "ring", 1, BINS, packed=True, remat="attention+mlp", fsdp="", layers_per_checkpoint=2),
+        Case("tiny-llama2", "prefix", world, 3, adapters=True, tile_tokens=7, tile_layers=True, offload="both"),
+        Case("tiny-llama3", "zigzag", 1, 3, adapters=True, layers_per_checkpoint=2, offload="activations", fsdp=""),
     ]
     _run(tmp_path, world, cases + (keeping if world < 3 else keeping[world - 3 :: 2]), steps=1)
 
@@ -283,5 +318,5 @@ def test_the_host_never_waits_for_the_device_in_a_step(tmp_path: Path) -> None:
 
 def test_the_reference_itself_learns() -> None:
     """A reference that does not move would agree with anything that does not either."""
-    losses = reference("tiny-llama2", 2, STEPS).losses
+    losses = reference("tiny-llama2", 2, False, STEPS).losses
     assert losses[0] == pytest.approx(math.log(512), rel=0.02) and losses[-1] < losses[0] - 0.05
