@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama2
 import llama3
-from lightseq import evaluate, plan_cli, planner, rehearsal, trainer, verify
+from lightseq import evaluate, plan_cli, planner, rehearsal, training, verify
 from lightseq.family import Family
 from lightseq.lengths import tokens
 from lightseq.merge import add_flags as add_merge
@@ -115,7 +115,7 @@ def plan_attention(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def train(family: Family, words: Sequence[str]) -> int:
-    trainer.main(family, words, "python3 -m lightseq train")
+    training.main(family, words, "python3 -m lightseq train")
     return 0
 
 

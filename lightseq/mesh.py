@@ -4,6 +4,7 @@ With launch/, the only place that reads environment variables.
 """
 
 import fcntl
+import math
 import os
 import socket
 import stat
@@ -211,6 +212,13 @@ def leave(status: int) -> NoReturn:
 def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
     """This rank's share, in bytes, of what may be used of the memory that its host has free."""
     return share * psutil.virtual_memory().available / world.local_size
+
+
+def host_memory_bytes(world: World, budget_gib: float | None, counts_only: bool) -> float:
+    """What layers may hand over on this rank. What only counts must not count on what the host does not have."""
+    if budget_gib is None:
+        return free_host_memory(world)
+    return min(budget_gib * 2**30, free_host_memory(world, share=1.0) if counts_only else math.inf)
 
 
 def check_devices(world: World) -> None:

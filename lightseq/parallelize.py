@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention import Documents, SequenceContext
+from lightseq.config import TrainConfig
 from lightseq.documents import padded_length
 from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
@@ -55,6 +56,39 @@ class Techniques:
     stands_for: int | None = None  # the length of a longer run, whose schedule and (shrunk) tiles are taken
     packed: bool = False  # sequences hold several documents
     rehearses: bool = False  # attention's arithmetic is left out, and of long sequences most tiles
+
+
+def techniques_of(
+    config: TrainConfig,
+    placement: tuple[str, ...] | None,
+    host_memory_bytes: float,
+    gpus_per_host: int,
+    rehearses: bool = False,
+    stands_for: int | None = None,
+) -> Techniques:
+    """What a run's flags ask for, on the hosts it found and by the plan it has."""
+    return Techniques(
+        length=config.model_max_length,
+        stands_for=stands_for,
+        schedule=config.schedule,
+        kernel=config.kernel_name,
+        transport=config.transport,
+        ulysses_size=config.ulysses_size,
+        remat=config.remat_policy,
+        layers_per_checkpoint=config.layers_per_checkpoint,
+        tile_layers=config.tile_layers,
+        offload=config.offload,
+        placement=placement,
+        host_memory_bytes=host_memory_bytes,
+        compute_dtype=getattr(torch, config.compute_dtype),
+        fp8=config.fp8,
+        fp8_emulate=config.fp8_emulate,
+        compile=config.torch_compile,
+        deterministic=config.deterministic,
+        gpus_per_host=gpus_per_host,
+        packed=config.packing != "none",
+        rehearses=rehearses,
+    )
 
 
 class LossModel(nn.Module):

@@ -1,7 +1,5 @@
-"""Trains a model across ranks: from the words of a command line to a saved model and its metrics."""
+"""One training run on one rank: its steps, what they are measured by, and when it evaluates and saves."""
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,12 +13,10 @@ from torch.profiler import record_function
 
 from lightseq import checkpoint
 from lightseq.adapters import adapter_parameters
-from lightseq.command_line import help_text, parse
 from lightseq.config import TrainConfig
 from lightseq.deepspeed_engine import DeepSpeedEngine
-from lightseq.endings import explained_data, explained_out_of_memory, explained_silence
+from lightseq.endings import explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine
-from lightseq.family import Family
 from lightseq.garbage import collected_together
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
@@ -28,20 +24,18 @@ from lightseq.mesh import (
     Meshes,
     World,
     agree,
-    free_host_memory,
-    is_main_process,
+    host_memory_bytes,
     make_deterministic,
     make_meshes,
     secrets,
-    start,
 )  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.optimization import LearningRate
-from lightseq.parallelize import Techniques
+from lightseq.parallelize import techniques_of
 from lightseq.perplexity import Perplexity, Shard, measure
 from lightseq.plan_training import out_of_memory, plan_of_layers
 from lightseq.preemption import StopRequest
-from lightseq.prepare import Inputs, after_restart, clear, continues, lock, prepare
+from lightseq.prepare import Inputs, clear, continues, lock
 from lightseq.profiling import StepProfile
 from lightseq.progress import with_bar
 from lightseq.run_facts import describe, facts
@@ -50,39 +44,6 @@ from lightseq.sharding import Sharding
 from lightseq.terminal import Terminal
 from lightseq.watchdog import Watchdog
 from lightseq.window import StepResult, Window, Work
-
-
-def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
-
-    Exits 2, with one line, on input that it refuses.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    program = program or f"{family.name}/train.py"
-    if {"-h", "--help"} & set(words):
-        if is_main_process():
-            print(help_text(program))
-        return
-    # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
-    timeout, stacks = _watched(words, program)
-    with start(2 * timeout) as world, explained_silence():
-        with Watchdog(world, timeout, stacks) as watchdog:
-            config = agree(world, lambda: after_restart(parse(words, program), world))
-            found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
-            inputs = agree(world, lambda: prepare(config, family, world, found))
-            Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
-
-
-def _watched(words: list[str], program: str) -> tuple[float, Path]:
-    """The watchdog's timeout and folder, needed before the ranks can agree on anything.
-
-    What is wrong with the words is said once they can.
-    """
-    try:
-        config = parse(words, program)
-    except ValueError:
-        return TrainConfig.step_timeout, Path("hang")
-    return config.step_timeout, Path(config.output_dir) / "hang"
 
 
 class Trainer:
@@ -109,28 +70,9 @@ class Trainer:
         self.placement = plan.placement if plan else None
         lacks = plan.lacks if plan else ()
         self.notes = (*inputs.notes, *(f"warning: --offload auto plans with too little {lack}" for lack in lacks))
-        techniques = Techniques(
-            length=config.model_max_length,
-            stands_for=stands_for,
-            schedule=config.schedule,
-            kernel=config.kernel_name,
-            transport=config.transport,
-            ulysses_size=config.ulysses_size,
-            remat=config.remat_policy,
-            layers_per_checkpoint=config.layers_per_checkpoint,
-            tile_layers=config.tile_layers,
-            offload=config.offload,
-            placement=self.placement.layers if self.placement else None,
-            host_memory_bytes=self._host_memory_bytes(rehearses),
-            compute_dtype=self.dtype,
-            fp8=config.fp8,
-            fp8_emulate=config.fp8_emulate,
-            compile=config.torch_compile,
-            deterministic=config.deterministic,
-            gpus_per_host=world.local_size,
-            packed=config.packing != "none",
-            rehearses=rehearses,
-        )
+        placed = self.placement.layers if self.placement else None
+        host = host_memory_bytes(world, config.host_memory_budget, rehearses)
+        techniques = techniques_of(config, placed, host, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
         self.terminal = Terminal(inputs.total_steps, 0)
         self._measured: Callable[[], Breakdown | None] = lambda: None
@@ -155,12 +97,6 @@ class Trainer:
         if watchdog is not None:
             watchdog.follow(lambda: self.context.progress.passes)
         self._stop: StopRequest | None = None  # while it trains
-
-    def _host_memory_bytes(self, rehearses: bool) -> float:
-        if (budget := self.config.host_memory_budget) is None:
-            return free_host_memory(self.world)
-        # A rehearsal may only count, and must not count on what the host does not have.
-        return min(budget * 2**30, free_host_memory(self.world, share=1.0) if rehearses else float("inf"))
 
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:

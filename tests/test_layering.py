@@ -78,6 +78,7 @@ LAYERS = {
     "lightseq.hub": 3,
     "lightseq.optimization": 3,
     "lightseq.trainer": 4,
+    "lightseq.training": 4,
     "lightseq.engine": 4,
     "lightseq.deepspeed_engine": 4,
     "lightseq.prepare": 4,
@@ -252,6 +253,7 @@ def test_imports_point_down_or_sideways() -> None:
         ("lightseq.comm", "lightseq.kernels"),
         ("analysis", "launch"),
         ("analysis", "lightseq.trainer"),
+        ("analysis", "lightseq.training"),
         ("analysis", "torch"),
     ],
 )

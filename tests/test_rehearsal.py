@@ -116,23 +116,23 @@ def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: di
 OUT_OF_MEMORY = """
 import sys, torch
 import llama3
-from lightseq import endings, trainer
+from lightseq import endings, trainer, training
 endings.RANK_0_SECONDS = 1.0
 def fail(self, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 trainer.Trainer._step = fail
-trainer.main(llama3.FAMILY, sys.argv[1:])
+training.main(llama3.FAMILY, sys.argv[1:])
 """
 
 
 OUT_OF_MEMORY_BUILDING = """
 import sys, torch
 import llama3
-from lightseq import engine, trainer
+from lightseq import engine, training
 def fail(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 engine.make_optimizer = fail
-trainer.main(llama3.FAMILY, sys.argv[1:])
+training.main(llama3.FAMILY, sys.argv[1:])
 """
 
 

@@ -21,7 +21,7 @@ FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 8"
 PROGRAM = """
 import os, signal, sys, time
 import llama3
-from lightseq import state_files, trainer
+from lightseq import state_files, training
 what, culprit = sys.argv[1], sys.argv[2]
 write, saves = state_files.write, []
 def planted(*arguments):
@@ -32,7 +32,7 @@ def planted(*arguments):
             os._exit(9) if what == "dies" else os.kill(os.getpid(), signal.SIGSTOP)
     return write(*arguments)
 state_files.write = planted
-trainer.main(llama3.FAMILY, sys.argv[3:])
+training.main(llama3.FAMILY, sys.argv[3:])
 """
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
-from lightseq import journal, trainer, weights
+from lightseq import journal, trainer, training, weights
 from lightseq.checkpoint import read_facts
 from lightseq.command_line import parse
 from lightseq.engine import FsdpEngine, Update
@@ -352,14 +352,14 @@ def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: 
 KILLED = """
 import os, signal, sys
 import llama2
-from lightseq import trainer
+from lightseq import trainer, training
 step = trainer.Trainer._step
 def dying(self, index):
     if index == 3 and self.world.rank == 1 and not self.world.restarts:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, index)
 trainer.Trainer._step = dying
-trainer.main(llama2.FAMILY, sys.argv[1:])
+training.main(llama2.FAMILY, sys.argv[1:])
 """
 
 
@@ -376,7 +376,7 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
 
 def preparing(rank: int, family: str, words: str) -> Ended:
     """A program whose second rank fetches for longer than a step may take."""
-    prepare, after_restart = trainer.prepare, trainer.after_restart
+    prepare, after_restart = training.prepare, training.after_restart
 
     def watched(*arguments: Any) -> Any:
         assert "watchdog" in {thread.name for thread in threading.enumerate()}
@@ -386,7 +386,7 @@ def preparing(rank: int, family: str, words: str) -> Ended:
         time.sleep(3.0 * rank)
         return prepare(*arguments)
 
-    trainer.after_restart, trainer.prepare = watched, longer
+    training.after_restart, training.prepare = watched, longer
     return program(rank, family, words)
 
 

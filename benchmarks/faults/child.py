@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 import llama2
-from lightseq import journal, state_files, trainer
+from lightseq import journal, state_files, trainer, training
 from lightseq.engine import FsdpEngine, Update
 
 
 def train(command: list[str]) -> None:
     torch.set_num_threads(1)
-    trainer.main(llama2.FAMILY, command)
+    training.main(llama2.FAMILY, command)
 
 
 def slow(rank: int, seconds: float) -> None:

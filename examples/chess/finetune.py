@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
-from lightseq import trainer
+from lightseq import training
 from lightseq.__main__ import BOTH
 from lightseq.command_line import underscored
 
@@ -104,7 +104,7 @@ def main() -> int:
     for line in (said, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
-    trainer.main(BOTH, command, "examples/chess/finetune.py")
+    training.main(BOTH, command, "examples/chess/finetune.py")
     return 0
 
 
