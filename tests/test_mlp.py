@@ -1,6 +1,7 @@
 """The tiled gated MLP against that of transformers: value, gradients, what it keeps, and which modules it replaces."""
 
 import copy
+import logging
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._logging._internal import warning_once
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -259,6 +261,21 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     with torch.no_grad():
         assert model.layers[0].mlp(torch.randn(1, 5, HIDDEN)).shape == (1, 5, HIDDEN)
     assert sum(made) == 3 * 20, "an evaluation keeps nothing"
+
+
+def test_compiled_layers_say_nothing_of_their_checkpoints() -> None:
+    """torch would, once and on every rank."""
+    said, logger = list[logging.LogRecord](), logging.getLogger("torch._higher_order_ops.wrap")
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    warning_once.cache_clear()
+    torch._dynamo.reset()
+    layer = nn.Linear(4, 4)
+    apply_remat([layer], "attention", compiled=True)
+    torch.compile(layer.forward, backend="aot_eager")(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    logger.removeHandler(handler)
+    assert layer.weight.grad is not None and not said
 
 
 def test_short_sequences_keep_the_modules_own_forward() -> None:
