@@ -12,6 +12,7 @@ from rich.table import Table
 from lightseq.config import TrainConfig
 from lightseq.memory import GIB
 from lightseq.plan import Plan, Remedy, placement_words
+from lightseq.plan_run import PlannedRun
 
 
 def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
@@ -71,13 +72,20 @@ def _facts(plan: Plan, longest: int | None) -> RenderableType:
         "model": f"{run.config.model_name}, {asked:,} tokens, {run.sequences_per_step} a step",
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
-        "schedule": f"{run.choice.schedule}, heads in {run.choice.head_groups or 1} turns, {run.transport}",
+        "schedule": _schedule(run),
         "layers": placement_words(plan),
         "verdict": verdict,
         "longest": f"{longest:,} tokens fit" if longest else "no length fits",
         "step": f"{seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
     }
     return _grid(rows.items())
+
+
+def _schedule(run: PlannedRun) -> str:
+    if run.sequence_ranks == 1:
+        return "none: every GPU has sequences of its own"
+    turns = run.choice.head_groups or 1
+    return f"{run.choice.schedule}, {f'heads in {turns} turns' if turns > 1 else 'all heads at once'}, {run.transport}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -89,7 +97,8 @@ def _memory(plan: Plan) -> Table:
     out.add_row("together", f"{plan.parts.total / GIB:.2f}")
     out.add_row("usable", f"{plan.usable_gpu_bytes / GIB:.2f}")
     room = f" of {hardware.host_memory / GIB:,.0f}" if math.isfinite(hardware.host_memory) else ""
-    out.add_row(f"a host, {hardware.ranks_per_host} ranks", f"{plan.host_bytes / GIB:.2f}{room}")
+    ranks = hardware.ranks_per_host
+    out.add_row(f"a host, {ranks} rank{'s' * (ranks > 1)}", f"{plan.host_bytes / GIB:.2f}{room}")
     return out
 
 
