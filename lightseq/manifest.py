@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 MANIFEST, VERSION = "manifest.json", 1
+READERS = 4  # files that a rank reads at a time
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,12 @@ def describe(path: Path) -> File:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return File(path.stat().st_size, digest)
+
+
+def describe_all(directory: Path, names: Sequence[str]) -> dict[str, File]:
+    """Files of a directory as the disk gives them back, some at a time: a hash is as much work as to read."""
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(names, readers.map(lambda name: describe(directory / name), names), strict=True))
 
 
 def files_below(directory: Path) -> list[str]:
@@ -57,18 +65,23 @@ def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
         files = read(directory)
     except ValueError as error:
         return str(error)
-    for name in sorted(files)[share::shares]:
-        path, should = directory / name, files[name]
-        try:
-            length = path.stat().st_size
-            if length != should.bytes:
-                return f"{name} has {length:,} bytes of {should.bytes:,}"
-            if describe(path) != should:
-                return f"{name} is not what was written: its SHA-256 differs"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+    with ThreadPoolExecutor(READERS) as readers:
+        complaints = readers.map(lambda name: _complaint(directory, name, files[name]), sorted(files)[share::shares])
+        return next((line for line in complaints if line is not None), None)
+
+
+def _complaint(directory: Path, name: str, should: File) -> str | None:
+    path = directory / name
+    try:
+        length = path.stat().st_size
+        if length != should.bytes:
+            return f"{name} has {length:,} bytes of {should.bytes:,}"
+        if describe(path) != should:
+            return f"{name} is not what was written: its SHA-256 differs"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     return None
 
 

@@ -11,7 +11,6 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -173,8 +172,7 @@ class Saver:
         mine = names[self._world.rank :: self._world.size]
 
         def check() -> dict[str, File]:
-            with ThreadPoolExecutor(state_files.THREADS) as readers:
-                found = dict(zip(mine, readers.map(lambda name: manifest.describe(partial / name), mine), strict=True))
+            found = manifest.describe_all(partial, mine)
             if wrong := [name for name, file in found.items() if hashes.get(name, file.sha256) != file.sha256]:
                 raise OSError(f"{wrong[0]} is not on the disk as it was written")
             return found
