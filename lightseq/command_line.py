@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
 from lightseq.lengths import UNITS, tokens
+from lightseq.mesh import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
@@ -33,6 +34,14 @@ def parse(argv: Sequence[str], program: str) -> TrainConfig:
         if not getattr(config, flag):
             raise ValueError(f"--{flag} is missing: {help_of[flag].removesuffix(' (required)')}")
     return config
+
+
+def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
+    """Whether the words ask for help; it is printed then, once for all ranks."""
+    asked = bool({"-h", "--help"} & set(words))
+    if asked and is_main_process():
+        print(text())
+    return asked
 
 
 def help_text(program: str, about: str = "") -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from lightseq.command_line import parse
+from lightseq.command_line import parse, shows_help
 from lightseq.config import TrainConfig
 from lightseq.endings import explained_out_of_memory
 from lightseq.evaluation_tasks import (
@@ -30,7 +30,7 @@ from lightseq.evaluation_tasks import (
 )  # fmt: skip
 from lightseq.family import Family
 from lightseq.masking import masked
-from lightseq.mesh import World, agree, is_main_process, secrets, start
+from lightseq.mesh import World, agree, secrets, start
 from lightseq.metrics import hardware, versions
 from lightseq.prepare import find_model
 from lightseq.run_facts import describe
@@ -51,9 +51,7 @@ UNUSED: Final = (
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq evaluate FLAGS`: its own and those of training."""
     words = list(argv)
-    if {"-h", "--help"} & set(words):
-        if is_main_process():
-            print(parser().format_help())
+    if shows_help(words, lambda: parser().format_help()):
         return 0
     with start(_timeout(words)) as world:
         asked, given = agree(world, lambda: flags(words))

@@ -74,9 +74,8 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        return (
-            "symmetric" if inside and self.config.transport.removesuffix(BLOCKING) in ("auto", "symmetric") else "nccl"
-        )
+        asked = self.config.transport.removesuffix(BLOCKING)
+        return "symmetric" if inside and asked in ("auto", "symmetric") else "nccl"
 
     @cached_property
     def tokens(self) -> int:

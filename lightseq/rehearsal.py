@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightseq.command_line import help_text, parse
+from lightseq.command_line import help_text, parse, shows_help
 from lightseq.config import TrainConfig
 from lightseq.family import Family
 from lightseq.masking import masked
 from lightseq.memory import GIB, Breakdown, advice
-from lightseq.mesh import World, agree, is_main_process, secrets, start
+from lightseq.mesh import World, agree, secrets, start
 from lightseq.metrics import hardware, versions
 from lightseq.parallelize import MOST_WHOLE_TOKENS
 from lightseq.prepare import Inputs, prepare
@@ -78,9 +78,7 @@ class Rehearsal:
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
-    if {"-h", "--help"} & set(argv):
-        if is_main_process():
-            print(help_text(f"python3 -m {PROGRAM}", ABOUT))
+    if shows_help(argv, lambda: help_text(f"python3 -m {PROGRAM}", ABOUT)):
         return 0
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with start(TrainConfig.step_timeout) as world:

@@ -140,8 +140,11 @@ def _parts(plan: SavePlan) -> list[SavePlan]:
     parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
     if len(parts) == 1:
         return [plan]
+    filled = [0] * len(parts)
     for item in sorted(plan.items, key=lambda item: sizes[item.index], reverse=True):
-        min(parts, key=lambda part: sum(sizes[i.index] for i in part)).append(item)
+        least = filled.index(min(filled))
+        parts[least].append(item)
+        filled[least] += sizes[item.index]
     names = plan.storage_data
     return [
         replace(plan, items=part, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightseq import checkpoint
-from lightseq.command_line import help_text, parse
+from lightseq.command_line import help_text, parse, shows_help
 from lightseq.config import TrainConfig
 from lightseq.endings import explained_silence
 from lightseq.family import Family
-from lightseq.mesh import agree, is_main_process, start
+from lightseq.mesh import agree, start
 from lightseq.prepare import after_restart, prepare
 from lightseq.trainer import Trainer
 from lightseq.watchdog import Watchdog
@@ -23,9 +23,7 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
     """
     words = list(sys.argv[1:] if argv is None else argv)
     program = program or f"{family.name}/train.py"
-    if {"-h", "--help"} & set(words):
-        if is_main_process():
-            print(help_text(program))
+    if shows_help(words, lambda: help_text(program)):
         return
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     timeout, stacks = _watched(words, program)

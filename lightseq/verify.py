@@ -21,11 +21,11 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.architecture import heads_of, with_layers
-from lightseq.command_line import help_text, parse
+from lightseq.command_line import help_text, parse, shows_help
 from lightseq.config import TrainConfig
 from lightseq.family import Family, resolve
 from lightseq.kernels import KernelSpec
-from lightseq.mesh import World, agree, check_sequence_size, is_main_process, secrets, start
+from lightseq.mesh import World, agree, check_sequence_size, secrets, start
 from lightseq.prepare import Inputs, prepare
 from lightseq.rehearsal import NOWHERE, shared_folder
 from lightseq.verify_kernels import kernel_rows
@@ -51,9 +51,7 @@ DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence 
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
-    if {"-h", "--help"} & set(argv):
-        if is_main_process():
-            print(help_text(f"python3 -m {PROGRAM}", ABOUT))
+    if shows_help(argv, lambda: help_text(f"python3 -m {PROGRAM}", ABOUT)):
         return 0
     with start(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
