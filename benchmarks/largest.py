@@ -28,14 +28,18 @@ from rich.table import Table
 
 import llama3
 from benchmarks.flags import Parser, length, listed, one_of, positive
-from benchmarks.longest import Probe, next_length, provenance_of, rehearsed, run_searches, write
+from benchmarks.longest import Probe, hardware_of, next_length, provenance_of, rehearsed, run_searches, write
+from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine
 from lightseq.architecture import with_layers
+from lightseq.command_line import parse
 from lightseq.family import preset_config
 from lightseq.flops import total_parameters
 from lightseq.metrics import read_records
+from lightseq.plan import make_plan
 from lightseq.plan_rates import GIB
+from lightseq.plan_run import PlannedRun
 from lightseq.weights import build_on_meta
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
@@ -99,7 +103,7 @@ def parser() -> Parser:
     out.add_argument("--flags", default="--torch_compile True", metavar="WORDS", help="training flags")
     out.add_argument("--nproc_per_node", type=positive, default=gpus, metavar="N", help="GPUs of this host")
     out.add_argument("--gpu_memory", type=float, metavar="GIB", help="take a GPU to have no more")
-    out.add_argument("--first", type=positive, default=8, metavar="S", help="scale to begin with (default: 8)")
+    out.add_argument("--first", type=positive, metavar="S", help="scale to begin with (default: what the plan says)")
     out.add_argument("--timeout", type=float, default=600.0, help="seconds one size may take (default: 600)")
     out.add_argument("--output", type=Path, default=Path("outputs/largest.jsonl"), metavar="FILE", help="JSONL")
     out.add_argument("--commit", help="what the records name where there is no git to ask")
@@ -113,7 +117,8 @@ def search_of(search: Search, flags: argparse.Namespace, machine: Machine) -> di
     if done := [r for r in old if r["benchmark"] == "largest"]:
         return done[-1]
     probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]
-    while (scale := next_length({p.length: p.fits for p in probes}, flags.first, 0.0, 1)) is not None:
+    first = flags.first or planned(search, machine)
+    while (scale := next_length({p.length: p.fits for p in probes}, first, 0.0, 1)) is not None:
         if scale > MOST or any(p.length == 1 and not p.fits for p in probes):
             break
         probes.append(try_out(search, scale, flags.timeout))
@@ -122,6 +127,22 @@ def search_of(search: Search, flags: argparse.Namespace, machine: Machine) -> di
     found = {"benchmark": "largest", **key, **limit(search, probes), **provenance}
     write(flags.output, found)
     return found
+
+
+def planned(search: Search, machine: Machine) -> int:
+    """Where to begin: the largest scale that should fit, by the same search with the plan for an answer."""
+    hardware = hardware_of(machine, search.gpus, search.gpu_memory)
+
+    def fits(scale: int) -> bool:
+        if search.what == "weights":
+            return WEIGHT_BYTES * parameters(search.name(scale)) <= hardware.gpu_memory
+        config = parse([*NEEDED, *search.words(scale)], "")
+        return make_plan(PlannedRun(preset_config(llama3.FAMILY, search.name(scale)), config, hardware)).fits
+
+    known: dict[int, bool] = {}
+    while (scale := next_length(known, 8, 0.0, 1)) is not None and min([*known, MOST]) > 1 and scale <= MOST:
+        known[scale] = fits(scale)
+    return max((scale for scale, fitting in known.items() if fitting), default=1)
 
 
 def try_out(search: Search, scale: int, timeout: float) -> Probe:

@@ -43,7 +43,7 @@ from lightseq.rehearsal import RECORD
 
 ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too long; anything else is an error
 S = TypeVar("S")
-FIRST_STEP = 1.25  # from the first guess on, until it is known on which side of the limit it was
+FIRST_STEP = 0.05  # of the first guess, about as far as a plan is off; steps double until the limit lies between two
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,16 @@ class Probe:
 
 def next_length(known: Mapping[int, bool], guess: int, resolution: float, step: int) -> int | None:
     """The length to rehearse next, a multiple of `step`; None once the limit is known to `resolution` of itself."""
-    low = max((n for n, fits in known.items() if fits), default=0)
-    high = min((n for n, fits in known.items() if not fits), default=None)
     if not known:
         return max(step, guess // step * step)
+    low = max((n for n, fits in known.items() if fits), default=0)
+    high = min((n for n, fits in known.items() if not fits), default=None)
+    stride = max(step, FIRST_STEP * max(known), 2 * (max(known) - min(known)))
     if high is None:
-        return max(low + step, -(-int(low * FIRST_STEP) // step) * step)
+        return -(-int(low + stride) // step) * step
     if high - low <= max(step, resolution * low):
         return None
-    middle = int(high / FIRST_STEP) if low == 0 and high > 4 * step else (low + high) // 2
+    middle = max((low + high) // 2, int(high - stride)) if low == 0 else (low + high) // 2
     return max(step, middle // step * step)
 
 
@@ -188,11 +189,16 @@ def provenance_of(commit: str | None, machine: Machine) -> dict[str, Any]:
 def planned(search: Search, machine: Machine) -> int:
     """Where to begin."""
     _, model = model_of(search.model)
-    chip = chip_of_device(machine.hardware.get("device") or "") or CHIPS["h200"]
-    gpu = chip.memory_bytes if search.gpu_memory is None else search.gpu_memory * GIB
-    host = psutil.virtual_memory().total if search.host_memory is None else search.host_memory * GIB
-    hardware = Hardware(chip, search.gpus, search.gpus, gpu, host)
+    hardware = hardware_of(machine, search.gpus, search.gpu_memory, search.host_memory)
     return longest_planned(PlannedRun(model, search.config(search.words), hardware)) or 1
+
+
+def hardware_of(machine: Machine, gpus: int, gpu_memory: float | None, host_memory: float | None = None) -> Hardware:
+    """What a plan is made for: one host, with the memory that was asked for in GiB, else what there is."""
+    chip = chip_of_device(machine.hardware.get("device") or "") or CHIPS["h200"]
+    gpu = chip.memory_bytes if gpu_memory is None else gpu_memory * GIB
+    host = psutil.virtual_memory().total if host_memory is None else host_memory * GIB
+    return Hardware(chip, gpus, gpus, gpu, host)
 
 
 def rehearse(search: Search, tokens: int, timeout: float) -> Probe:
