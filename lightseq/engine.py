@@ -1,6 +1,6 @@
 """What holds a model across ranks, differentiates and updates it: FSDP2 here, DeepSpeed in deepspeed_engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq import adapters, checkpoint, pinned, weights
+from lightseq import adapters, checkpoint, weights
 from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
 from lightseq.mesh import Meshes, World, agree, use_host_cores
@@ -24,6 +24,7 @@ from lightseq.optimization import (
     step_if_finite,
 )
 from lightseq.parallelize import Techniques, parallelize
+from lightseq.pinned import PinnedMemory
 from lightseq.prepare import Inputs
 from lightseq.stopwatch import Stopwatch
 
@@ -101,13 +102,18 @@ class FsdpEngine:
         if on_host:
             self.parameters += ", in host memory"
             use_host_cores(world)
-        weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None)
-        if on_host and world.device.type == "cuda":
-            # FSDP2 would, with a copy of each that torch rounds up to a power of two.
-            self._pinned = agree(world, lambda: pinned.lock(local_part(p.detach()) for p in self.model.parameters()))
+        agree(world, lambda: self._materialize(world, on_host))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
         self._scaler = LossScaler() if config.fp16 else None
+
+    def _materialize(self, world: World, on_host: bool) -> None:
+        """On the host weights are page-locked in place, where FSDP2 would copy each into a power of two of bytes."""
+        self._locked = PinnedMemory()
+        locks = on_host and world.device.type == "cuda"
+        lock: Callable[[Tensor], object] = self._locked.lock if locks else (lambda local: None)
+        weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None, lock)
+        self._locked.keep(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()

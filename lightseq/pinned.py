@@ -34,13 +34,11 @@ class PinnedMemory:
             self._locked.append(buffer)
         return buffer
 
-
-def lock(tensors: Iterable[Tensor]) -> PinnedMemory:
-    """Locks tensors where they are, for as long as what is returned lives."""
-    made = PinnedMemory()
-    for tensor in tensors:
-        made.lock(tensor)
-    return made
+    def keep(self, used: Iterable[Tensor]) -> None:
+        """Lets go of all buffers but these: FSDP2 copies a shard that it pads."""
+        places = {tensor.data_ptr() for tensor in used}
+        _unlock([buffer for buffer in self._locked if buffer.data_ptr() not in places])
+        self._locked[:] = [buffer for buffer in self._locked if buffer.data_ptr() in places]
 
 
 def plain(shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -60,13 +60,26 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def materialize(model: PreTrainedModel, device: torch.device, parameters_on: torch.device | None = None) -> None:
+def materialize(
+    model: PreTrainedModel,
+    device: torch.device,
+    parameters_on: torch.device | None = None,
+    made: Callable[[Tensor], object] = lambda local: None,
+) -> None:
     """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
 
-    Parameters are made on `parameters_on`, where that is not the device that computes.
+    Parameters are made on `parameters_on`, where that is not the device that computes. `made` gets what this rank holds
+    of each, before anyone else does: FSDP2 copies what has to be page-locked and is not.
     """
-    model.to_empty(device=parameters_on or device)
-    if model.config.tie_word_embeddings:  # to_empty gave the two ends of the tie memory of their own
+
+    def empty(like: Tensor) -> Tensor:
+        new = torch.empty_like(like, device=parameters_on or device)
+        if isinstance(like, nn.Parameter):
+            made(local_part(new)[0])
+        return new
+
+    model._apply(empty)
+    if model.config.tie_word_embeddings:  # the two ends of the tie got memory of their own
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device)
 

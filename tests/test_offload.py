@@ -6,12 +6,16 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import hf, offload, pinned
+from lightseq import hf, offload, weights
 from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
+from lightseq.optimization import local_part
+from lightseq.pinned import PinnedMemory
 from lightseq.policies import KEEP_MLP
 from lightseq.remat import apply_remat
 
@@ -233,21 +237,67 @@ def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: 
         HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
 
 
-def test_tensors_are_locked_where_they_are_until_the_lock_is_dropped(locks: "Locks") -> None:
-    tensors = [torch.zeros(n) for n in (3, 0, 70)]
-    held = pinned.lock(tensors)
+def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "Locks") -> None:
+    memory, tensors = PinnedMemory(), [torch.zeros(n) for n in (3, 0, 70)]
+    for tensor in tensors:
+        memory.lock(tensor)
     assert locks.now == {tensors[0].data_ptr(): 12, tensors[2].data_ptr(): 280}
-    del held
+    memory.keep(tensors[:2])
+    assert locks.now == {tensors[0].data_ptr(): 12}
+    del memory
     assert not locks.now
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+def test_weights_on_the_host_are_locked_before_fsdp2_copies_them(device: str) -> None:
+    """It looks as soon as a weight has memory. Of rows that do not divide it copies the last rank's, which it pads."""
+    assert spawn(2, _places_of_host_weights, device, True, device=device) == [set(), {"lm_head", "model.embed_tokens"}]
+
+
+def test_without_a_lock_fsdp2_copies_every_weight_on_the_host() -> None:
+    first, last = spawn(2, _places_of_host_weights, "cpu", False)
+    assert len(first) == len(last) == 3 + 9 * 2
+
+
+def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
+    """The weights that do not lie where they were made."""
+    host = Locks()
+    if device == "cpu":
+        torch.cuda.cudart = lambda: host  # type: ignore[assignment]
+        Tensor.is_pinned = lambda self: self.data_ptr() in host.now  # type: ignore[assignment]
+        Tensor.pin_memory = Tensor.clone  # type: ignore[method-assign,assignment]
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    model = weights.build_on_meta(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1))
+    place, mesh = CPUOffloadPolicy(pin_memory=True), init_device_mesh(device, (2,))
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh, offload_policy=place)
+    memory = PinnedMemory()
+    made: list[Tensor] = []
+
+    def take(local: Tensor) -> None:
+        made.append(local)
+        if locks:
+            memory.lock(local)
+
+    weights.materialize(model, torch.device(device), torch.device("cpu"), take)
+    held = {name.removesuffix(".weight"): local_part(p) for name, p in model.named_parameters()}
+    memory.keep(held.values())
+    if device == "cuda":
+        assert all(local.is_pinned() for local in held.values())
+    moved = {name for name, local in held.items() if local.data_ptr() not in {x.data_ptr() for x in made}}
+    if device == "cpu" and locks:
+        assert set(host.now) == {local.data_ptr() for name, local in held.items() if name not in moved}
+    return moved
 
 
 @pytest.mark.gpu(1)
 def test_what_is_locked_is_pinned_to_torch_and_can_be_locked_again_later() -> None:
     tensor = torch.zeros(1000, 1001)
     for _ in range(2):
-        held = pinned.lock([tensor])
+        memory = PinnedMemory()
+        memory.lock(tensor)
         assert tensor.is_pinned(), "or FSDP2 would make a copy"
-        del held
+        del memory
         assert not tensor.is_pinned()
 
 

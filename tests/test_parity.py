@@ -283,7 +283,8 @@ def test_ten_steps_equal_one_process(tmp_path: Path) -> None:
 def test_training_on_gpus_equals_one_process(world: int, tmp_path: Path) -> None:
     """In float32, where the kernel is the plain one: everything around it."""
     cases = [*_each_schedule(world, 2), *_each_schedule(world, 1)[::2]]
-    _run(tmp_path, world, [*cases, Case("tiny-llama3", "zigzag", 1, 3, fsdp="")], steps=1, device_type="cuda")
+    cases += [Case("tiny-llama3", "zigzag", 1, 3, fsdp=""), Case("tiny-llama3", "zigzag", 2, 3, offload="both")]
+    _run(tmp_path, world, cases, steps=1, device_type="cuda")
 
 
 def step_without_waiting(rank: int, folder: str) -> float:
