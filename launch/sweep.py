@@ -25,7 +25,7 @@ from rich.console import Console
 from launch import sweep_table
 from launch.host_gpus import gpus_here
 from launch.sweep_cells import Cell, expand
-from launch.sweep_estimate import assumed, estimate, measured
+from launch.sweep_estimate import assumed, check_device, estimate, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_lock import LOG, check_ended, sweep_lock
 from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--only", action="append", metavar="NAME", help="cells whose name has this in it (* and ? match)")
     out.add_argument("--retry-failed", action="store_true", help="run cells again that failed or took too long")
     out.add_argument("--timeout", type=float, metavar="SECONDS", help="of a cell, instead of the file's")
-    out.add_argument("--device", metavar="NAME", help='GPU to estimate for, as "NVIDIA H100" (default: the one here)')
+    out.add_argument("--device", metavar="NAME", help="GPU to estimate for, as h100 (default: the one here)")
     out.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
         help="another value than the file's, in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
@@ -121,7 +121,7 @@ def show(
     console = Console(highlight=False)
     todo = [cell for cell in chosen if records[cell.name].status != "done"]
     ran = measured(cells, records) if todo else []
-    device = device or gpus_here().name
+    device = check_device(device) if device else gpus_here().name
     times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
     source = "by the cells that ran" if ran else assumed(device)
     console.print(sweep_table.describe(sweep), markup=False)

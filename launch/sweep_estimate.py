@@ -97,6 +97,16 @@ def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of
     return preset_config(known, preset) if known.preset(preset) else None
 
 
+def check_device(device: str) -> str:
+    """The name of a GPU whose peak is known, however it is spelt. Raises ValueError for any other."""
+    found = next((name for name in (device, device.upper()) if _peak(name) is not None), None)
+    if found is None:
+        raise ValueError(
+            f'--device {device} is not known; give what torch calls a GPU, as "NVIDIA H100 80GB HBM3", or h100'
+        )
+    return found
+
+
 def _peak(device: str) -> float | None:
     from lightseq.flops import peak_flops_per_second
 

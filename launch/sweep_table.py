@@ -43,7 +43,8 @@ def table(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[s
     for setting in settings:
         numbers = all((cell.settings.get(setting) or "0").isdecimal() for cell in cells)
         heading = label(setting).replace("_", "_\n")  # the names of flags are wider than their values
-        out.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+        whole = setting == "model_name_or_path"  # a name cut in two is hard to read
+        out.add_column(heading, justify="right" if numbers else "left", overflow="fold", no_wrap=whole)
     out.add_column("status", no_wrap=True)
     out.add_column("time", justify="right", no_wrap=True)
     for number, cell in enumerate(cells, 1):

@@ -251,13 +251,18 @@ class Blocking:
 
 
 class NoTransport:
-    """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication."""
+    """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication.
+
+    Fresh memory holds zeros, on which a GPU at its power limit computes a tenth faster than on what would have come: a
+    place that is seen for the first time gets data of this rank's own.
+    """
 
     name, passed_over = "none", ""
     buffer_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
+        self._seen: set[tuple[int, int]] = set()
         self._device = device
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
 
@@ -279,6 +284,10 @@ class NoTransport:
         copy: Copy | None = None,
     ) -> Callable[[], None]:
         received = [r.there if r.into is None else r.into for r in receives]
+        for _, there, into in receives:
+            if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
+                self._seen.add(place)
+                into.copy_(there)
         return lambda: then(received) if then is not None else None
 
 

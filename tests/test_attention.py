@@ -15,7 +15,7 @@ from worlds import GPU_WORLDS, spawn
 
 from lightseq import executor
 from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
-from lightseq.comm import SendRecvTransport
+from lightseq.comm import NoTransport, Receive, SendRecvTransport
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
 from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES, Mask
@@ -315,6 +315,17 @@ def _without_transport(rank: int) -> None:
         whole = _whole(16, heads, 8)
         q, k, v = (shard(x, context.layout, rank) for x in whole[:3])
         assert (attention(q, k, v, context)[0] - _expected(whole)[0][:, :4]).abs().max() < 1e-12
+
+
+def test_what_would_have_come_is_not_zeros_where_nothing_moves() -> None:
+    """Kernels are faster on zeros, and the time that communication takes would seem longer."""
+    transport = NoTransport(torch.device("cpu"))
+    there, into = torch.randn(3, 4), torch.zeros(3, 4)
+    transport.exchange([], [Receive(1, there, into), Receive(1, there, None)])()
+    assert torch.equal(into, there)
+    into.zero_()
+    transport.exchange([], [Receive(1, there, into)])()
+    assert not into.any(), "once is enough: a copy takes time"
 
 
 def test_a_schedule_without_a_transport_runs_and_moves_nothing() -> None:

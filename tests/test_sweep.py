@@ -16,6 +16,7 @@ import pytest
 
 from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
+from launch.sweep_estimate import check_device
 from launch.sweep_run import cause
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -370,3 +371,9 @@ time.sleep(1)
 with (output.parent / "seen").open("a") as seen:
     print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), begin, time.monotonic()]), file=seen)
 """
+
+
+def test_a_gpu_to_estimate_for_may_be_spelt_short_and_must_be_known() -> None:
+    assert check_device("h100") == "H100" and check_device("NVIDIA H200") == "NVIDIA H200"
+    with pytest.raises(ValueError, match="--device h300 is not known; give what torch calls a GPU"):
+        check_device("h300")
