@@ -44,7 +44,7 @@ class Architecture:
     layers: int
     heads: Heads
     total: int  # each once, however often it is used
-    tensors: int  # that the parameters are in
+    sizes: tuple[int, ...]  # of the tensors that the parameters are in
     layer_linears: int  # weights of the linears in all layers
     ending_linears: int  # of them, those with which a layer ends: a backward pass never needs what they give out
     head: int  # weights of the LM head, tied or not
@@ -134,7 +134,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         layers=len(layers),
         heads=heads,
         total=sum(p.numel() for p in model.parameters()),
-        tensors=len([*model.parameters()]),
+        sizes=tuple(p.numel() for p in model.parameters()),
         layer_linears=sum(linear.weight.numel() for linear in _linears(layers)),
         ending_linears=sum(linear.weight.numel() for linear in ends),
         head=head.weight.numel(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
 from lightseq.mlp import TILE_TOKENS
@@ -108,8 +109,16 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     away = [size for group in range(run.groups) for size in _waits(run, placement, group)]
     if run.group > 1 and set(placement.layers) & set(AWAY):
         away += (run.group - 1) * _leaving(run, OFFLOAD)  # of a group that runs again
-    states = sum(_states(run)) if run.state_on_host else 0.0
+    states = sum(_states(run)) + _rounded_gradients(run) if run.state_on_host else 0.0
     return PROCESS_BYTES + sum(away) + states
+
+
+def _rounded_gradients(run: PlannedRun) -> float:
+    """What torch, which pins gradients as they come, takes beyond them: every piece is a power of two of bytes."""
+    if run.adapters:  # small
+        return 0.0
+    shards = [FLOAT32 * ceil(size / run.shards) for size in run.made_of.sizes]
+    return float(sum((1 << (size - 1).bit_length()) - size for size in shards))
 
 
 def _waits(run: PlannedRun, placement: Placement, group: int) -> list[int]:

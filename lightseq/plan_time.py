@@ -154,7 +154,7 @@ def update_seconds(run: PlannedRun) -> float:
         return run.local_trained / rate + clipped / HOST_UPDATE_RATE
     if run.state_on_host:
         return moved / HOST_UPDATE_RATE
-    return moved / memory_rate(run) + run.made_of.tensors * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
+    return moved / memory_rate(run) + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
 
 
 def memory_rate(run: PlannedRun) -> float:

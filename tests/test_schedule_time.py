@@ -136,7 +136,7 @@ def _waited_for_the_host(point: Point) -> bool:
     return point.shape.length < 32 * K and schedule.world > 1 and not whole
 
 
-@pytest.mark.parametrize("name", ["attention-4xh200", "attention-4xh200-512k"])
+@pytest.mark.parametrize("name", ["attention-4xh200", "attention-4xh200-512k", "attention-2xh200-overlap"])
 def test_default_rates_are_near_what_was_measured(name: str) -> None:
     points = [p for p in read_points(RESULTS / f"{name}.jsonl") if not _waited_for_the_host(p)]
     assert len(points) >= 2
