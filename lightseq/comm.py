@@ -76,13 +76,15 @@ class Transport(Protocol):
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
         copy: Copy | None = None,
+        idle: bool = False,
     ) -> Callable[[], None]:
         """Starts every message, and returns a function after which what was received may be used.
 
         Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
         in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
         to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
-        `copy` is for a transport that has many small tensors to copy.
+        `copy` is for a transport that has many small tensors to copy. `idle`: the caller's stream has nothing to do until
+        everything is there, and may be given work.
         """
         ...
 
@@ -118,6 +120,7 @@ class SendRecvTransport:
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
         copy: Copy | None = None,
+        idle: bool = False,
     ) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, _real(s.tensor), self._peers[s.dst], self._group) for s in sends]
         received = []
@@ -188,13 +191,15 @@ class SymmetricTransport:
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
         copy: Copy | None = None,
+        idle: bool = False,
     ) -> Callable[[], None]:
         current = torch.cuda.current_stream()
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
+        own = [r for r in receives if r.src == self._rank]  # lies there already
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            # What this rank has for itself lies there already: it is copied while the others come to the barrier.
-            _fetch([r for r in receives if r.src == self._rank], copy)
+            if not idle:  # or beside the barrier and what comes from others
+                _fetch(own, copy)
             if fresh:
                 self._handle.barrier()
                 current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
@@ -205,6 +210,8 @@ class SymmetricTransport:
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
+        if idle:
+            _fetch(own, copy)
         in_use = [then]  # and all that it holds: freed before, its memory could be written to while still being read
 
         def wait() -> None:
@@ -282,6 +289,7 @@ class NoTransport:
         then: Callable[[list[Tensor]], None] | None = None,
         fresh: bool = True,
         copy: Copy | None = None,
+        idle: bool = False,
     ) -> Callable[[], None]:
         received = [r.there if r.into is None else r.into for r in receives]
         for _, there, into in receives:

@@ -88,7 +88,8 @@ class Run:
 
         if not step.travels:
             return lambda: then([])
-        return self._transport.exchange([Send(*s) for s in step.sends], receives, then, step.fresh, self._launches.copy)
+        sends, copy = [Send(*s) for s in step.sends], self._launches.copy
+        return self._transport.exchange(sends, receives, then, step.fresh, copy, idle=not step.tiles)
 
     def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
         by_item: dict[str, dict[Place, list[Bundle]]] = {}
