@@ -17,7 +17,6 @@ from typing import Any, Final, NoReturn
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
 from lightseq.lengths import UNITS, tokens
-from lightseq.mesh import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
@@ -38,10 +37,13 @@ def parse(argv: Sequence[str], program: str) -> TrainConfig:
 
 def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
     """Whether the words ask for help; it is printed then, once for all ranks."""
-    asked = bool({"-h", "--help"} & set(words))
-    if asked and is_main_process():
+    if not {"-h", "--help"} & set(words):
+        return False
+    from lightseq.mesh import is_main_process  # torch comes with it: two seconds for who only reads flags
+
+    if is_main_process():
         print(text())
-    return asked
+    return True
 
 
 def help_text(program: str, about: str = "") -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -257,3 +259,9 @@ def test_parsing_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(ValueError):
             given(words)
     assert capfd.readouterr() == ("", "")
+
+
+def test_flags_are_read_without_torch() -> None:
+    """Sweeps read those of every cell, and torch takes seconds to import."""
+    code = "import sys, lightseq.command_line; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
