@@ -51,18 +51,7 @@ def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytes
 
     monkeypatch.setattr(largest, "rehearsed", rehearsed)
     file = tmp_path / "largest.jsonl"
-    words = [
-        "--what",
-        "training",
-        "--strategies",
-        "all",
-        "--nproc_per_node",
-        "4",
-        "--first",
-        "8",
-        "--output",
-        str(file),
-    ]
+    words = f"--what training --strategies all --nproc_per_node 4 --first 8 --output {file}".split()
     assert main([*words, "--flags", "--remat full", "--length", "2K"]) == 0
     found = read_records(file)[-1]
     assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
