@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.mlp import is_gated
+from lightseq.projections import has_projections
 from lightseq.tokens import first_line
 from lightseq.weights import build_on_meta
 
@@ -41,6 +42,7 @@ class Architecture:
     window: int | None  # tokens that a token of some layer sees at most; None: all
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
+    plain_projections: bool  # of attention: four linears without bias
     layers: int
     heads: Heads
     total: int  # each once, however often it is used
@@ -131,6 +133,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         window=sliding_window(config),
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
+        plain_projections=all(map(has_projections, layers)),
         layers=len(layers),
         heads=heads,
         total=sum(p.numel() for p in model.parameters()),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightseq.policies import KEEP_MLP, POLICIES
+from lightseq.policies import KEEPING_MLP, POLICIES
 
 if TYPE_CHECKING:  # which is made of these checks
     from lightseq.config import TrainConfig
@@ -192,9 +192,11 @@ def _check_memory(config: TrainConfig) -> None:
         raise ValueError(
             "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
         )
-    if config.remat == KEEP_MLP and (config.tile_layers or config.fp8):
+    if config.remat in KEEPING_MLP and (config.tile_layers or config.fp8):
         given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
-        raise ValueError(f"--remat {KEEP_MLP} keeps what the MLP makes, which {given} does not; give --remat attention")
+        raise ValueError(
+            f"--remat {config.remat} keeps what the MLP makes, which {given} does not; give --remat attention"
+        )
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")

@@ -10,7 +10,7 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from lightseq.architecture import examine
-from lightseq.policies import KEEP_MLP, POLICIES
+from lightseq.policies import KEEP_LINEARS, KEEP_MLP, POLICIES
 
 # Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
 # by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
@@ -71,15 +71,15 @@ def recompute_flops(
 ) -> int:
     """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
-    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's. The down
-    projection is never repeated: it ends its layer, and no gradient needs what it gives out. What flash kernels repeat
-    inside is not counted.
+    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's, and
+    `attention+linears` none. The down projection is never repeated: it ends its layer, and no gradient needs what it
+    gives out. What flash kernels repeat inside is not counted.
     Layers that are `grouped` under one checkpoint run forward once more before that. Layers that are `tiled` repeat
     their last product too, and the projections to q, k and v once more, for attention's backward pass.
     """
     assert remat in POLICIES, remat
     found = examine(config)
-    repeated = 0 if remat == "none" else found.layer_linears - found.ending_linears
+    repeated = 0 if remat in ("none", KEEP_LINEARS) else found.layer_linears - found.ending_linears
     if remat == KEEP_MLP:
         repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
     attention = attention_forward_flops(config, length) if remat == "full" else 0

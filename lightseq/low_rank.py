@@ -59,6 +59,14 @@ def gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Te
     return into
 
 
+def is_linear(module: Any) -> bool:
+    """Whether it is one that `linear_of` takes: without bias, as it is or with a single adapter without dropout."""
+    names = list(getattr(module, "lora_A", ()))
+    if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
+        module = module.base_layer
+    return type(module) is nn.Linear and module.bias is None
+
+
 def linear_of(module: Any, dtype: torch.dtype) -> Linear:
     """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
     if isinstance(module, nn.Linear):

@@ -9,7 +9,7 @@ from lightseq.architecture import heads_of
 from lightseq.config import TrainConfig
 from lightseq.loss import CHUNK_TOKENS
 from lightseq.optimization import EIGHT_BIT, local_part
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
 
 GIB = 2.0**30
 MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
@@ -75,12 +75,19 @@ def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) 
 
 
 def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
-    """What a checkpointed layer keeps of a token: its input, under `attention` the operator's out and lse, and under
-    `attention+mlp` gate and up besides."""
+    """What a checkpointed layer keeps of a token: its input, under `attention` the operator's out and lse, under
+    `attention+mlp` gate and up besides, and under `attention+linears` what attention's four projections give."""
     heads = heads_of(model)
     attention = 0 if policy == "full" else heads.query * (heads.dim * element + 4)
-    products = 2 * model.intermediate_size * element if policy == KEEP_MLP else 0
-    return model.hidden_size * element + attention + products
+    products = 2 * model.intermediate_size * element if policy in KEEPING_MLP else 0
+    projections = sum(projection_widths(model)) * element if policy == KEEP_LINEARS else 0
+    return model.hidden_size * element + attention + products + projections
+
+
+def projection_widths(model: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Of q, k, v and the output."""
+    heads = heads_of(model)
+    return heads.query * heads.dim, heads.key_value * heads.dim, heads.key_value * heads.dim, model.hidden_size
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
@@ -95,7 +102,7 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     """The knob that moves the largest part which a knob can move."""
     states = parts.parameters + parts.gradients + parts.optimizer
     options: list[tuple[int, str]] = []
-    if config.remat_policy in ("none", KEEP_MLP):
+    if config.remat_policy in ("none", *KEEPING_MLP):
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
     elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"

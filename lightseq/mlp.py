@@ -14,7 +14,7 @@ from transformers.activations import SiLUActivation
 from lightseq.keeping import results_of
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
-from lightseq.low_rank import Linear, gradient_of_input, linear_of
+from lightseq.low_rank import Linear, gradient_of_input, is_linear, linear_of
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -47,18 +47,7 @@ def tile_mlps(
 def is_gated(mlp: Any) -> bool:
     """Whether it is one that `tile_mlps` replaces."""
     linears = [getattr(mlp, name, None) for name in LINEARS]
-    known = all(_is_plain(x) or _is_adapted(x) for x in linears)
-    return known and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
-
-
-def _is_plain(linear: Any) -> bool:
-    return type(linear) is nn.Linear and linear.bias is None
-
-
-def _is_adapted(linear: Any) -> bool:
-    """One of peft's, with a single adapter and no dropout."""
-    names = list(getattr(linear, "lora_A", ()))
-    return len(names) == 1 and _is_plain(linear.base_layer) and type(linear.lora_dropout[names[0]]) is nn.Identity
+    return all(map(is_linear, linears)) and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 @cache

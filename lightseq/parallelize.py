@@ -22,7 +22,8 @@ from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload, layers_in_flight
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.projections import keep_projections
 from lightseq.remat import apply_remat, checkpoint_groups
 from lightseq.stopwatch import Stopwatch
 from lightseq.tiled import tile_layers
@@ -181,7 +182,9 @@ def transform(
     shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
-        tile_mlps(layers, first_tile_only, shrink, keep=techniques.remat == KEEP_MLP)
+        tile_mlps(layers, first_tile_only, shrink, keep=techniques.remat in KEEPING_MLP)
+    if techniques.remat == KEEP_LINEARS:
+        keep_projections(layers)
     offload, inner = _offloads(techniques, device, first_tile_only)
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one

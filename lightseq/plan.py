@@ -26,7 +26,7 @@ from lightseq.plan_memory import at_backward_begin, host_by_layer, host_bytes, i
 from lightseq.plan_rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.plan_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEP_MLP
 from lightseq.tiled import KNOWN
 
 K = 2**10
@@ -243,7 +243,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
     asked = run.config
     choices: dict[str, list[object]] = {
         "torch_compile": list({asked.torch_compile, True}),
-        "remat": ["none", *([KEEP_MLP] if run.made_of.gated_mlp else []), "attention", "full"],
+        "remat": ["none", *_keeping(run), "attention", "full"],
         "offload": ["none", "activations", "optimizer", "both"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],
@@ -259,6 +259,13 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
             continue  # flags that exclude each other
         if changes:
             yield changes, dataclasses.replace(run, config=config)
+
+
+def _keeping(run: PlannedRun) -> list[str]:
+    """Between nothing and attention, what a checkpoint can keep of the model's layers."""
+    if not run.made_of.gated_mlp:
+        return []
+    return [*([KEEP_LINEARS] if run.made_of.plain_projections else []), KEEP_MLP]
 
 
 def _words(before: TrainConfig, after: TrainConfig) -> str:

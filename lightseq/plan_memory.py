@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of
+from lightseq.memory import Breakdown, checkpoint_bytes, loss_bytes, moments_of, projection_widths
 from lightseq.mlp import TILE_TOKENS
 from lightseq.offload import layers_in_flight
 from lightseq.plan_attention import AttentionMemory, attention_memory
@@ -30,7 +30,7 @@ from lightseq.plan_rates import (
     Widths,
 )
 from lightseq.plan_run import PlannedRun
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEP_MLP, KEEPING_MLP
 
 FLOAT32 = 4
 TOKEN_BYTES = 3 * 8  # ids, positions and labels
@@ -100,7 +100,9 @@ def _leaving(run: PlannedRun, state: str) -> list[int]:
     kept = [hidden * run.element]
     if state == OFFLOAD and run.config.remat_policy != "full":
         kept += [attention * run.element, FLOAT32 * run.heads]
-        kept += [intermediate * run.element] * (2 if run.config.remat_policy == KEEP_MLP else 0)
+        kept += [intermediate * run.element] * (2 if run.config.remat_policy in KEEPING_MLP else 0)
+        if run.config.remat_policy == KEEP_LINEARS:
+            kept += [width * run.element for width in projection_widths(run.model)]
     return [run.tokens * size for size in kept]
 
 
@@ -207,9 +209,8 @@ def _comes_back(run: PlannedRun, placement: Placement, group: int) -> bool:
 
 def _products(run: PlannedRun) -> float:
     """Bytes of a token that a layer keeps of its gate and up."""
-    policy = run.config.remat_policy
-    both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (policy, "attention"))
-    return both - attention if policy == KEEP_MLP else 0.0
+    both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (KEEP_MLP, "attention"))
+    return both - attention if run.config.remat_policy in KEEPING_MLP else 0.0
 
 
 def _end_of_backward(run: PlannedRun) -> Moment:

@@ -32,7 +32,7 @@ from lightseq.plan_rates import (
     attention_rates,
 )  # fmt: skip
 from lightseq.plan_run import PlannedRun
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEP_MLP
 from lightseq.schedule_choice import Choice, priced
 from lightseq.schedule_cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule_time import Estimate, Rates
@@ -93,7 +93,7 @@ def matrix_seconds(run: PlannedRun) -> float:
     if run.config.tile_layers:  # layers once more, and the projections twice
         projections = hidden * (attention + 2 * key_value)
         products += linear + projections * (2 if run.config.remat_policy == "full" else 1)
-    elif run.config.remat_policy != "none":
+    elif run.config.remat_policy not in ("none", KEEP_LINEARS):
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.config.remat_policy == KEEP_MLP:
             products -= 2 * hidden * intermediate

@@ -29,7 +29,7 @@ from lightseq.mesh import World, check_devices, check_sequence_size
 from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 
@@ -292,10 +292,15 @@ def check_layers(config: TrainConfig, found: Architecture) -> None:
     """Raises ValueError for what the flags ask of layers that are not made for it."""
     if config.tile_layers:
         check_layer_class(found.layer_class)
-    if config.remat_policy == KEEP_MLP and not found.gated_mlp:
+    if config.remat_policy in KEEPING_MLP and not found.gated_mlp:
         raise ValueError(
-            f"--remat {KEEP_MLP} keeps gate and up of an MLP of plain linears, and {found.layer_class} has another; "
-            "give --remat attention"
+            f"--remat {config.remat_policy} keeps gate and up of an MLP of plain linears, and {found.layer_class} has "
+            "another; give --remat attention"
+        )
+    if config.remat_policy == KEEP_LINEARS and not found.plain_projections:
+        raise ValueError(
+            f"--remat {KEEP_LINEARS} keeps what four linears without bias give around attention, and "
+            f"{found.layer_class} has others; give --remat attention+mlp"
         )
     asked = config.fsdp_transformer_layer_cls_to_wrap
     if asked is not None and asked != found.layer_class:

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: nothing, all of a layer but attention (and the MLP's products), or everything."""
+"""What the backward pass recomputes: nothing, all of a layer but attention (and its linears), or everything."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +20,15 @@ from lightseq.keeping import Results, instead
 from lightseq.mlp import KEEPING_MLP_OP
 from lightseq.offload import Offload
 from lightseq.policies import POLICIES
+from lightseq.projections import KEEPING_LINEAR_OP
 
 
 def apply_remat(
     layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
 ) -> None:
     """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
-    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept.
+    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept, and under
+    `attention+linears` what its projections do, which `keep_projections` has told.
 
     The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
     is for a forward that torch.compile shall see; `offload` takes what is kept.
@@ -103,7 +105,7 @@ def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
 
 
 def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = op in (ATTENTION_OP, KEEPING_MLP_OP)
+    kept = op in (ATTENTION_OP, KEEPING_MLP_OP, KEEPING_LINEAR_OP)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

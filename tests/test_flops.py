@@ -91,6 +91,7 @@ def test_recompute_by_hand() -> None:
     assert recompute_flops(small_config(), 16, 3, "full") == 3 * (linears + 2 * 6144)
     kept = 2 * 2 * 2 * small_config().hidden_size * small_config().intermediate_size * 16
     assert recompute_flops(small_config(), 16, 3, "attention+mlp") == 3 * (linears - kept)
+    assert recompute_flops(small_config(), 16, 3, "attention+linears") == 0
     forward = 2 * 2 * 576 * 16 + 2 * 6144
     assert recompute_flops(small_config(), 16, 3, "attention", grouped=True) == 3 * (linears + forward)
 

@@ -43,6 +43,7 @@ LAYERS = {
     "lightseq.traffic": 0,
     "lightseq.keeping": 1,
     "lightseq.mlp": 2,
+    "lightseq.projections": 2,
     "lightseq.pinned": 1,
     "lightseq.offload": 2,
     "lightseq.mesh": 2,

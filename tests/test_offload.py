@@ -16,7 +16,8 @@ from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
 from lightseq.optimization import local_part
 from lightseq.pinned import PinnedMemory
-from lightseq.policies import KEEP_MLP
+from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.projections import keep_projections
 from lightseq.remat import apply_remat
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
@@ -180,7 +181,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_what_attention_gave_leaves_too() -> None:
     """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not; under
-    `attention+mlp` what gate and up make besides."""
+    `attention+mlp` what gate and up make besides, and under `attention+linears` what the projections do."""
     spawn(1, _kept_by_llama)
 
 
@@ -194,13 +195,15 @@ def _kept_by_llama(rank: int) -> None:
     context = hf.enable(model)
     batch = hf.shard_batch(context, torch.randint(64, (1, 24)), torch.randint(64, (1, 24)))
     want = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
-    for policy, compiled in product(("attention", KEEP_MLP), (False, True)):
+    for policy, compiled in product(("attention", *KEEPING_MLP), (False, True)):
         wrapped = LlamaForCausalLM(config)
         wrapped.load_state_dict(model.state_dict())
         hf.enable(wrapped)
         layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), HostMemory(float("inf"), False))
-        keep = policy == KEEP_MLP
+        keep, products = policy in KEEPING_MLP, policy == KEEP_LINEARS
         tile_mlps(layers, keep=keep)
+        if products:
+            keep_projections(layers)
         apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -209,6 +212,8 @@ def _kept_by_llama(rank: int) -> None:
         size, lse, wide = 24 * 32 * 4, 24 * 4 * 4, 24 * 64 * 4
         own = [kept.host.nbytes for layer in host._layers for kept in layer.kept.values()]
         assert {size, lse} <= set(own) and own.count(wide) == 2 * 2 * keep, (policy, compiled, own)
+        # Of keys and values; compiled layers keep keys as they are once rotated, too.
+        assert own.count(24 * 16 * 4) >= 2 * 2 * products, (policy, compiled, own)
         assert host.kept_bytes >= 2 * (2 * size + lse), (policy, compiled, host.kept_bytes)
         got = torch.autograd.grad(loss, list(wrapped.parameters()))
         for g, w in zip(got, want, strict=True):

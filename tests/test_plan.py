@@ -165,18 +165,25 @@ def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again
     flops = 32 * 2 * 32768 * 2 * 4096 * 14336
     assert less.seconds["matrix products"] - more.seconds["matrix products"] == pytest.approx(flops / (0.7 * 989e12))
     assert away.host_bytes - more.host_bytes >= 4 * 31 * products and away.parts.total < less.parts.total + 3 * products
+    most, all_away = (plan(f"--remat attention+linears {x}") for x in ("", "--offload activations"))
+    projections = (2 * 4096 + 2 * 1024) * 2 * 32768  # of a layer: q and the output, k and v
+    assert most.parts.kept_activations - more.parts.kept_activations == 32 * projections
+    flops = 32 * 2 * 32768 * (2 * 4096 + 2 * 1024) * 4096
+    assert more.seconds["matrix products"] - most.seconds["matrix products"] == pytest.approx(flops / (0.7 * 989e12))
+    assert all_away.host_bytes - away.host_bytes == pytest.approx(4 * 31 * projections)
 
 
 def test_flags_that_fit_as_well_and_are_faster_are_named() -> None:
     words = "--bf16 --model_max_length 131072"
     found = faster(planned_run(LLAMA, words, 4, gpu=140 * GIB))
-    assert [change.words for change in found] == ["--torch_compile True", "--torch_compile True --remat attention+mlp"]
+    fastest = "--torch_compile True --remat attention+linears"
+    assert [change.words for change in found] == ["--torch_compile True", fastest]
     asked = make_plan(planned_run(LLAMA, words, 4, gpu=140 * GIB)).step_seconds
     assert all(change.plan.fits for change in found)
     assert (
         0.98 * asked >= found[0].plan.step_seconds and 0.98 * found[0].plan.step_seconds >= found[1].plan.step_seconds
     )
-    assert not faster(planned_run(LLAMA, f"{words} --torch_compile --remat attention+mlp", 4, gpu=140 * GIB))
+    assert not faster(planned_run(LLAMA, f"{words} {fastest}", 4, gpu=140 * GIB))
 
 
 def test_every_moment_grows_with_the_length() -> None:
@@ -322,8 +329,23 @@ def test_what_an_mlp_makes_is_kept_where_there_is_gate_and_up(
         changed = [run.config.remat for _, run in _changes(planned_run(model, "--bf16", 8))]
         assert ("attention+mlp" in changed) == offered
     biased.save_pretrained(tmp_path)
-    asked = f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --remat attention+mlp"
-    assert main(asked.split()) == 2 and "LlamaDecoderLayer has another; give" in capsys.readouterr().err
+    asked = f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --remat"
+    for remat in ("attention+mlp", "attention+linears"):
+        assert main([*asked.split(), remat]) == 2
+        assert f"{remat} keeps gate and up of an MLP of plain linears, and Llama" in capsys.readouterr().err
+
+
+def test_what_projections_make_is_kept_where_they_are_plain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    biased = copy.deepcopy(LLAMA)
+    biased.attention_bias = True
+    for model, offered in ((LLAMA, True), (biased, False)):
+        changed = [run.config.remat for _, run in _changes(planned_run(model, "--bf16", 8))]
+        assert ("attention+linears" in changed) == offered and "attention+mlp" in changed
+    biased.save_pretrained(tmp_path)
+    asked = f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --remat attention+linears"
+    assert main(asked.split()) == 2 and "LlamaDecoderLayer has others; give --remat attention+mlp" in (
+        capsys.readouterr().err
+    )
 
 
 def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

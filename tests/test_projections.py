@@ -1,0 +1,71 @@
+"""Attention's projections: the same gradients whether a checkpoint keeps what they give or has it made again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from lightseq.low_rank import Linear
+from lightseq.mlp import tile_mlps
+from lightseq.policies import KEEP_LINEARS
+from lightseq.projections import PROJECTIONS, keep_projections
+from lightseq.remat import apply_remat
+
+LAYERS, WIDTH = 3, 16
+CONFIG = {
+    "hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS, "vocab_size": 32,
+}  # fmt: skip
+
+
+def made(rank: int = 0) -> tuple[LlamaModel, list[nn.Parameter], Callable[[], Tensor]]:
+    """A model, perhaps with adapters, what of it trains, and its loss."""
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**CONFIG))
+    if rank:
+        targets = [*PROJECTIONS, "gate_proj", "down_proj"]
+        get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_alpha=4, init_lora_weights=False))
+    ids, weigh = torch.arange(20).reshape(2, 10) % 32, torch.randn(2, 10, WIDTH)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, trained, lambda: (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpoint_that_keeps_products_makes_none_of_them_again(
+    compiled: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    model, trained, loss = made(rank)
+    want = torch.autograd.grad(loss(), trained)
+    products: list[tuple[int, ...]] = []
+    multiply = Linear.forward
+
+    def counted(linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
+        products.append(tuple(linear.weight.shape))
+        return multiply(linear, x, out)
+
+    monkeypatch.setattr(Linear, "forward", counted)
+    tile_mlps(model.layers, keep=True)
+    keep_projections(model.layers)
+    apply_remat(model.layers, KEEP_LINEARS, compiled)
+    for layer in model.layers if compiled else []:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    total = loss()
+    assert len(products) == 7 * LAYERS, "four projections, gate, up and down"
+    got = torch.autograd.grad(total, trained)
+    assert len(products) == 7 * LAYERS, "made again by the backward pass"
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        loss()
+    assert len(products) == 7 * LAYERS, "an evaluation keeps nothing"
+
+
+def test_projections_that_are_something_else_are_refused() -> None:
+    model = LlamaModel(LlamaConfig(**CONFIG, attention_bias=True))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer has no four plain linears around its attention"):
+        keep_projections(model.layers)
