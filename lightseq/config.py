@@ -79,9 +79,9 @@ class TrainConfig:
     deepspeed: str | None = None  # contradicts them is refused
     step_timeout: float = 1800.0  # seconds without progress after which a run is given up
     # [memory]
-    # what the backward pass recomputes. none: nothing; attention (the default): all but attention;
-    # full: attention too; attention+mlp: neither that nor the MLP's gate and up; attention+linears: nor any linear,
-    remat: str | None = None  # norms, rotations and activations alone
+    # what the backward pass recomputes. none: nothing; attention+linears: norms, rotations and activations;
+    # attention+mlp: these and attention's projections; attention (the default): these and the MLP, all but attention;
+    remat: str | None = None  # full: attention too
     # neighbouring layers of which the forward pass keeps one input; each group is run forward once more, and what
     layers_per_checkpoint: int = 1  # remat says is then kept for its layers
     tile_layers: bool = False  # what a layer makes around attention exists for a tile of its tokens at a time
