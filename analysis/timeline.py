@@ -45,15 +45,17 @@ class Window:
 
 
 def windows(spans: Sequence[Span]) -> list[Window]:
-    """What lies between two matrix products around the attention of a layer in the middle, forward and backward.
+    """A layer in the middle, forward and backward: what lies between two matrix products around its attention, or, in
+    traces of attention alone, between the passes before and after.
 
     Raises ValueError where there is no attention.
     """
     found = []
-    for word in ("forward", "backward"):
-        layers = attentions(spans, NAMES.index(f"attention, {word}"))
+    for word, other in (("forward", "backward"), ("backward", "forward")):
+        borders = [NAMES.index(name) for name in ("matrix products", f"attention, {other}")]
+        layers = attentions(spans, NAMES.index(f"attention, {word}"), borders)
         if layers:
-            start, end = between_products(spans, *layers[len(layers) // 2])
+            start, end = between(spans, *layers[len(layers) // 2], borders)
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
@@ -61,9 +63,8 @@ def windows(spans: Sequence[Span]) -> list[Window]:
     return found
 
 
-def attentions(spans: Sequence[Span], kind: int) -> list[tuple[float, float]]:
-    """Start and end of each layer's: kernels of that kind between which no matrix product begins."""
-    product = NAMES.index("matrix products")
+def attentions(spans: Sequence[Span], kind: int, borders: Sequence[int]) -> list[tuple[float, float]]:
+    """Start and end of each layer's: kernels of that kind between which none of the kinds of `borders` begins."""
     found: list[tuple[float, float]] = []
     together = False
     for span in spans:
@@ -71,16 +72,16 @@ def attentions(spans: Sequence[Span], kind: int) -> list[tuple[float, float]]:
             start, end = found.pop() if together else (span.start, span.end)
             found.append((start, max(end, span.end)))
             together = True
-        elif span.kind == product:
+        elif span.kind in borders:
             together = False
     return found
 
 
-def between_products(spans: Sequence[Span], start: float, end: float) -> tuple[float, float]:
-    """From the last matrix product before a layer's attention to the first one after, as far as there are such."""
-    products = [span for span in spans if span.kind == NAMES.index("matrix products")]
-    before = [span.end for span in products if span.end <= start]
-    after = [span.start for span in products if span.start >= end]
+def between(spans: Sequence[Span], start: float, end: float, borders: Sequence[int]) -> tuple[float, float]:
+    """From the last border before a layer's attention to the first one after, as far as there are such."""
+    around = [span for span in spans if span.kind in borders]
+    before = [span.end for span in around if span.end <= start]
+    after = [span.start for span in around if span.start >= end]
     return max(before, default=start), min(after, default=end)
 
 

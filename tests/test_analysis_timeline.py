@@ -28,9 +28,9 @@ LAYERS = (
 
 def test_calls_with_no_product_between_them_are_one_layers() -> None:
     found = spans(*LAYERS)
-    assert attentions(found, kind_of(FORWARD)) == [(1e3, 4e3), (6e3, 9e3)]
-    assert attentions(spans((FORWARD, 1, 5), (FORWARD, 2, 3)), kind_of(FORWARD)) == [(1e3, 5e3)], "side by side"
-    assert attentions(found, kind_of(BACKWARD)) == [(11e3, 16e3), (17e3, 20e3)]
+    assert attentions(found, kind_of(FORWARD), [kind_of(PRODUCT)]) == [(1e3, 4e3), (6e3, 9e3)]
+    assert attentions(spans((FORWARD, 1, 5), (FORWARD, 2, 3)), kind_of(FORWARD), []) == [(1e3, 5e3)], "side by side"
+    assert attentions(found, kind_of(BACKWARD), [kind_of(PRODUCT)]) == [(11e3, 16e3), (17e3, 20e3)]
     assert [(w.start, w.end) for w in windows(found)] == [(5.85e3, 9.15e3), (16.85e3, 20.15e3)], "one in the middle"
 
 
@@ -39,6 +39,11 @@ def test_a_picture_reaches_from_one_matrix_product_to_the_next() -> None:
     assert [(w.start, w.end) for w in windows(alone)] == [(1.9e3, 4.1e3)], "no product"
     among = spans((PRODUCT, 0, 1), (PRODUCT, 1, 2), (COPY, 5, 6), (FORWARD, 7, 11), (COPY, 11, 12), (PRODUCT, 12, 13))
     assert [(w.start, w.end) for w in windows(among)] == [(1.5e3, 12.5e3)]
+
+
+def test_passes_of_attention_alone_end_where_the_others_begin() -> None:
+    layers = [(FORWARD, 0, 3), (BACKWARD, 3, 9), (COPY, 9, 10), (FORWARD, 10, 13), (COPY, 13, 14), (BACKWARD, 14, 20)]
+    assert [(w.start, w.end) for w in windows(spans(*layers))] == [(8.75e3, 14.25e3), (12.65e3, 20.35e3)]
 
 
 def test_communication_counts_once_and_bare_only_where_no_kernel_runs() -> None:
