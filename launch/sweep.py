@@ -109,7 +109,10 @@ def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
 
 def known(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
     """Records of all cells, and of those that another file noted in the same directory."""
-    noted = read_records(sweep.output_dir)
+    notes: list[str] = []
+    noted = read_records(sweep.output_dir, notes)
+    for note in notes:
+        print(f"launch/sweep.py: note: {note}", file=sys.stderr)
     found = {cell.name: now(cell, noted.get(cell.name), typed(cell, local_command(cell))) for cell in cells}
     return {**noted, **followed(found)}
 

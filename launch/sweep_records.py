@@ -37,20 +37,30 @@ def pending(cell: Cell, command: str) -> Record:
     return Record(cell.name, "pending", None, None, None, str(cell.output_dir), command, cell.family, cell.ranks, flags)
 
 
-def read_records(directory: Path) -> dict[str, Record]:
-    """By name; a file that is not ours to read is refused, so that it is not written over."""
+def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
+    """By name; lines that are no records are named in the notes. A file with no line of ours is refused, so that it is
+    not written over."""
     path = directory / FILE
     if not path.is_file():
         return {}
-    known = {field.name for field in fields(Record)}
     found: dict[str, Record] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    refused: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
-            record = Record(**{key: value for key, value in json.loads(line).items() if key in known})
-        except (json.JSONDecodeError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} line {number}: is no record of a sweep ({error}); remove the line") from None
-        found[record.name] = record
+            record = _record(line)
+        except (json.JSONDecodeError, AttributeError, TypeError):
+            refused.append(f"{path} line {number}: is cut off, or no record of a sweep")
+        else:
+            found[record.name] = record
+    if refused and not found:
+        raise ValueError(f"{refused[0]}; remove the file")
+    notes += [f"{line}; it is left out, and its cell is what its own files say" for line in refused]
     return found
+
+
+def _record(line: str) -> Record:
+    known = {field.name for field in fields(Record)}
+    return Record(**{key: value for key, value in json.loads(line).items() if key in known})
 
 
 def write_records(directory: Path, records: Iterable[Record]) -> None:

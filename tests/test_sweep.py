@@ -236,6 +236,29 @@ def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Ca
     assert "2 not done, about" in shown and "by the cells that ran" in shown
 
 
+def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
+    launch(sweep_dir, path)
+    ran(sweep_dir)
+    noted = sweep_dir / "out" / "sweep.jsonl"
+    noted.write_text(noted.read_text()[:-40])  # the disk was full
+    listed = launch(sweep_dir, path, "--list")
+    assert listed.returncode == 0 and "3 cells, 1 not done" in listed.stdout
+    assert (
+        listed.stderr.startswith(f"launch/sweep.py: note: {noted} line 3: is cut off")
+        and listed.stderr.count("\n") == 1
+    )
+    again = launch(sweep_dir, path)
+    assert again.returncode == 1 and ran(sweep_dir) == [] and list(records(sweep_dir)) == ["seed-1", "seed-4", "seed-5"]
+
+    noted.write_text("step,loss\n1,2.0\n")
+    refused = launch(sweep_dir, path)
+    assert refused.returncode == 2 and refused.stderr.endswith(
+        "line 1: is cut off, or no record of a sweep; remove the file\n"
+    )
+    assert noted.read_text().startswith("step,loss")
+
+
 def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4]}")
     refused = (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",))
