@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from . import command
-from .figures import GREY, STYLE
+from .figures import GREY, STYLE, subtitle
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
@@ -149,7 +149,7 @@ def figure(table: Table) -> Figure:
     axes.set_ylim(bottom=0)
     if drawn:
         out.legend(loc="outside right upper", labelspacing=0.7)
-    out.suptitle(table.title, x=0.01, ha="left", fontsize=10.5, color=GREY)
+    subtitle(out, table.title)
     return out
 
 
@@ -170,7 +170,7 @@ def bars(table: Table, drawn: Sequence[Line]) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.set_title(f"Attention layer over {shown(table.lengths[0])} tokens, forward and backward", loc="left")
     axes.set(xlabel="TFLOP/s per GPU, the causal half counted")
-    out.suptitle(table.title, x=0.01, ha="left", fontsize=10.5, color=GREY)
+    subtitle(out, table.title)
     return out
 
 

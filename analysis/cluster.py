@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from . import command
-from .figures import COLORS, GREY, STYLE
+from .figures import COLORS, GREY, STYLE, subtitle
 from .jsonl import read_lines
 from .pictures import add_format, save
 from .points import shown
@@ -79,7 +79,7 @@ def figure(about: Record, records: Sequence[Record]) -> Figure:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(0, 1.05)
     out.legend(loc="outside right center", labelspacing=0.8)
-    out.suptitle(described(about), x=0.01, ha="left", fontsize=10.5, color=GREY)
+    subtitle(out, described(about))
     return out
 
 

@@ -57,7 +57,7 @@ class Evaluation:
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis evaluate",
-        usage="python3 -m analysis evaluate OUT... [--output DIR]",
+        usage="python3 -m analysis evaluate OUT... [--output DIR] [--format png|svg|both]",
         description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
     )
     out.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")

@@ -1,6 +1,7 @@
 """Knows how runs are drawn: which figures there are, what each panel shows, and the look they share."""
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from .summary import GIB, settled, smoothed
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#555555"
 FEW = 20
+LETTERS_AN_INCH = 12  # of a figure's subtitle
 STYLE: Mapping[str, object] = {
     "font.size": 11,
     "axes.titlesize": 13,
@@ -191,7 +193,13 @@ def legend(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None
         figure.legend(handles=forms, loc="outside lower right")
     what = {described(run) for run in runs}
     if len(what) == 1:
-        figure.suptitle(what.pop(), x=0.01, ha="left", fontsize=10.5, color=GREY)
+        subtitle(figure, what.pop())
+
+
+def subtitle(figure: Figure, text: str) -> None:
+    """What a figure stands on, above it, in as many lines as it takes."""
+    lines = textwrap.fill(text, int(LETTERS_AN_INCH * figure.get_figwidth()), break_on_hyphens=False)
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, color=GREY)
 
 
 def canvas(panels: int) -> tuple[Figure, list[Axes]]:

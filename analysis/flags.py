@@ -27,12 +27,17 @@ class Difference:
     second: object
 
     def __str__(self) -> str:
-        return f"{self.name}: {shown(self.first)} and {shown(self.second)}"
+        return f"{self.name}: {shown_setting(self.name, self.first)} and {shown_setting(self.name, self.second)}"
 
 
 def shown(value: object) -> str:
     """A value as a reader takes it: what is empty or absent is said."""
     return {"": '""', "None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+def shown_setting(name: str, value: object) -> str:
+    """The value of a flag, with what an empty one means where the flag does not say it."""
+    return "off (DDP)" if name == "fsdp" and value == "" else shown(value)
 
 
 def section(about: About, name: str) -> Mapping[str, object]:

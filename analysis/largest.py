@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from . import command
-from .figures import COLORS, GREY, STYLE, colors
+from .figures import COLORS, GREY, STYLE, colors, subtitle
 from .flags import stands_on
 from .jsonl import read_lines, readable
 from .markdown import table_lines
@@ -157,8 +157,7 @@ def figure(one: Limits) -> Figure:
         out.set_figheight(1.5 + 0.9 * len(one.found))
         draw_bars(axes, one.found)
     axes.set_title("The largest model that fits", loc="left")
-    out.suptitle(stands_on([{**r, "world_size": r["gpus"]} for r in one.found]), x=0.01, ha="left", fontsize=10.5,
-                 color=GREY)  # fmt: skip
+    subtitle(out, stands_on([{**r, "world_size": r["gpus"]} for r in one.found]))
     return out
 
 
@@ -177,7 +176,7 @@ def draw_lines(axes: Axes, found: Sequence[Record]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(counts))
     axes.xaxis.set_major_formatter(FixedFormatter([str(count) for count in counts]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="GPUs", ylabel="billions of parameters; above each: too large")
+    axes.set(xlabel="GPUs", ylabel="billions of parameters\n(above each: too large)")
     axes.set_ylim(bottom=0)
 
 

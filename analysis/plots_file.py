@@ -57,6 +57,11 @@ def setting(word: str) -> str:
     return SHORT.get(word, word)
 
 
+def short(key: str) -> str:
+    """The word for it that people type."""
+    return next((word for word, name in SHORT.items() if name == key), key)
+
+
 def _plot(path: Path, name: str, spec: Any) -> Plot:
     where = f"figures.{name}"
     if not isinstance(spec, dict):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from . import command
-from .figures import GREY, STYLE
+from .figures import GREY, STYLE, subtitle
 from .markdown import table_lines
 from .pictures import add_format, draw_each
 from .points import shown
@@ -116,7 +116,7 @@ def figure(comparison: Comparison) -> Figure:
         draw_bars(axes, comparison, value, with_spread=value is not memory)
     handles, labels = out.axes[0].get_legend_handles_labels()
     out.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 4))
-    out.suptitle(comparison.setting.title, x=0.01, ha="left", fontsize=10.5, color=GREY)
+    subtitle(out, comparison.setting.title)
     return out
 
 

@@ -115,7 +115,7 @@ def test_the_command_prints_both_runs_and_draws(tmp_path: Path, capsys: pytest.C
     pair(tmp_path, {20: {"loss": 5.81}}, config={"fsdp": "", "seed": 1})
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")]) == 0
     out, err = capsys.readouterr()
-    assert 'differs  fsdp: full_shard and ""' in out
+    assert "differs  fsdp: full_shard and off (DDP)" in out
     assert "at step 20" in out
     assert err.count("analysis: warning: ") == 2
     assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")

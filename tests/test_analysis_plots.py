@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from analysis_files import about, record, write_run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from analysis.__main__ import main
 from analysis.flags import short
@@ -94,6 +95,10 @@ def test_the_time_of_a_run_that_did_not_end_is_not_drawn_and_that_is_said(
     said = capsys.readouterr().err
     assert "fa4-8192: only 4 of 12 steps are there; its training time is not drawn" in said
     assert "metrics.jsonl line 5 is cut off" in said
+    plot(results, "{metric: speed, x: kernel, where: {length: 8192}}")
+    assert main(["plots", "--config", str(results / "plots.yaml"), "--output", str(results)]) == 0
+    said = capsys.readouterr().err
+    assert "fa4-8192: only 4 of 12 steps are there" in said and "training time" not in said
 
 
 @pytest.mark.parametrize(("every", "disturbed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that hold steps 6 to 9
@@ -170,6 +175,37 @@ def test_a_figure_names_what_all_its_runs_stand_on(results: Path) -> None:
     assert figure(found, mixed).get_suptitle() == "torch 2.11.0"
     only = plot(results, "{metric: speed, x: length, where: {length: 1024}}")
     assert figure(only, mixed).get_suptitle() == "CPU, 4 processes, torch 2.11.0"
+
+
+def test_a_long_line_above_a_figure_is_never_cut_off(results: Path) -> None:
+    versions = {"torch": "2.11.0", "cuda": "13.0", "transformers": "5.17.0", "flash-attn-4": "4.0.0b36"}
+    facts = about(gpu=True, versions=versions, commit="7cd6f80c9c0123-changed", total_steps=1)
+    write_run(results / "one", [record(1, gpu=True)], facts)
+    drawn = figure(plot(results, "{metric: speed, x: length}"), found_runs([results / "one"], []))
+    FigureCanvasAgg(drawn).draw()
+    (head,) = [text for text in drawn.texts if "flash-attn-4 4.0.0b36" in text.get_text()]
+    assert "(changed)" in head.get_text() and head.get_window_extent().x1 < drawn.bbox.x1
+
+
+def test_a_long_legend_leaves_the_axes_their_room_and_the_highest_point_is_below_the_edge(results: Path) -> None:
+    for seed in range(12):
+        config = {"seed": seed, "model_max_length": 64, "learning_rate": 0.001 + seed, "weight_decay": float(seed)}
+        write_run(results / "many" / str(seed), [record(1, mfu=0.4 + seed / 1e4)], about(config=config))
+    spec = "{metric: mfu, x: length, series: [seed, learning_rate, weight_decay]}"
+    many = figure(plot(results, spec), found_runs([results / "many"], []))
+    FigureCanvasAgg(many).draw()
+    (axes,) = many.axes
+    assert axes.get_window_extent().height / many.dpi > 2.5
+    close = figure(plot(results, "{metric: mfu, x: seed, series: fsdp}"), found_runs([results / "many"], []))
+    (axes,) = close.axes
+    assert axes.get_ylim() == pytest.approx((0, 1.05 * 40.11))
+
+
+def test_parameters_that_are_copied_are_called_so(results: Path) -> None:
+    for fsdp in ("", "full_shard"):
+        write_run(results / "runs" / f"b-{fsdp}", [record(1)], about(config={"fsdp": fsdp, "model_max_length": 64}))
+    found = plot(results, "{metric: speed, x: length, series: fsdp, where: {length: 64}}")
+    assert list(grouped(found, found_runs([results / "runs"], [])[:2])) == ["fsdp off (DDP)", "fsdp full_shard"]
 
 
 SPENT = (
@@ -259,7 +295,11 @@ def test_a_run_of_a_garbled_file_is_named_and_the_others_are_drawn(
     ("spec", "line"),
     [
         ("{metric: speed, x: kernel, series: seed}", "figure one: 3 runs of seed 42 have kernel"),
-        ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run is left by {'kernel': ('fa2',)}"),
+        ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run has kernel fa2; make some"),
+        (
+            "{metric: speed, x: length, where: {kernel: [fa2, fa3], length: 9}}",
+            "no run has kernel fa2 or fa3, length 9;",
+        ),
         ("{metric: sped, x: length}", "figure one: no run knows sped; choose another metric"),
         ("{metric: speed, x: lenght}", "figure one: x: no run has a setting lenght; did you mean length?"),
         ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
