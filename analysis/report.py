@@ -37,6 +37,7 @@ class Found:
     errors: list[Path] = field(default_factory=list)
     steps: list[Path] = field(default_factory=list)
     largest: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)  # of kinds that are not shown
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # on lines of the others
 
@@ -93,6 +94,10 @@ def find(directory: Path) -> Found:
             file(path, directory, found)
         except (ValueError, OSError, KeyError, TypeError) as error:
             found.left_out.append(str(error) if isinstance(error, ValueError | OSError) else f"{path}: {error!r}")
+    if found.others:
+        names = ", ".join(str(path.relative_to(directory)) for path in found.others)
+        are = "is" if len(found.others) == 1 else "are"
+        found.left_out.append(f"{names} {are} of another kind than this page shows ({SHOWN})")
     return found
 
 
@@ -133,7 +138,7 @@ def file(path: Path, root: Path, found: Found) -> None:
         read_tables([path], found.notes)
         found.attention.append(path)
     else:
-        found.left_out.append(f"{path} is of another kind than this page shows ({SHOWN})")
+        found.others.append(path)
 
 
 def first_objects(path: Path) -> tuple[Mapping[str, Any], ...]:

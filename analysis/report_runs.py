@@ -26,7 +26,7 @@ from .blocks import (
     thinned,
 )
 from .figures import FEW
-from .flags import named, section, shown
+from .flags import named, section, shown, shown_setting
 from .jsonl import read_lines
 from .points import shown as shown_length
 from .runs import Run, column, described
@@ -58,8 +58,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("Learning rate", "", "learning_rate", warms_up=False),
 )
 HEADINGS = (
-    *("run", "model", "ranks", "tokens", "schedule", "kernel", "remat", "steps", "last loss", "smoothed loss"),
-    *("tokens/s", "s a step", "MFU %", "TFLOP/s", "peak GiB", "device"),
+    *("run", "model", "ranks", "tokens", "tokens/s", "MFU %", "peak GiB", "last loss"),  # what most look for, in sight
+    *("schedule", "kernel", "remat", "steps", "s a step", "TFLOP/s", "smoothed loss", "device"),
 )
 
 
@@ -88,15 +88,15 @@ def row(run: Run, s: Summary) -> list[str | Cell]:
         word_or_missing(config, "model_name_or_path"),
         number(str(ranks), ranks if isinstance(ranks, int) else None),
         number(shown_length(length), length) if isinstance(length, int) else "",
+        number(f"{s.tokens_per_second:,.0f}", s.tokens_per_second),
+        number(f"{100 * s.mfu:.1f}", s.mfu),
+        number(f"{memory:.2f}{'' if s.memory_is_gpu else ' (host)'}", memory),
+        number(f"{s.last_loss:.4f}", s.last_loss),
         *chosen,
         number(f"{s.last_step:,}", s.last_step),
-        number(f"{s.last_loss:.4f}", s.last_loss),
-        number(f"{s.smoothed_loss:.4f}", s.smoothed_loss),
-        number(f"{s.tokens_per_second:,.0f}", s.tokens_per_second),
         number(f"{s.step_seconds:.3g}", s.step_seconds),
-        number(f"{100 * s.mfu:.1f}", s.mfu),
         number(f"{s.model_tflops_per_gpu:.3g}", s.model_tflops_per_gpu),
-        number(f"{memory:.2f}{'' if s.memory_is_gpu else ' (host)'}", memory),
+        number(f"{s.smoothed_loss:.4f}", s.smoothed_loss),
         word_or_missing(section(about, "hardware"), "device"),
     ]
 
@@ -195,7 +195,7 @@ def run_of(cell: Mapping[str, Any], runs: Mapping[str, Run]) -> Run | None:
 
 def cell_row(cell: Mapping[str, Any], varying: Sequence[str], s: Summary | None) -> list[str | Cell]:
     out: list[str | Cell] = [str(cell["name"]), str(cell.get("status") or ""), plain_number(cell.get("ranks"))]
-    out += [plain_number(cell["flags"].get(flag)) for flag in varying]
+    out += [flag_value(flag, cell["flags"].get(flag)) for flag in varying]
     if s is None:
         out += [""] * 4
     else:
@@ -207,6 +207,11 @@ def cell_row(cell: Mapping[str, Any], varying: Sequence[str], s: Summary | None)
         ]
     seconds = cell.get("seconds")
     return [*out, number(f"{seconds:,.0f}", seconds) if seconds is not None else "", str(cell.get("error") or "")]
+
+
+def flag_value(flag: str, value: object) -> str | Cell:
+    """An empty one has a meaning that an empty cell would hide."""
+    return shown_setting(flag, value) if value == "" else plain_number(value)
 
 
 def plain_number(value: object) -> str | Cell:

@@ -125,9 +125,10 @@ def described(run: Run) -> str:
     words = (
         ("model_name_or_path", "{}"),
         ("model_max_length", "{} tokens"),
-        ("world_size", "{} ranks"),
+        ("world_size", "{} rank{s}"),
         ("schedule", "schedule {}"),
         ("kernel", "kernel {}"),
         ("transport", "transport {}"),
     )
-    return ", ".join(form.format(known[key]) for key, form in words if isinstance(known.get(key), str | int))
+    found = [(form, known[key]) for key, form in words if isinstance(known.get(key), str | int)]
+    return ", ".join(form.format(value, s="" if value == 1 else "s") for form, value in found)

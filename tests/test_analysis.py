@@ -136,6 +136,8 @@ def test_a_run_is_described_by_what_was_chosen_over_what_was_asked(make_run: Mak
     config = {"model_name_or_path": "tiny-llama3", "model_max_length": 4096, "schedule": "auto", "kernel": None}
     (run / "run.json").write_text(json.dumps({"config": config, "schedule": "zigzag", "world_size": 2}))
     assert described(read_run(run, "run")) == "tiny-llama3, 4096 tokens, 2 ranks, schedule zigzag"
+    (run / "run.json").write_text(json.dumps({"world_size": 1}))
+    assert described(read_run(run, "run")) == "1 rank"
 
 
 def test_a_last_line_cut_off_is_left_out_and_said(make_run: MakeRun, capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +162,20 @@ def test_an_end_tag_in_a_command_stays_text(seen: dict[str, Any]) -> None:
 
 def test_flags_that_the_command_names_are_marked(seen: dict[str, Any]) -> None:
     assert set(seen["desk"]["named"]) == {"max_steps"}
+
+
+def test_one_run_of_many_steps_leaves_the_others_room(tmp_path: Path) -> None:
+    for name, steps in (("a", 4), ("b", 4), ("c", 400)):
+        write_run(tmp_path / name, [record(step) for step in range(1, steps + 1)], about())
+    (tmp_path / "page.html").write_text(page("Results", sections_of(find(tmp_path), tmp_path), []))
+    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
+    drawn = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    assert ">training step, logarithmic<" in drawn and ">training step<" not in drawn
+    last = re.search(r'class="line"[^>]* d="M[^"]*L([0-9.]+) [0-9.]+"', drawn)
+    width = re.search(r'<svg viewBox="0 0 ([0-9.]+)', drawn)
+    assert last and width and float(last[1]) > 0.2 * float(width[1]), "the last of four steps, a being the first line"
+
+
+def test_runs_of_like_length_are_on_a_plain_axis(seen: dict[str, Any]) -> None:
+    assert not any("logarithmic" in text for text in seen["desk"]["linear"])

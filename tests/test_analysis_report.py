@@ -55,8 +55,11 @@ def results(tmp_path: Path) -> Path:
     write_run(tmp_path / "sweep" / "length-4096", [record(step, gpu=True) for step in range(1, 41)], about(gpu=True))
     cell = {"name": "length-4096", "status": "done", "seconds": 20.0, "error": None, "ranks": 2, "command": "train.py"}
     broken = {"name": "length-8192", "status": "failed", "seconds": 3.0, "error": EVIL, "ranks": 2, "command": "x"}
-    cell |= {"output_dir": "elsewhere/length-4096", "flags": {"model_max_length": "4096", "seed": "1"}}
-    broken |= {"output_dir": "elsewhere/length-8192", "flags": {"model_max_length": "8192", "seed": "1"}}
+    cell |= {"output_dir": "elsewhere/length-4096", "flags": {"model_max_length": "4096", "seed": "1", "fsdp": ""}}
+    broken |= {
+        "output_dir": "elsewhere/length-8192",
+        "flags": {"model_max_length": "8192", "seed": "1", "fsdp": "full_shard"},
+    }
     write_lines(tmp_path / "sweep" / "sweep.jsonl", [cell, broken])
     points = [attention_point("ring", 16384, 300.0), attention_point("ring", 32768, 400.0)]
     write_lines(tmp_path / "bench" / "attention.jsonl", [header(), *points])
@@ -79,8 +82,9 @@ def test_everything_below_the_directory_is_on_the_page(results: Path, capsys: py
     assert [section["title"] for section in data["sections"]] == [*titles, "Whole training steps"]
     runs, sweep = data["sections"][:2]
     assert [row[0] for row in runs["blocks"][0]["rows"]] == ["plain", "sweep/length-4096"]
-    assert sweep["blocks"][0]["columns"][:4] == ["cell", "status", "ranks", "model_max_length"]  # the seed is one
-    assert sweep["blocks"][0]["rows"][0][4] == {"text": "8,192", "value": 8192.0}
+    assert sweep["blocks"][0]["columns"][:5] == ["cell", "status", "ranks", "model_max_length", "fsdp"]  # one seed
+    assert [row[4] for row in sweep["blocks"][0]["rows"]] == ["off (DDP)", "full_shard"]
+    assert sweep["blocks"][0]["rows"][0][5] == {"text": "8,192", "value": 8192.0}
     assert data["left_out"] == []
 
 
@@ -126,11 +130,13 @@ def test_unreadable_files_are_named_on_the_page_and_the_others_are_shown(
     results: Path, capsys: pytest.CaptureFixture
 ) -> None:
     write_run(results / "started", [])
-    write_lines(results / "bench" / "other.jsonl", [{"text": "a document"}])
+    for name in ("other", "another"):
+        write_lines(results / "bench" / f"{name}.jsonl", [{"text": "a document"}])
     write_lines(results / "bench" / "torn.jsonl", [{"benchmark": "step"}])
     assert main(["report", str(results)]) == 0
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 3 and all(note.startswith("analysis: note: not shown: ") for note in notes)
+    assert "bench/another.jsonl, bench/other.jsonl are of another kind than this page shows" in notes[-1]
     assert len(data_of((results / "report.html").read_text())["left_out"]) == 3
 
 

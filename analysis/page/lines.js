@@ -2,6 +2,7 @@
 
 const FEW = 20; // points that are marked one by one
 const TIP_ROWS = 12;
+const LONGER = 20; // times most of the runs, and one of so many steps would press the others into a corner
 let clips = 0;
 
 function lineChart(chart, entries, hidden) {
@@ -21,10 +22,11 @@ function drawLines(view, chart, entries, series) {
   const shownRange = range(chart, series, log);
   const yTicks = ticks(shownRange.low, shownRange.high, 5, log).map((value) => [value, shown(value)]);
   const left = 14 + 6.6 * Math.max(2, ...yTicks.map(([, text]) => text.length)), right = width - 14, top = 12, bottom = height - 38;
-  const [first, last] = doubles ? [chart.ticks[0][0] / 1.1, chart.ticks.at(-1)[0] * 1.1] : spanOf(entries, series);
-  const x = scale(first, last, left, right, doubles), y = scale(shownRange.low, shownRange.high, bottom, top, log);
+  const far = !doubles && farApart(entries, series);
+  const [first, last] = doubles ? [chart.ticks[0][0] / 1.1, chart.ticks.at(-1)[0] * 1.1] : spanOf(entries, series, far);
+  const x = scale(first, last, left, right, doubles || far), y = scale(shownRange.low, shownRange.high, bottom, top, log);
   const out = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0", "aria-label": `${chart.title}, ${chart.unit}` });
-  drawAxes(out, chart, { x, y, left, right, top, bottom, first, last, yTicks, doubles, height });
+  drawAxes(out, chart, { x, y, left, right, top, bottom, first, last, yTicks, doubles, far, height });
   const id = `clip${clips++}`;
   out.append(svg("clipPath", { id }, svg("rect", { x: left, y: top - 4, width: right - left + 6, height: bottom - top + 6 })));
   const body = svg("g", { "clip-path": `url(#${id})` });
@@ -40,8 +42,14 @@ function drawLines(view, chart, entries, series) {
   return { out, cursor, series, entries, x, y, left, right, top, bottom, width, log };
 }
 
-function spanOf(entries, series) {
+function farApart(entries, series) {
+  const ends = series.map((one) => entries[one.entry].x.at(-1));
+  return ends.length > 1 && LONGER * quantile(ends, 0.5) <= ends.at(-1); // which sorted them
+}
+
+function spanOf(entries, series, far) {
   const [low, high] = extremes(series.flatMap((one) => [entries[one.entry].x[0], entries[one.entry].x.at(-1)]));
+  if (far) return [Math.max(1, low) / 1.1, high * 1.05];
   return low < high ? [Math.min(low, high * 0.02), high] : [Number.isFinite(low) ? low - 1 : 0, Number.isFinite(low) ? low + 1 : 1];
 }
 
@@ -51,13 +59,13 @@ function drawAxes(out, chart, g) {
       svg("text", { x: g.left - 6, y: g.y(value) + 4, "text-anchor": "end" }, text));
   }
   const count = Math.max(2, Math.floor((g.right - g.left) / 80));
-  const xTicks = g.doubles ? spread(chart.ticks, g) : ticks(g.first, g.last, count, false).filter(Number.isInteger).map((value) => [value, shown(value)]);
+  const xTicks = g.doubles ? spread(chart.ticks, g) : ticks(g.first, g.last, count, g.far).filter(Number.isInteger).map((value) => [value, shown(value)]);
   for (const [value, text] of xTicks) {
     out.append(svg("line", { class: "axis", x1: g.x(value), x2: g.x(value), y1: g.bottom, y2: g.bottom + 4 }),
       svg("text", { x: g.x(value), y: g.bottom + 17, "text-anchor": "middle" }, text));
   }
   out.append(svg("line", { class: "axis", x1: g.left, x2: g.right, y1: g.bottom, y2: g.bottom }),
-    svg("text", { x: g.right, y: g.height - 4, "text-anchor": "end" }, chart.x));
+    svg("text", { x: g.right, y: g.height - 4, "text-anchor": "end" }, chart.x + (g.far ? ", logarithmic" : "")));
 }
 
 // Lengths lie as close as they were measured; only those with room are named.
