@@ -72,7 +72,7 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     be read or means nothing."""
     top = _load(path)
     for change in changes:
-        top = changed(top, change)
+        top = changed(path, top, change)
     raw = Raw(path, top)
     return Sweep(
         path=path,
@@ -89,8 +89,11 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     )
 
 
-def changed(top: Mapping[str, Any], change: str) -> dict[str, Any]:
-    """The file with one setting replaced wherever it stands, so that every cell has it: `ranks=2`, `length=[4K,8K]`."""
+def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
+    """The file with one setting replaced wherever it stands, so that every cell has it: `ranks=2`, `length=[4K,8K]`.
+
+    A `data_path` takes the place of the data that the file makes.
+    """
     key, given, text = change.partition("=")
     known = (*SETTINGS, *PLAIN, *(f"data.{flag}" for flag in SYNTHETIC))
     if not given or key not in known:
@@ -102,8 +105,14 @@ def changed(top: Mapping[str, Any], change: str) -> dict[str, Any]:
     if key in PLAIN:
         return {**top, key: value}
     if key.startswith("data."):
-        data = top.get("data")
+        if "data" not in top:
+            raise ValueError(
+                f"--set {change}: {path} makes no data; set data_path, or make some with data_gen synthetic"
+            )
+        data = top["data"]
         return {**top, "data": {**(data if isinstance(data, dict) else {}), key.removeprefix("data."): value}}
+    if key == "data_path":
+        top = {word: old for word, old in top.items() if word != "data"}
     names = {word for word in SETTINGS if flag_of(word) == flag_of(key)}
 
     def replaced(place: Mapping[str, Any], anyway: bool) -> dict[str, Any]:

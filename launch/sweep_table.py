@@ -14,16 +14,21 @@ from launch.sweep_file import Sweep
 from launch.sweep_records import FAILED, Record
 from lightseq.lengths import shown
 
+DAY = 86400.0
+YEAR = 365 * DAY
 STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
 
 
 def shown_seconds(seconds: float) -> str:
-    """12 s, 3 min, 2.5 h, or 1,234 days."""
+    """12 s, 3 min, 2.5 h, 480 days, or 3.4 years."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.0f} days"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    years = seconds / YEAR
+    return f"{seconds / DAY:.0f} days" if years < 2 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
 
 
 def shown_value(setting: str, value: str | None) -> str:

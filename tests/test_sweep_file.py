@@ -175,22 +175,24 @@ def test_estimates_fall_back_to_what_the_device_makes_and_then_to_nothing(tmp_pa
 
 
 def test_times_are_shown_in_a_unit_that_can_be_read() -> None:
-    seconds = (12, 5000, 9000, 172_799, 172_800, 2.907e8)
-    assert [shown_seconds(x) for x in seconds] == ["12 s", "83 min", "2.5 h", "48.0 h", "2 days", "3,365 days"]
+    seconds = (12, 5000, 9000, 172_799, 172_800, 4.1e7, 2.907e8)
+    said = ["12 s", "83 min", "2.5 h", "48.0 h", "2 days", "475 days", "9.2 years"]
+    assert [shown_seconds(x) for x in seconds] == said
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_has_one_line_a_cell(path: Path, width: int) -> None:
+@pytest.mark.parametrize(("seconds", "time"), [(5000.0, ["~83", "min"]), (7.3e8, ["~23", "years"])])
+def test_the_table_has_one_line_a_cell(path: Path, width: int, seconds: float, time: list[str]) -> None:
     cells = expand(read_sweep(path))
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table(cells, {c.name: pending(c, "") for c in cells}, dict.fromkeys(names(cells), 5000.0)))
+    console.print(table(cells, {c.name: pending(c, "") for c in cells}, dict.fromkeys(names(cells), seconds)))
     lines = [line for line in console.export_text().splitlines() if line.strip()]
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[-len(cells) :]] == [str(n) for n in range(1, len(cells) + 1)]
     for cell, line in zip(cells, lines[-len(cells) :], strict=True):
         values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
-        assert line.split()[1:] == [*values, "pending", "~83", "min"]
+        assert line.split()[1:] == [*values, "pending", *time]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +231,17 @@ def test_a_change_knows_older_spellings_and_reaches_the_data(tmp_path: Path) -> 
     sweep = read_sweep(path, ["seed=7", "data.vocab_size=512", "data.length=2K", "data.output=data/b"])
     assert [cell.config.seed for cell in expand(sweep)] == [7, 7]
     assert sweep.data == {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "output": "data/b"}
+
+
+def test_data_of_ones_own_takes_the_place_of_what_the_file_makes(tmp_path: Path) -> None:
+    data = "data: {kind: zipf, documents: 4, length: 1K, vocab_size: 32000, output: data/a}"
+    path = write(
+        tmp_path, f"{data}\nfixed: {{{FIXED.replace(', data_path: data/any', '')}}}\ngrid: {{length: [64, 128]}}"
+    )
+    sweep = read_sweep(path, ["data_path=data/mine"])
+    assert sweep.data is None and [cell.config.data_path for cell in expand(sweep)] == ["data/mine"] * 2
+    with pytest.raises(ValueError, match=r"--set data.length=2K: .*sweep.yaml makes no data; set data_path"):
+        read_sweep(path, ["data_path=data/mine", "data.length=2K"])
 
 
 @pytest.mark.parametrize(
