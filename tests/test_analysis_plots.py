@@ -335,6 +335,12 @@ def test_the_files_that_come_along_name_a_sweep_and_its_settings(path: Path) -> 
         assert {each.x, *(each.series or ()), *each.where} <= known, each.name
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_sweep_of_a_small_model_and_short_lengths_has_figures_too(path: Path) -> None:
+    sizes = {"model_name_or_path", "model_max_length", "tokens_per_rank"}
+    assert sum(not sizes & each.where.keys() for each in read_plots(path).plots) >= 2
+
+
 def test_every_sweep_has_its_figures() -> None:
     sweeps = CONFIGS[0].parent.parent.parent / "launch" / "sweeps"
     assert {path.stem for path in CONFIGS} == {path.stem for path in sweeps.glob("*.yaml")}
