@@ -16,6 +16,8 @@ from lightseq.lengths import shown
 
 DAY = 86400.0
 YEAR = 365 * DAY
+BAR = 20
+BESIDE = len("sweep ") + BAR + len("  0:00:00 ")  # of the line on which a sweep's progress is shown
 STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
 
 
@@ -99,6 +101,17 @@ def failures(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[str]:
     return [f"{cell.name}: {r.error}" for cell in cells if (r := records[cell.name]).status in FAILED]
 
 
+def doing(running: Sequence[tuple[Cell, int]], width: int) -> str:
+    """Cells that run and the steps each has made, within `width`: of long names the end, in which neighbours differ."""
+    counts = [f"  step {done}/{cell.config.max_steps or '?'}" for cell, done in running]
+    room = (width - sum(len(count) + len(" | ") for count in counts)) // max(1, len(running))
+    return " | ".join(f"{ending(cell.name, room)}{count}" for (cell, _), count in zip(running, counts, strict=True))
+
+
+def ending(name: str, room: int) -> str:
+    return name if len(name) <= room else f"…{name[len(name) + 1 - max(1, room) :]}"
+
+
 class Terminal:
     """A bar on a terminal, a line a cell in a log."""
 
@@ -109,7 +122,7 @@ class Terminal:
         self._bar: Progress | None = None
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("sweep"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+                TextColumn("sweep"), BarColumn(bar_width=BAR), MofNCompleteColumn(), TimeElapsedColumn(),
                 TextColumn("{task.fields[doing]}"), console=self.console,
             )  # fmt: skip
             self._task = self._bar.add_task("sweep", total=cells, doing="")
@@ -118,8 +131,8 @@ class Terminal:
     def show(self, running: Sequence[tuple[Cell, int]]) -> None:
         """Cells that run, with the steps that each has made."""
         if self._bar is not None:
-            doing = (f"{cell.name}  step {done}/{cell.config.max_steps or '?'}" for cell, done in running)
-            self._bar.update(self._task, doing=" | ".join(doing))
+            counts = f"{self.cells}/{self.cells}"
+            self._bar.update(self._task, doing=doing(running, self.console.width - len(counts) - BESIDE))
 
     def say(self, record: Record) -> None:
         """How a cell ended, which stays in sight."""

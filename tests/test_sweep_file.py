@@ -18,7 +18,7 @@ from launch.sweep_estimate import (
 from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import slurm_command
-from launch.sweep_table import shown_seconds, shown_value, table
+from launch.sweep_table import doing, shown_seconds, shown_value, table
 from lightseq.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,6 +193,15 @@ def test_the_table_has_one_line_a_cell(path: Path, width: int, seconds: float, t
     for cell, line in zip(cells, lines[-len(cells) :], strict=True):
         values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
         assert line.split()[1:] == [*values, "pending", *time]
+
+
+def test_the_bar_shows_the_steps_of_all_cells_at_once_within_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{lr_scheduler_type: [cosine, linear], fsdp: [full_shard, '']}}")
+    running = [(cell, number) for number, cell in enumerate(expand(read_sweep(path)))]
+    assert doing(running[:1], 80) == "lr_scheduler_type-cosine_fsdp-full_shard  step 0/2"
+    assert doing(running[:2], 60) == "…_fsdp-full_shard  step 0/2 | …cosine_fsdp-none  step 1/2"
+    assert all(len(doing(running, width)) <= width for width in range(60, 200))
+    assert doing([], 60) == ""
 
 
 @pytest.mark.parametrize(
