@@ -122,8 +122,9 @@ def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if not drawn(panel, runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
+    wider = min(2.0, 4.0 / max(1, len(runs) - 1))  # than the next; of many runs, none is a band
     for place, (run, color) in enumerate(zip(runs, colors(len(runs)), strict=True), 1):
-        width = 1.6 + (min(6.0, 2.0 * (len(runs) - place)) if panel.coincide else 0.0)
+        width = 1.6 + (wider * (len(runs) - place) if panel.coincide else 0.0)
         for curve in panel.curves:
             values = curve.scale * run.column(curve.key)
             axes.plot(

@@ -287,3 +287,10 @@ def test_the_program_runs_without_torch(make_run: MakeRun) -> None:
         [sys.executable, "-c", code, str(make_run(steps=2))], cwd=root, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_runs_that_coincide_show_beneath_each_other_and_none_is_a_band(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(f"run-{i}"), f"run-{i}") for i in range(9)]
+    (host,) = panel_figure(runs, FIGURES["memory"](runs)).axes
+    widths = [line.get_linewidth() for line in host.get_lines()]
+    assert widths == sorted(set(widths), reverse=True) and len(widths) == 9 and widths[0] < 6
