@@ -23,14 +23,21 @@ class _Files:
     """torch's symmetric memory, of files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.made = folder, 0
+        self.folder, self.made, self.cached, self.error = folder, 0, True, ""
         self.last: Callable[[], Tensor | None] = lambda: None
 
     def _open(self, rank: int, size: int) -> Tensor:
         return torch.from_file(str(self.folder / f"{rank}-{self.made}"), shared=True, size=size, dtype=torch.uint8)
 
+    def empty_cache(self) -> None:
+        self.cached = False
+
     def empty(self, size: int, **_: object) -> Tensor:
         assert self.last() is None, "the memory before is still there"
+        assert not self.cached, "torch keeps memory that the driver could give"
+        self.cached = True
+        if self.error:
+            raise RuntimeError(self.error)
         self.made += 1
         memory = self._open(dist.get_rank(), size)
         self.last = weakref.ref(memory)
@@ -53,9 +60,11 @@ class _Stream:
 
 @contextmanager
 def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
+    files = _Files(folder)
+    streams = {"Stream": _Stream, "current_stream": _Stream, "stream": nullcontext, "synchronize": id}
     with (
-        patch.object(comm, "symmetric_memory", _Files(folder)),
-        patch.multiple("torch.cuda", Stream=_Stream, current_stream=_Stream, stream=nullcontext, synchronize=id),
+        patch.object(comm, "symmetric_memory", files),
+        patch.multiple("torch.cuda", **streams, empty_cache=files.empty_cache),
     ):
         yield SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
 
@@ -93,6 +102,28 @@ def _larger(rank: int, folder: Path) -> None:
 
 def test_larger_memory_comes_once_the_smaller_is_gone(tmp_path: Path) -> None:
     spawn(2, _larger, tmp_path)
+
+
+def _without_room(rank: int, folder: Path) -> list[str]:
+    """What is said where the driver refuses a larger outbox, and whether a smaller one still works."""
+    said: list[str] = []
+    with _symmetric(folder) as transport:
+        for driver in ("CUDA driver error: out of memory", "CUDA driver error: invalid argument"):
+            comm.symmetric_memory.error = driver
+            try:
+                with transport.outbox(3 << 30):
+                    pass
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        comm.symmetric_memory.error = ""
+        with transport.outbox(1 << 10) as outbox:
+            assert outbox.memory.numel() >= 1 << 10
+    return said
+
+
+def test_a_driver_without_memory_is_out_of_memory_as_torch_says_it(tmp_path: Path) -> None:
+    found = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB for what ranks send each other"
+    assert spawn(2, _without_room, tmp_path) == [[found, "RuntimeError: CUDA driver error: invalid argument"]] * 2
 
 
 def _sizes(rank: int, folder: Path) -> None:
