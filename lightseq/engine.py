@@ -112,7 +112,8 @@ class FsdpEngine:
         self._locked = PinnedMemory()
         locks = on_host and world.device.type == "cuda"
         lock: Callable[[Tensor], object] = self._locked.lock if locks else (lambda local: None)
-        weights.materialize(self.model, world.device, torch.device("cpu") if on_host else None, lock)
+        place = torch.device("cpu") if on_host else None
+        weights.materialize(self.model, world.device, place, lock, self.loss_model)
         self._locked.keep(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:

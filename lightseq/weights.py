@@ -65,11 +65,13 @@ def materialize(
     device: torch.device,
     parameters_on: torch.device | None = None,
     made: Callable[[Tensor], object] = lambda local: None,
+    root: nn.Module | None = None,
 ) -> None:
     """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
 
     Parameters are made on `parameters_on`, where that is not the device that computes. `made` gets what this rank holds
-    of each, before anyone else does: FSDP2 copies what has to be page-locked and is not.
+    of each, before anyone else does: FSDP2 copies what has to be page-locked and is not. `root` is the module around
+    the model that FSDP2 was applied to: of its own parameters, too, it then makes the copies that it needs now.
     """
 
     def empty(like: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def materialize(
             made(local_part(new)[0])
         return new
 
-    model._apply(empty)
+    (root or model)._apply(empty)
     if model.config.tie_word_embeddings:  # the two ends of the tie got memory of their own
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device)

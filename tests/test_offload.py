@@ -274,7 +274,8 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     model = weights.build_on_meta(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1))
     place, mesh = CPUOffloadPolicy(pin_memory=True), init_device_mesh(device, (2,))
-    for unit in (*model.model.layers, model):
+    root = nn.Sequential(model)
+    for unit in (*model.model.layers, root):
         fully_shard(unit, mesh=mesh, offload_policy=place)
     memory = PinnedMemory()
     made: list[Tensor] = []
@@ -284,7 +285,7 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
         if locks:
             memory.lock(local)
 
-    weights.materialize(model, torch.device(device), torch.device("cpu"), take)
+    weights.materialize(model, torch.device(device), torch.device("cpu"), take, root)
     held = {name.removesuffix(".weight"): local_part(p) for name, p in model.named_parameters()}
     memory.keep(held.values())
     if device == "cuda":
