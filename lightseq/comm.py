@@ -169,18 +169,25 @@ class SymmetricTransport:
         for old in ("_outbox", "_handle", "_memory"):  # or it would be there beside the new one, at the worst moment
             vars(self).pop(old, None)
         self.buffer_bytes = 0
-        torch.cuda.empty_cache()  # this memory is the driver's, which does not ask torch for what it has but cached
-        try:
-            self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # the driver's words, which nobody takes for what they are
-            if "out of memory" not in str(error):
-                raise
-            asked = f"Tried to allocate {size / 2**30:.2f} GiB for what ranks send each other"
-            raise torch.OutOfMemoryError(f"CUDA out of memory. {asked}") from error
+        self._memory = self._allocate(size)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
         self._outbox = Outbox(self._memory)
         self.buffer_bytes = size
+
+    def _allocate(self, size: int) -> Tensor:
+        """The driver's memory, not torch's: for what torch only caches the driver does not ask, and fails instead."""
+        for cached in (True, False):
+            try:
+                return symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                if not cached:
+                    asked = f"Tried to allocate {size / 2**30:.2f} GiB for what ranks send each other"
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. {asked}") from error
+                torch.cuda.empty_cache()
+        raise AssertionError("it returns or raises")
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
