@@ -47,7 +47,7 @@ def _memory_that_ended(error: Exception) -> str | None:
         return ". ".join(said.split(". ")[:2])
     if asked := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", said):
         return f"host out of memory. Tried to allocate {int(asked[1]) / 2**30:.2f} GiB"
-    return "host out of memory" if isinstance(error, MemoryError) else None
+    return ". ".join(filter(None, ["host out of memory", said])) if isinstance(error, MemoryError) else None
 
 
 @contextmanager

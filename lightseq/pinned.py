@@ -13,6 +13,10 @@ Shape = torch.Size | tuple[int, ...]
 PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context
 
 
+class CannotPin(OSError, MemoryError):
+    """A refusal where a run begins; in the middle of it, the end of the host's memory."""
+
+
 class PinnedMemory:
     """Makes buffers that stay locked for as long as this object lives; whoever reads them later reads plain memory."""
 
@@ -22,15 +26,15 @@ class PinnedMemory:
         weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends lets go of all by itself
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A new buffer. Raises OSError where the host does not lock as much."""
+        """A new buffer. Raises CannotPin where the host does not lock as much."""
         return self.lock(plain(shape, dtype))
 
     def lock(self, buffer: Tensor) -> Tensor:
-        """Locks one that is there, and contiguous. Raises OSError where the host does not lock as much."""
+        """Locks one that is there, and contiguous. Raises CannotPin where the host does not lock as much."""
         if buffer.nbytes:
             status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if status:
-                raise OSError(f"{buffer.nbytes:,} bytes of host memory cannot be pinned (CUDA error {status})")
+                raise CannotPin(f"{buffer.nbytes:,} bytes of host memory cannot be pinned (CUDA error {status})")
             self._locked.append(buffer)
         return buffer
 

@@ -1,5 +1,6 @@
 """What layers keep goes to host memory and comes back the same, within the budget; gradients do not notice."""
 
+import sys
 from collections.abc import Callable
 from itertools import product
 
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import hf, offload, weights
+from lightseq import endings, hf, offload, weights
+from lightseq.mesh import World
 from lightseq.mlp import tile_mlps
 from lightseq.offload import HostMemory, Kept, Offload
 from lightseq.optimization import local_part
@@ -19,6 +21,7 @@ from lightseq.pinned import PinnedMemory
 from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.projections import keep_projections
 from lightseq.remat import apply_remat
+from lightseq.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
 
@@ -240,6 +243,21 @@ def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: 
     locks.refuse = True
     with pytest.raises(OSError, match="4,096 bytes of host memory cannot be pinned"):
         HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+
+
+def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
+    locks: "Locks", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locks.refuse = True
+    monkeypatch.setattr(endings, "leave", sys.exit)
+    monkeypatch.setattr(endings, "first_to", lambda _: True)
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    with pytest.raises(SystemExit), endings.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
+        HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+    assert capsys.readouterr().err.splitlines() == [
+        "error: rank 0: host out of memory. 4,096 bytes of host memory cannot be pinned (CUDA error 1)",
+        "to fit: less",
+    ]
 
 
 def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "Locks") -> None:
