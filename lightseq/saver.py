@@ -48,6 +48,7 @@ class Saver:
 
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
         """Makes room for copies; where a host has none, the training waits for each save, which the line says."""
+        self.wait()  # for a save that came before the first update
         if self._staging is None:
             return None
         needed, free = local_bytes(tensors), free_host_memory(self._world)

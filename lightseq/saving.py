@@ -30,6 +30,7 @@ class Saving:
         self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
         kept = (config.save_total_limit, config.keep_best)
         self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
+        self._prepared = False
         self._warned = False  # of saves that follow each other too closely
 
     @property
@@ -46,8 +47,15 @@ class Saving:
         """To be called before weights change: they may still be on their way to the host."""
         self._saver.before_overwriting()
 
+    @property
+    def can_prepare(self) -> bool:
+        """Whether what a save will copy is known, and was not before: where float16 overflows, the first steps are
+        skipped, and the optimizer has no state yet."""
+        always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
+        return not self._prepared and (always_known or bool(self._engine.optimizer.state))
+
     def prepare(self) -> None:
-        """Once the optimizer has its state: what a save will copy is known."""
+        self._prepared = True
         tensors = self._engine.tensors()
         note = self._saver.prepare(tensors) if tensors is not None else None
         if note is not None and self._world.is_main:

@@ -159,7 +159,7 @@ class Trainer:
                 closed = None
             if self.saving is not None and save_failed:
                 self.saving.fail()
-            if self.saving is not None and done == self.first_step + 1:
+            if self.saving is not None and self.saving.can_prepare:
                 with window.paused():
                     self.saving.prepare()
             found = self._evaluated(done, window) if evaluates else None

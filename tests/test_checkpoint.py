@@ -17,6 +17,7 @@ import torch.distributed as dist
 from programs import Ended, program, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
+from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
 from benchmarks.saving import costs
@@ -28,6 +29,7 @@ from lightseq.examples import open_pickle
 from lightseq.flops import total_parameters
 from lightseq.manifest import MANIFEST, File, complaint
 from lightseq.mesh import World
+from lightseq.optimization import LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
 
@@ -374,6 +376,26 @@ def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monk
     end = in_one_process(run)
     assert "checkpoints are written while the training waits: copies of" in end.out
     assert complaint(files / "tight" / "checkpoint-2") is None
+
+
+def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float16 overflows, the first updates are skipped; a save may come before the one that is taken."""
+    unscale, prepare, scales, prepared = LossScaler.unscale, saver.Saver.prepare, [], []
+
+    def overflows(self: LossScaler, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
+        scales.append(self.scale)
+        return unscale(self, grads, norm * (torch.inf if len(scales) < 3 else 1.0))
+
+    def noted(self: saver.Saver, tensors: dict[str, Tensor]) -> str | None:
+        prepared.append((len(scales), {name.split(".")[-1] for name in tensors if name.startswith("optimizer.")}))
+        return prepare(self, tensors)
+
+    monkeypatch.setattr(LossScaler, "unscale", overflows)
+    monkeypatch.setattr(saver.Saver, "prepare", noted)
+    run = words(files, "overflows", "--fp16 --max_steps 4 --save_steps 1")
+    assert in_one_process(run).status == 0
+    assert prepared == [(3, {"step", "exp_avg", "exp_avg_sq"})]
+    assert complaint(files / "overflows" / "checkpoint-4") is None
 
 
 def in_one_process(run: str) -> Ended:
