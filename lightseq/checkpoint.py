@@ -154,9 +154,12 @@ def read_facts(directory: Path) -> dict[str, Any]:
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Fills weights and optimizer state in place, each rank its own part. Raises ValueError for another model's."""
     _make_state(optimizer)
-    tensors = tensors_of(model, optimizer)
     reader = state_files.Reader(directory / STATE)
-    _check_fit(directory, state_files.shapes(reader), tensors)
+    saved = state_files.shapes(reader)
+    if _before_the_first_update(directory, saved):
+        optimizer.state.clear()
+    tensors = tensors_of(model, optimizer)
+    _check_fit(directory, saved, tensors)
     try:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:  # on all ranks alike
@@ -166,6 +169,12 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
             f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
             "cut apart; resume on as many ranks as it was saved on"
         ) from error
+
+
+def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
+    """Whether the optimizer had no state yet: float16 skips the first steps, and a signal may end a run after them."""
+    optim = (read_facts(directory).get("config") or {}).get("optim", "sgd")
+    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
 
 
 def restore_randomness(directory: Path, world: World) -> None:

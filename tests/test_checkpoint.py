@@ -398,6 +398,19 @@ def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, m
     assert complaint(files / "overflows" / "checkpoint-4") is None
 
 
+def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unscale = LossScaler.unscale
+    infinite = lambda self, grads, norm: unscale(self, grads, norm * torch.inf)  # noqa: E731
+    monkeypatch.setattr(LossScaler, "unscale", infinite)
+    assert in_one_process(words(files, "early", "--fp16 --max_steps 1")).status == 0
+    monkeypatch.setattr(LossScaler, "unscale", unscale)
+    on = "--fp16 --max_steps 3 --resume_from_checkpoint True"
+    end = in_one_process(words(files, "early", on))
+    assert end.status == 0 and len(losses(files, "early")) == 3, end.err
+    other = in_one_process(words(files, "early", f"{on.replace('3', '4')} --optim sgd"))
+    assert other.status == 2 and "which this run has no place for; resume with the model and the optimizer" in other.err
+
+
 def in_one_process(run: str) -> Ended:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
