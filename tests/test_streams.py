@@ -1,0 +1,137 @@
+"""Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from happens_before import Streams, of_all_ranks, races
+from schedules import fitting
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from worlds import spawn
+
+from lightseq import comm, executor, hf, offload
+from lightseq.comm import SymmetricTransport
+from lightseq.layout import shard
+from lightseq.offload import HostMemory, Offload
+from lightseq.remat import apply_remat, checkpoint_groups
+
+NONE: tuple[set[str], set[str]] = (set(), set())
+
+
+def emulated(streams: Streams) -> AbstractContextManager[None]:
+    found = {"Stream": streams.stream, "current_stream": streams.current, "stream": streams.on}
+    return patch.multiple("torch.cuda", **found, synchronize=streams.synchronize)
+
+
+class _Mapped:
+    """torch's symmetric memory, of files, with a barrier that tells every rank what the others know."""
+
+    def __init__(self, folder: Path, streams: Streams) -> None:
+        self.folder, self.streams, self.made = folder, streams, 0
+
+    def empty(self, size: int, **_: object) -> Tensor:
+        self.made += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        size, ranks = memory.numel(), range(dist.get_world_size(group))
+        files = [str(self.folder / f"{rank}-{self.made}") for rank in ranks]
+        dist.barrier(group)
+        mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in files]
+        memory.set_(mapped[dist.get_rank(group)])
+        self.streams.mapped = {x.data_ptr(): (rank, size) for rank, x in enumerate(mapped)}
+        return SimpleNamespace(get_buffer=lambda rank, *_: mapped[rank], barrier=lambda: self.streams.barrier(group))
+
+
+def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str], set[str]]]:
+    """By schedule, what races and what is freed early in three passes forward and backward, of two lengths."""
+    from test_attention import _context, _whole
+
+    found, scale = {}, 8**-0.5
+    for name in fitting(dist.get_world_size(), 4, 2):
+        streams = Streams(rank)
+        with ExitStack() as stack:
+            stack.enter_context(emulated(streams))
+            stack.enter_context(patch.object(comm, "symmetric_memory", _Mapped(folder, streams)))
+            transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
+            stack.enter_context(patch("lightseq.attention.make_transport", return_value=transport))
+            context = _context(name, "auto", torch.float64, 8, heads=(4, 2))
+            if without:
+                stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
+            for length in (12, 12, 24):
+                q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(length, (4, 2), 8, batch=1))
+                run = context.schedule, rank, context.selection.kernel, transport, scale
+                with streams:
+                    out, lse = executor.attention_forward(q, k, v, *run)
+                    made = [out, lse, *executor.attention_backward(dout, q, k, v, out, lse, *run)]
+                    for x in made:
+                        x.add_(1)
+                    del out, lse, made, x
+            streams.look_for_freed()
+        found[name] = races(of_all_ranks(streams.touches, dist.group.WORLD)), streams.freed_early
+    return found
+
+
+def test_what_ranks_exchange_is_in_order_on_every_stream(tmp_path: Path) -> None:
+    for found in spawn(3, _attention, tmp_path, ""):
+        assert all(bad == NONE for bad in found.values()), found
+
+
+@pytest.mark.parametrize("without", ["wait_event", "wait_stream"])
+def test_an_exchange_that_does_not_wait_is_seen(without: str, tmp_path: Path) -> None:
+    (found, *_) = spawn(2, _attention, tmp_path, without)
+    assert all(bad[0] for bad in found.values()), found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _layers_away(group: int, in_flight: int, limit_bytes: float) -> tuple[set[str], set[str]]:
+    """Of two updates from two backward passes each, an evaluation between them."""
+    streams, memory = Streams(0), HostMemory(limit_bytes, pinned=False)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, num_key_value_heads=2))
+    context, layers = hf.enable(model), list(model.model.layers)
+    with emulated(streams), patch.object(offload, "LEAST_BYTES", 1):
+        outer, inner = (Offload(torch.device("cpu"), memory, in_flight) for _ in range(2))
+        outer._side, inner._side = streams.stream(), streams.stream()
+        apply_remat(layers, "attention", offload=inner if group > 1 else outer)
+        groups = [layers[i : i + group] for i in range(0, len(layers), group)]
+        if group > 1:
+            checkpoint_groups(groups, inner)
+        outer.wrap([some[0] for some in groups[:-1]], groups[-1][0])
+        batch = hf.shard_batch(context, *torch.randint(64, (2, 1, 24)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with streams:
+            for _ in range(2):
+                for _ in range(2):
+                    model(**batch).loss.backward()
+                with torch.no_grad():
+                    model(**batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        streams.look_for_freed()
+    assert outer.kept_bytes and bool(outer.stayed_bytes) == (limit_bytes < 1e5)
+    return races(streams.touches), streams.freed_early
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("group", "in_flight", "limit_bytes"), [(1, 2, 1e6), (1, 1, 1e6), (1, 2, 9e3), (2, 2, 1e6)])
+def test_what_layers_hand_over_is_in_order_on_every_stream(group: int, in_flight: int, limit_bytes: float) -> None:
+    assert _layers_away(group, in_flight, limit_bytes) == NONE
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_that_do_not_wait_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_wait_for", lambda event: None)
+    assert all(_layers_away(1, 2, 1e6))
