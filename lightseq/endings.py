@@ -16,6 +16,8 @@ from lightseq.tokens import first_line
 from lightseq.watchdog import Unanswered
 
 RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
+# What others than torch's allocator say of a GPU that is full: the driver, Triton, cuBLAS, cuDNN, NCCL.
+LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
@@ -47,7 +49,9 @@ def _memory_that_ended(error: Exception) -> str | None:
         return ". ".join(said.split(". ")[:2])
     if asked := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", said):
         return f"host out of memory. Tried to allocate {int(asked[1]) / 2**30:.2f} GiB"
-    return ". ".join(filter(None, ["host out of memory", said])) if isinstance(error, MemoryError) else None
+    if isinstance(error, MemoryError):
+        return ". ".join(filter(None, ["host out of memory", said]))
+    return next((line.strip() for line in said.splitlines() if LIBRARIES_ENDED.search(line)), None)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from worlds import spawn
 
+from lightseq import endings
 from lightseq.__main__ import BOTH
 from lightseq.attention import attention, make_context
 from lightseq.command_line import parse
@@ -175,3 +176,20 @@ def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     assert [end.returncode for end in ends] == [1, 1]
     assert said.count("CUDA out of memory. Tried to allocate 7.00 GiB.") == 1, said
     assert "parameters" in said and "to fit: " in said
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere", "CUDA error: out of memory"),
+        ("Triton Error [CUDA]: out of memory", "Triton Error [CUDA]: out of memory"),
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
+        ("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'", "Cuda failure 2 'out of memory'"),
+        ("CUDA error: an illegal memory access was encountered", None),
+    ],
+)
+def test_memory_that_libraries_find_full_is_told_from_other_errors(said: str, line: str | None) -> None:
+    assert endings._memory_that_ended(RuntimeError(said)) == line
