@@ -140,7 +140,7 @@ def planned(search: Search, machine: Machine) -> int:
         return make_plan(PlannedRun(preset_config(llama3.FAMILY, search.name(scale)), config, hardware)).fits
 
     known: dict[int, bool] = {}
-    while (scale := next_length(known, 8, 0.0, 1)) is not None and min([*known, MOST]) > 1 and scale <= MOST:
+    while (scale := next_length(known, 8, 0.0, 1)) is not None and scale <= MOST:
         known[scale] = fits(scale)
     return max((scale for scale, fitting in known.items() if fitting), default=1)
 

@@ -1,6 +1,6 @@
 """What holds a model across ranks, differentiates and updates it: FSDP2 here, DeepSpeed in deepspeed_engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -110,8 +110,7 @@ class FsdpEngine:
     def _materialize(self, world: World, on_host: bool) -> None:
         """On the host weights are page-locked in place, where FSDP2 would copy each into a power of two of bytes."""
         self._locked = PinnedMemory()
-        locks = on_host and world.device.type == "cuda"
-        lock: Callable[[Tensor], object] = self._locked.lock if locks else (lambda local: None)
+        lock = self._locked.lock if on_host and world.device.type == "cuda" else None
         place = torch.device("cpu") if on_host else None
         weights.materialize(self.model, world.device, place, lock, self.loss_model)
         self._locked.keep(local_part(p) for p in self.model.parameters())

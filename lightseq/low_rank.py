@@ -41,6 +41,21 @@ class Linear(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.weight, self.a, self.b) if x is not None]
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> "Linear":
+        """The one that has these `tensors`."""
+        weight, *low = tensors
+        a, b = low or (None, None)
+        return cls(weight, a, b, scale)
+
+    def gradients(
+        self, dy_NO: Tensor, x_NI: Tensor, of_x: bool, of_tensors: Sequence[bool]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Of its input, and of its `tensors` in order, as far as they are wanted."""
+        makers = (lambda: dy_NO.T @ x_NI, lambda: self.low_gradient(dy_NO).T @ x_NI, lambda: dy_NO.T @ self.low(x_NI))
+        found = [make() if wanted else None for make, wanted in zip(makers, of_tensors, strict=False)]
+        return gradient_of_input([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
+
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
     """Side by side, and zeros up to a multiple of 8: a GPU's fast products want rows of whole 16 bytes."""
@@ -94,12 +109,6 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, a, b = ctx.saved_tensors
-        of_x, of_weight, of_a, of_b, _ = ctx.needs_input_grad
-        linear = Linear(weight, a, b, ctx.scale)
-        return (
-            gradient_of_input([linear], [dy_NO], torch.empty_like(x_NI)) if of_x else None,
-            dy_NO.T @ x_NI if of_weight else None,
-            linear.low_gradient(dy_NO).T @ x_NI if of_a else None,
-            dy_NO.T @ linear.low(x_NI) if of_b else None,
-            None,
-        )
+        of_x, *of_tensors, _ = ctx.needs_input_grad
+        dx_NI, found = Linear(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
+        return dx_NI, *found, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.keeping import results_of
-from lightseq.low_rank import Linear, gradient_of_input, is_linear, linear_of
+from lightseq.low_rank import Linear, is_linear, linear_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -48,13 +48,8 @@ def _keeping(kind: type[nn.Module]) -> type[nn.Module]:
 @torch.library.custom_op("lightseq::keeping_linear", mutates_args=())
 def _keeping_linear(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
     """`tensors` are a Linear's."""
-    (y_NO,) = results_of(lambda: (_put_together(tensors, scale).forward(x_NI),))
+    (y_NO,) = results_of(lambda: (Linear.of(tensors, scale).forward(x_NI),))
     return y_NO
-
-
-def _put_together(tensors: Sequence[Tensor], scale: float) -> Linear:
-    weight, a, b = tensors if len(tensors) == 3 else (tensors[0], None, None)
-    return Linear(weight, a, b, scale)
 
 
 @_keeping_linear.register_fake
@@ -69,10 +64,8 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     x, *tensors = ctx.saved_tensors
-    linear, dy = _put_together(tensors, ctx.scale), dy.contiguous()
-    makers = (lambda: dy.T @ x, lambda: linear.low_gradient(dy).T @ x, lambda: dy.T @ linear.low(x))
-    of_tensors = [make() if wanted else None for make, wanted in zip(makers, ctx.needs_input_grad[1], strict=False)]
-    return gradient_of_input([linear], [dy], torch.empty_like(x)), of_tensors, None
+    of_x, of_tensors, _ = ctx.needs_input_grad
+    return *Linear.of(tensors, ctx.scale).gradients(dy.contiguous(), x, of_x, of_tensors), None
 
 
 _keeping_linear.register_autograd(_backward, setup_context=_setup_context)

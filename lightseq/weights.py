@@ -64,7 +64,7 @@ def materialize(
     model: PreTrainedModel,
     device: torch.device,
     parameters_on: torch.device | None = None,
-    made: Callable[[Tensor], object] = lambda local: None,
+    made: Callable[[Tensor], object] | None = None,
     root: nn.Module | None = None,
 ) -> None:
     """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
@@ -76,7 +76,7 @@ def materialize(
 
     def empty(like: Tensor) -> Tensor:
         new = torch.empty_like(like, device=parameters_on or device)
-        if isinstance(like, nn.Parameter):
+        if made is not None and isinstance(like, nn.Parameter):
             made(local_part(new)[0])
         return new
 
