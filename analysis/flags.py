@@ -100,10 +100,10 @@ def stands_on(abouts: Sequence[About]) -> str:
     versions = {name: shared(section(a, "versions").get(key) for a in abouts) for key, name in SOFTWARE.items()}
     commit = shared(a.get("commit") for a in abouts)
     words = [hardware, *(f"{name} {version}" for name, version in versions.items() if version and version != "none")]
-    return ", ".join(word for word in (*words, f"commit {short(commit)}" if commit else "") if word)
+    return ", ".join(word for word in (*words, f"commit {short_commit(commit)}" if commit else "") if word)
 
 
-def short(commit: str) -> str:
+def short_commit(commit: str) -> str:
     """Ten letters of it, and whether files differed from it."""
     letters, _, changed = commit.partition("-")
     return f"{letters[:COMMIT_LETTERS]} ({changed})" if changed else letters[:COMMIT_LETTERS]

@@ -9,7 +9,7 @@ from analysis_files import about, record, write_run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from analysis.__main__ import main
-from analysis.flags import short
+from analysis.flags import short_commit
 from analysis.plot_metrics import METRICS
 from analysis.plots import figure, found_runs, grouped, point
 from analysis.plots_file import Plot, read_plots
@@ -163,7 +163,8 @@ def test_bytes_are_drawn_in_gb_and_other_keys_in_the_unit_that_they_end_in(resul
 
 
 def test_a_commit_is_shown_short_and_never_without_its_changes() -> None:
-    assert short("0123456789abcdef") == "0123456789" and short("0123456789abcdef-changed") == "0123456789 (changed)"
+    assert short_commit("0123456789abcdef") == "0123456789"
+    assert short_commit("0123456789abcdef-changed") == "0123456789 (changed)"
 
 
 def test_a_figure_names_what_all_its_runs_stand_on(results: Path) -> None:
