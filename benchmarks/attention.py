@@ -97,7 +97,7 @@ def blank(subject: Subject, case: Case, check: bool) -> dict[str, Any]:
         "batch": case.batch,
         "implementation": subject.implementation,
         "request": subject.request,
-        **dict.fromkeys(("schedule", "head_groups", "ulysses_size", "kernel", "transport")),
+        **dict.fromkeys(("schedule", "head_groups", "ulysses_size", "keep_gathered", "kernel", "transport")),
         **subject.asked,
         **({} if check else dict.fromkeys((*TIMES, "exposed_communication_seconds"))),
         "skipped": None,

@@ -47,6 +47,9 @@ def length(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+TWICE = "gather_twice"
+
+
 def choice(text: str) -> tuple[str, Choice]:
     """`usp@ulysses_size=2@head_groups=4`, and what it asks for."""
     schedule, *settings = text.split("@")
@@ -57,10 +60,12 @@ def choice(text: str) -> tuple[str, Choice]:
     sizes: dict[str, int | None] = dict.fromkeys(("head_groups", "ulysses_size"))
     for setting in settings:
         key, _, value = setting.partition("=")
+        if setting == TWICE:
+            continue
         if key not in sizes or not value.isdecimal() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: after @ comes head_groups=N or ulysses_size=N")
+            raise argparse.ArgumentTypeError(f"{text!r}: after @ comes head_groups=N, ulysses_size=N or {TWICE}")
         sizes[key] = int(value)
-    return text, Choice(schedule, ulysses_size=sizes["ulysses_size"], head_groups=sizes["head_groups"])
+    return text, Choice(schedule, keep_gathered=TWICE not in settings, **sizes)  # type: ignore[arg-type]
 
 
 def positive(text: str) -> int:
@@ -109,7 +114,8 @@ WHAT = (
     Flag("lengths", "N,...", "16K,32K,64K,128K", "tokens of whole sequences; K is 2^10, M is 2^20", listed(length)),
     Flag(
         "schedules", "S,...", "auto",
-        f"auto, all, none, {', '.join(SCHEDULES)}; @head_groups=N and @ulysses_size=N set those that have them",
+        f"auto, all, none, {', '.join(SCHEDULES)}; @head_groups=N and @ulysses_size=N set those that have them, "
+        f"@{TWICE} has ulysses gather q, k and v again for the backward pass",
         listed(choice, SCHEDULES),
     ),
     Flag("kernels", "K,...", "auto", f"auto, {', '.join(KERNELS)}", listed(one_of(("auto", *KERNELS)))),

@@ -27,6 +27,7 @@ class Choice:
     transport: str = "auto"
     ulysses_size: int | None = None
     head_groups: int | None = None
+    keep_gathered: bool = True
 
     @property
     def silent(self) -> "Choice":
@@ -51,7 +52,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     )
     context = make_context(
         case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport,
-        choice.ulysses_size, choice.head_groups,
+        choice.ulysses_size, choice.head_groups, keep_gathered=choice.keep_gathered,
     )  # fmt: skip
     documents = pack(context, case.boundaries, case.length) if case.boundaries else None
     layout = documents.layout if documents else context.layout
@@ -65,6 +66,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "schedule": context.schedule.name,
                 "head_groups": context.schedule.turns,
                 "ulysses_size": context.schedule.ulysses_size,
+                "keep_gathered": context.keeps,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
                 **(packing(context, documents, case.boundaries[-1]) if documents else {}),

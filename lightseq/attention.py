@@ -11,6 +11,7 @@ from torch import Tensor
 from lightseq import executor
 from lightseq.comm import BLOCKING, Transport, make_transport
 from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
+from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.keeping import results_of
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
@@ -55,6 +56,11 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
     first_batch: FirstBatch = field(default_factory=FirstBatch)
+    keep_gathered: bool = True  # from a forward pass to its backward pass, where the schedule can
+
+    @property
+    def keeps(self) -> bool:
+        return self.keep_gathered and self.schedule.can_keep
 
     @property
     def layout(self) -> Layout:
@@ -122,13 +128,16 @@ def make_context(
     head_groups: int | None = None,
     gpus_per_host: int | None = None,
     elide: bool = False,
+    keep_gathered: bool = True,
 ) -> SequenceContext:
     """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
 
     `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
     ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. Where the spec says that sequences are packed, auto
-    is prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
+    arithmetic out: memory and messages are real, results are zero. `keep_gathered`: under ulysses, q, k and v as a rank
+    gathered them are kept for the backward pass in the place of its own, which take as much, and travel once; say False
+    where a checkpoint keeps results and recomputes q, k and v. Where the spec says that sequences are packed, auto is
+    prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
@@ -140,7 +149,7 @@ def make_context(
     keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
     overlapped, asked = carrier.name.removesuffix(BLOCKING), Choice(schedule, ulysses_size, head_groups)
-    chosen = _choose(world, shape, overlapped, gpus_per_host or world, asked)
+    chosen = _choose(world, shape, overlapped, gpus_per_host or world, asked, keep_gathered)
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
     selection = select(kernel, spec)
@@ -154,17 +163,21 @@ def make_context(
         group=group,
         selection=selection,
         transport=carrier,
+        keep_gathered=keep_gathered,
     )
     return _CONTEXTS[name]
 
 
-def _choose(world: int, shape: AttentionShape, transport: str, gpus_per_host: int, asked: Choice) -> Choice:
+def _choose(
+    world: int, shape: AttentionShape, transport: str, gpus_per_host: int, asked: Choice, keep_gathered: bool = False
+) -> Choice:
     """What was left open in `asked`: by predicted time between GPUs, by counting between CPU processes."""
     if transport == "gloo":
         return asked._replace(schedule=cheapest_by_count(world, shape)) if asked.schedule == "auto" else asked
     if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
         return asked
-    return cheapest(world, shape, RATES.get(transport, H200_SYMMETRIC), gpus_per_host, asked)
+    rates = RATES.get(transport, H200_SYMMETRIC)
+    return cheapest(world, shape, rates, gpus_per_host, asked, keep_gathered=keep_gathered)
 
 
 def _packed_turns(world: int, shape: AttentionShape, asked: Choice) -> int:
@@ -197,7 +210,8 @@ def attention(
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = map(_readable, (q_BSHD, k_BSKD, v_BSKD))
-    return _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
+    out, lse, _ = _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
+    return out, lse
 
 
 def attention_backward(
@@ -214,9 +228,8 @@ def attention_backward(
     """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
-    tensors = map(_readable, (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
-    dq, dk, dv = _attention_backward(*tensors, out_BSHD, lse_BHS, scale, context.name, boundaries)
-    return dq, dk, dv
+    dout, *own = map(_readable, (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    return _attention_backward(dout, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -292,60 +305,79 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 @torch.library.custom_op("lightseq::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, its log-sum-exp, and what was gathered: bytes for the backward pass alone, none where it is not kept."""
     c = _CONTEXTS[context]
 
-    def compute() -> tuple[Tensor, Tensor]:
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
         _agree_on_shapes(c, q, k, documents)
         table, kernel = _table(c, documents), c.selection.kernel
-        results = executor.attention_forward(q, k, v, table, c.rank, kernel, c.transport, scale)
+        kept = Gathered(_room_to_keep(c, q, k), k.shape[2])
+        out, lse = executor.attention_forward(
+            q, k, v, table, c.rank, kernel, c.transport, scale, kept if c.keeps else None
+        )
         _advance(c, q)
-        return results
+        return out, lse, kept.memory
 
-    out, lse = results_of(compute)
-    return out, lse
+    out, lse, kept = results_of(compute)
+    return out, lse, kept
+
+
+def _room_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
+    size = gathered_bytes(context.schedule, q, k.shape[2]) if context.keeps else 0
+    return q.new_empty(size, dtype=torch.uint8)
 
 
 @_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse
+    return q.new_empty(q.shape), lse, _room_to_keep(_CONTEXTS[context], q, k)
 
 
 @torch.library.custom_op("lightseq::attention_backward", mutates_args=())
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str,
+    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`tensors`: the rank's own q, k and v, or alone what the forward pass gathered."""
     c = _CONTEXTS[context]
     table, kernel = _table(c, documents), c.selection.kernel
-    gradients = executor.attention_backward(dout, q, k, v, out, lse, table, c.rank, kernel, c.transport, scale)
-    _advance(c, q)
+    own: tuple[Tensor, Tensor, Tensor] | Gathered
+    if len(tensors) == 1:
+        table, own = table.keeping, Gathered(tensors[0], kv_heads)
+    else:
+        own = (tensors[0], tensors[1], tensors[2])
+    gradients = executor.attention_backward(dout, own, out, lse, table, c.rank, kernel, c.transport, scale)
+    _advance(c, dout)
     return gradients
 
 
 @_attention_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, context: str,
+    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    of_keys = (*dout.shape[:2], kv_heads, dout.shape[3])
+    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, ctx.scale, ctx.context, documents = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    out, lse, kept = output
+    ctx.kv_heads = k.shape[2]
+    ctx.save_for_backward(documents, out, lse, *((kept,) if _CONTEXTS[ctx.context].keeps else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # type: ignore[no-untyped-def]
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
-    *tensors, documents = ctx.saved_tensors
-    return (*_attention_backward(_readable(dout), *tensors, ctx.scale, ctx.context, documents), None, None, None)
+    documents, out, lse, *tensors = ctx.saved_tensors
+    gradients = _attention_backward(_readable(dout), tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
+    return (*gradients, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -112,9 +112,14 @@ class Form:
 
 def form(schedule: Schedule, tensors: Sequence[Tensor], lse: torch.dtype | None = None) -> Form:
     """The form of an item from a rank's own tensors, all (B, S, N, D) alike, and the dtype of their lse (B, N, S)."""
-    batch, length, heads, dim = tensors[0].shape
+    return form_like(schedule, tensors[0], tensors[0].shape[2], len(tensors), lse)
+
+
+def form_like(
+    schedule: Schedule, like: Tensor, heads: int, tensors: int = 1, lse: torch.dtype | None = None
+) -> Form:  # fmt: skip
+    """The form of an item of so many tensors that differ from `like` (B, S, N, D) in the number of heads alone."""
+    batch, length, _, dim = like.shape
     groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
     chunks = schedule.layout.chunks_per_rank
-    return Form(
-        len(tensors), heads // groups, groups, chunks, length // chunks, batch, dim, tensors[0].dtype, lse
-    )  # fmt: skip
+    return Form(tensors, heads // groups, groups, chunks, length // chunks, batch, dim, like.dtype, lse)

@@ -28,6 +28,10 @@ class Point:
     transport: str
     kernel: str
     seconds: float
+    keep_gathered: bool = False
+
+    def predicted(self, rates: Rates) -> float:
+        return estimate(self.load, self.shape, rates, self.keep_gathered).seconds
 
 
 def read_points(path: Path) -> list[Point]:
@@ -57,7 +61,8 @@ def point_of(record: Mapping[str, Any]) -> Point:
         record["length"], record["heads"], record["kv_heads"], record["head_dim"], record.get("batch", 1)
     )
     counted = load("ulysses" if alone else record["schedule"], world, world, groups, size)
-    return Point(counted, shape, record["transport"] or "", record["kernel"], float(record["seconds_median"]))
+    seconds, keeps = float(record["seconds_median"]), bool(record.get("keep_gathered"))
+    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps)
 
 
 def fit(points: Sequence[Point], start: Rates) -> Rates:
@@ -101,7 +106,7 @@ def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel:
 def _errors(points: Sequence[Point], x: np.ndarray) -> np.ndarray:
     """Relative errors, as logarithms."""
     rates = Rates(*np.exp(x))
-    return np.array([np.log(estimate(p.load, p.shape, rates).seconds / p.seconds) for p in points])
+    return np.array([np.log(p.predicted(rates) / p.seconds) for p in points])
 
 
 def _loss(errors: np.ndarray, moved: np.ndarray) -> float:

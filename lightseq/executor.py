@@ -4,12 +4,14 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
 from lightseq.accumulate import Home, Merge, Sum, wide
-from lightseq.bundles import Bundle, Form, form
+from lightseq.bundles import Bundle, Form, form, form_like
 from lightseq.comm import Receive, Send, Transport
+from lightseq.gathered import Gathered
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.program import (
     Operand,
@@ -27,6 +29,7 @@ MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for eve
 
 HOMES: Mapping[str, type[Home]] = {"out": Merge, "dq": Sum, "dkv": Sum}  # of an item's results
 
+Arenas = Mapping[tuple[str, int], Bundle]  # by item and head group
 Compute = Callable[[Tile, Bundle, Bundle, Mapping[str, Bundle]], dict[str, Bundle]]
 
 
@@ -34,8 +37,9 @@ class Run:
     """One pass under way: what the rank holds, what it gathered, and results that have yet to be taken in."""
 
     def __init__(self, program: Program, operands: Mapping[str, Bundle], homes: Mapping[str, Home], forms: Mapping,
-                 transport: Transport, compute: Compute, launches: Launches) -> None:  # fmt: skip
+                 transport: Transport, compute: Compute, launches: Launches, arenas: Arenas) -> None:  # fmt: skip
         self._program, self._operands, self._homes, self._forms = program, operands, homes, forms
+        self._arenas = arenas
         self._transport, self._compute, self._launches = transport, compute, launches
         self._gathered: dict[int, Bundle] = {}  # by arena
         # Results of this rank for itself, taken in beside the next step.
@@ -66,7 +70,9 @@ class Run:
         slots: dict[int, list[Bundle]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            self._gathered[i] = self._forms[arena.item].empty(len(arena.chunks), self._operands[arena.item][0].device)
+            self._gathered[i] = self._arenas.get((arena.item, arena.heads)) or self._forms[arena.item].empty(
+                len(arena.chunks), self._operands[arena.item][0].device
+            )
         receives = []
         for i, slot, src, there in step.fills:
             if i not in slots:
@@ -100,7 +106,7 @@ class Run:
 
     def _run_tile(self, program: TileProgram) -> None:
         rooms = {room.item: self._room(room) for room in program.rooms}
-        q, kv = self._operand("q", program.q), self._operand("kv", program.kv)
+        q, kv = self._operand("q", program.q), self._operand("kv", program.kv) if program.kv else ()
         made = self._compute(program.tile, q, kv, rooms)
         for room in program.rooms:
             item, into, result = room.item, rooms[room.item], made[room.item]
@@ -135,9 +141,9 @@ def _deliver(dst: Tensor, x: Tensor) -> None:
 
 def _run(
     schedule: Schedule, backward: bool, rank: int, transport: Transport,
-    operands: Mapping[str, Bundle], forms: Mapping[str, Form], compute: Compute,
+    operands: Mapping[str, Bundle], forms: Mapping[str, Form], compute: Compute, arenas: Arenas = MappingProxyType({}),
 ) -> list[Tensor]:  # fmt: skip
-    """The output and its lse, or the gradients."""
+    """The output and its lse, or the gradients. What is gathered comes into `arenas`, else into memory of the pass."""
     needs = pass_needs(schedule, backward, rank, tuple(forms.items()))
     device = operands["q"][0].device
     homes = {item: HOMES[item](forms[item], device, needs.at_once[item]) for item in forms if item in HOMES}
@@ -147,14 +153,18 @@ def _run(
                 outbox.known.clear()
             outbox.known[needs] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
-        Run(outbox.known[needs], operands, homes, forms, transport, compute, launches).run()
+        Run(outbox.known[needs], operands, homes, forms, transport, compute, launches, arenas).run()
     return [x for home in homes.values() for x in home.finals]
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out (B, S, H, D) in q's dtype, lse (B, H, S)) of the local queries over the whole causal sequence."""
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float,
+    kept: Gathered | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (B, S, H, D) in q's dtype, lse (B, H, S)) of the local queries over the whole causal sequence.
+
+    What is gathered stays in `kept`, for the backward pass of a schedule that keeps.
+    """
     forms = {"q": form(schedule, [q]), "kv": form(schedule, [k, v]), "out": form(schedule, [q], wide(q.dtype))}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
@@ -162,32 +172,41 @@ def attention_forward(
         into = room["out"][0] if room["out"] else None
         return {"out": forward_tile(kernel, q_, k_, v_, tile.mask, scale, into)}
 
-    out, lse = _run(schedule, False, rank, transport, {"q": (q,), "kv": (k, v)}, forms, compute)
+    arenas = kept.bundles(schedule, rank, forms) if kept else {}
+    out, lse = _run(schedule, False, rank, transport, {"q": (q,), "kv": (k, v)}, forms, compute, arenas)
     return out, lse
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, own: tuple[Tensor, Tensor, Tensor] | Gathered, out: Tensor, lse: Tensor,
     schedule: Schedule, rank: int, kernel: Kernel, transport: Transport, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of the local chunks, in the inputs' dtypes; partial gradients add up in float32 or wider."""
-    if schedule.queries_travel and not kernel.needs_out:
-        of_rows = [q, dout, row_terms(dout, out, lse)]
+    """(dq, dk, dv) of the local chunks, in the inputs' dtypes; partial gradients add up in float32 or wider.
+
+    `own` are the rank's q, k and v, or what a schedule that keeps has gathered of all ranks' in the forward pass.
+    """
+    with_terms = schedule.queries_travel and not kernel.needs_out
+    of_rows = (dout, row_terms(dout, out, lse)) if with_terms else (dout, out, lse)
+    of_q, kept = form(schedule, [dout]), dict[tuple[str, int], Bundle]()
+    if isinstance(own, Gathered):
+        of_kv = form_like(schedule, dout, own.kv_heads, 2)
+        operands: dict[str, Bundle] = {"q": of_rows}
+        for (item, heads), bundle in own.bundles(schedule, rank, {"q": of_q, "kv": of_kv}).items():
+            kept[item, heads] = (of_q if item == "q" else of_kv).unpacked(bundle)
     else:
-        of_rows = [q, dout, out, lse]
-    forms = {
-        "q": form(schedule, of_rows[:-1], of_rows[-1].dtype), "kv": form(schedule, [k, v]),
-        "dq": form(schedule, [q]), "dkv": form(schedule, [k, v]),
-    }  # fmt: skip
+        q, k, v = own
+        of_kv, operands = form(schedule, [k, v]), {"q": (q, *of_rows), "kv": (k, v)}
+    travelling = form(schedule, operands["q"][:-1], of_rows[-1].dtype)
+    forms = {"q": travelling, "kv": of_kv, "dq": of_q, "dkv": of_kv}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
-        (q_, dout_, *out_, lse_), (k_, v_) = q, kv
+        q_, dout_, *out_, lse_ = kept.get(("q", tile.heads), ()) + q
+        k_, v_ = kept.get(("kv", tile.heads), kv)
         (dq_,), (dk_, dv_) = room["dq"] or (None,), room["dkv"] or (None, None)
         made = backward_tile(
             kernel, dout_, q_, k_, v_, out_[0] if out_ else dout_, lse_, tile.mask, scale, (dq_, dk_, dv_)
         )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    operands = {"q": tuple(of_rows), "kv": (k, v)}
     dq, dk, dv = _run(schedule, True, rank, transport, operands, forms, compute)
     return dq, dk, dv

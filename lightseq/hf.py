@@ -45,16 +45,17 @@ def enable(
     gpus_per_host: int | None = None,
     elide: bool = False,
     packed: bool = False,
+    keep_gathered: bool = True,
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
     dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
     `schedule="auto"` is chosen for, and the longest where layers have a sliding window; `gpus_per_host` how many
     neighbouring ranks share a host (default: all); `packed` whether most sequences hold several documents, which any
-    schedule keeps apart and not all balance. Raises ValueError for what attention cannot honour: dropout, windows
-    shorter than `length`, an architecture without the attention interface; the patched model refuses masks, inputs
-    without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model again
-    replaces its context.
+    schedule keeps apart and not all balance; `keep_gathered` as in `make_context`. Raises ValueError for what attention
+    cannot honour: dropout, windows shorter than `length`, an architecture without the attention interface; the patched
+    model refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a
+    shard. Enabling a model again replaces its context.
     """
     check_attention(model, length)
     config, heads = model.config, heads_of(model.config)
@@ -72,6 +73,7 @@ def enable(
         ulysses_size,
         gpus_per_host=gpus_per_host,
         elide=elide,
+        keep_gathered=keep_gathered,
     )
     padded, window = context.layout.padded_length(length), sliding_window(config)
     if window is not None and padded > window:

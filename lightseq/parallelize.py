@@ -22,7 +22,7 @@ from lightseq.mesh import Meshes
 from lightseq.mlp import shrunk, tile_mlps
 from lightseq.offload import HostMemory, Offload, layers_in_flight
 from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
-from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
 from lightseq.projections import keep_projections
 from lightseq.remat import apply_remat, checkpoint_groups
 from lightseq.stopwatch import Stopwatch
@@ -173,6 +173,7 @@ def transform(
         gpus_per_host=techniques.gpus_per_host,
         elide=techniques.rehearses,
         packed=techniques.packed,
+        keep_gathered=keeps_gathered(techniques.remat),
     )
     if techniques.fp8 is not None:
         whole = context.layout.padded_length(techniques.length)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightseq.layout import Layout
-from lightseq.schedule import Step, Tile
+from lightseq.schedule import OPERANDS, Items, Step, Tile
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | Non
     return start if mine[start : start + len(chunks)] == chunks else None
 
 
-def arenas(steps: tuple[Step, ...], layout: Layout, rank: int) -> tuple[Arena, ...]:
+def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = OPERANDS) -> tuple[Arena, ...]:
     """Every arena of a pass on one rank. One grows over neighbouring steps as long as they share chunks."""
     done: list[Arena] = []
     for t, step in enumerate(steps):
-        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank).items():
+        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathers).items():
             before = [a for a in done if (a.item, a.heads, a.last) == (item, heads, t - 1) and chunks & {*a.chunks}]
             if before:
                 done.remove(before[0])
@@ -58,12 +58,14 @@ def arenas(steps: tuple[Step, ...], layout: Layout, rank: int) -> tuple[Arena, .
     return tuple(done)
 
 
-def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int) -> dict[tuple[str, int], set[int]]:
+def _gathered(
+    tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items
+) -> dict[tuple[str, int], set[int]]:  # fmt: skip
     """What a step's tiles read that does not lie side by side in the rank's own tensors."""
     found: dict[tuple[str, int], set[int]] = {}
     for tile in tiles:
         for item, chunks in (("q", tile.q), ("kv", tile.kv)):
-            if local_place(layout, rank, chunks) is None:
+            if item in gathers and local_place(layout, rank, chunks) is None:
                 found.setdefault((item, tile.heads), set()).update(chunks)
     return found
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.comm import NoTransport, Outbox
 from lightseq.executor import attention_backward, attention_forward
+from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
@@ -34,18 +35,20 @@ class AttentionMemory:
 
     buffers: float  # that peers map
     forward: float  # on top of q, k and v; what it returns is among it
-    backward: float  # on top of q, k, v, out, lse and their gradient
+    backward: float  # on top of out, lse, their gradient, and q, k and v or what is kept in their place
 
 
 @lru_cache(maxsize=512)
-def attention_memory(choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int) -> AttentionMemory:
+def attention_memory(
+    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
+) -> AttentionMemory:
     """Of the rank that takes most."""
     ulysses = world if choice.schedule == "ulysses" else choice.ulysses_size or 1
     if choice.schedule == "usp" and choice.ulysses_size is None:
         ulysses = world // 2
     places = world // ulysses
     if places <= MOST_PLACES:
-        return _counted(choice, world, heads, kv_heads, dim, element)
+        return _counted(choice, world, heads, kv_heads, dim, element, keep_gathered)
     low, high = (
         attention_memory(choice, ulysses * n, heads, kv_heads, dim, element) for n in (MOST_PLACES // 2, MOST_PLACES)
     )
@@ -54,7 +57,9 @@ def attention_memory(choice: Choice, world: int, heads: int, kv_heads: int, dim:
     return AttentionMemory(*drawn)
 
 
-def _counted(choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int) -> AttentionMemory:
+def _counted(
+    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool
+) -> AttentionMemory:
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
     layout = table.layout
     local = TOKENS * layout.chunks_per_rank
@@ -62,13 +67,17 @@ def _counted(choice: Choice, world: int, heads: int, kv_heads: int, dim: int, el
     q, k, v = (torch.empty(1, local, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads, kv_heads))
     out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")
     kernel, found = Elided(FlashAttention4()), []
+    kept: Gathered | None = None
+    if keep_gathered and table.can_keep:
+        size = gathered_bytes(table, q, kv_heads)
+        table, kept = table.keeping, Gathered(torch.empty(size, dtype=torch.uint8, device="meta"), kv_heads)
     for rank in sorted({0, world // 2, world - 1}):
         carrier = _Counting()
         with _Live() as forward:
-            attention_forward(q, k, v, table, rank, kernel, carrier, 1.0)
+            attention_forward(q, k, v, table, rank, kernel, carrier, 1.0, kept)
         with _Live() as backward:
-            attention_backward(out, q, k, v, out, lse, table, rank, kernel, carrier, 1.0)
-        found.append((carrier.largest, forward.peak, backward.peak))
+            attention_backward(out, kept or (q, k, v), out, lse, table, rank, kernel, carrier, 1.0)
+        found.append((carrier.largest, forward.peak + (kept.memory.nbytes if kept else 0), backward.peak))
     return AttentionMemory(*(max(column) / local for column in zip(*found, strict=True)))
 
 

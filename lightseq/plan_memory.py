@@ -75,7 +75,8 @@ def layer_moments(run: PlannedRun) -> Mapping[str, LayerMoment]:
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
     """Bytes for every local token."""
-    return attention_memory(run.choice, run.sequence_ranks, run.heads, run.kv_heads, run.head_dim, run.element)
+    sizes = (run.sequence_ranks, run.heads, run.kv_heads, run.head_dim, run.element)
+    return attention_memory(run.choice, *sizes, keep_gathered=run.keeps_gathered)
 
 
 def kept_by_layer(run: PlannedRun, state: str) -> float:

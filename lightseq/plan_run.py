@@ -11,6 +11,7 @@ from lightseq.architecture import Architecture, examine
 from lightseq.comm import BLOCKING
 from lightseq.config import TrainConfig
 from lightseq.plan_rates import Chip
+from lightseq.policies import keeps_gathered
 from lightseq.schedule import outline
 from lightseq.schedule_choice import Choice, cheapest
 from lightseq.schedule_cost import AttentionShape
@@ -102,7 +103,14 @@ class PlannedRun:
         """The schedule that training takes, by the same rates and for one sequence."""
         asked, per_host = Choice(self.config.schedule, self.config.ulysses_size), self.hardware.gpus_per_host
         one = AttentionShape(self.config.model_max_length, self.heads, self.kv_heads, self.head_dim)
-        return cheapest(self.sequence_ranks, one, RATES[self.transport], per_host, asked)
+        rates = RATES[self.transport]
+        return cheapest(
+            self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keeps_gathered(self.config.remat_policy)
+        )
+
+    @property
+    def keeps_gathered(self) -> bool:
+        return keeps_gathered(self.config.remat_policy) and outline(*self.schedule_words).can_keep
 
     @property
     def schedule_words(self) -> tuple[str, int, int, int | None]:

@@ -74,15 +74,19 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     """One layer's forward and backward over all ranks, its exchange included."""
     share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel_name, 1.0) * ATTENTION_SHARE
     rates = attention_rates(run.hardware.chip, run.transport)
-    found = _estimate(run.choice, run.sequence_ranks, run.shape, rates, share, run.hardware.gpus_per_host)
+    found = _estimate(
+        run.choice, run.sequence_ranks, run.shape, rates, share, run.hardware.gpus_per_host, run.keeps_gathered
+    )
     forward = found.seconds / (1 + BACKWARD_FLOPS)
     return forward, found.seconds - forward
 
 
 @lru_cache(maxsize=4096)
-def _estimate(choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, share: float, per_host: int) -> Estimate:
+def _estimate(
+    choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, share: float, per_host: int, keep_gathered: bool
+) -> Estimate:
     scaled = replace(rates, flops_per_second=rates.flops_per_second * share)
-    return priced(choice, ranks, shape, scaled, per_host)
+    return priced(choice, ranks, shape, scaled, per_host, keep_gathered)
 
 
 def matrix_seconds(run: PlannedRun) -> float:

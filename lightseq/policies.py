@@ -6,3 +6,11 @@ KEEP_MLP: Final = "attention+mlp"  # neither attention nor gate and up of the ML
 KEEP_LINEARS: Final = "attention+linears"  # nor any other linear: norms, rotations and activations alone
 KEEPING_MLP: Final = (KEEP_MLP, KEEP_LINEARS)
 POLICIES: Final = ("none", KEEP_LINEARS, KEEP_MLP, "attention", "full")
+
+
+def keeps_gathered(policy: str) -> bool:
+    """Whether attention may hand what it gathered to its backward pass, in the place of q, k and v.
+
+    A layer that runs again has those anyway, and would hold both.
+    """
+    return policy == "none"

@@ -67,7 +67,7 @@ class Room(NamedTuple):
 class TileProgram(NamedTuple):
     tile: Tile
     q: Operand
-    kv: Operand
+    kv: Operand | None  # None: kept since the forward pass
     rooms: tuple[Room, ...]
 
 
@@ -110,7 +110,8 @@ class _Places:
         self.rank, self.forms, self.memory, self.at = rank, forms, memory, at
         self.steps = passes(schedule, backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
-        self.arenas = arenas(self.steps, self.layout, rank)
+        self.gathers = schedule.gathers(backward)
+        self.arenas = arenas(self.steps, self.layout, rank, self.gathers)
         starts, self.regions, _ = outbox_plan(schedule, backward, tuple(forms.items()))
         self.staged = {item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in starts.items()}
         self.parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
@@ -146,8 +147,8 @@ class _Places:
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
         results = {"dq": tile.q, "dkv": tile.kv} if self.backward else {"out": tile.q}
         rooms = tuple(self.room(t, i, item, chunks, tile.heads) for item, chunks in results.items())
-        q, kv = (self.operand(t, item, c, tile.heads) for item, c in (("q", tile.q), ("kv", tile.kv)))
-        return TileProgram(tile, q, kv, rooms)
+        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathers else None
+        return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, rooms)
 
     def room(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> Room:
         form = self.forms[item]

@@ -3,7 +3,7 @@
 To add a schedule, write a function that says which tiles every rank computes at every step, and name it in `SCHEDULES`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -36,8 +36,8 @@ class Tile(NamedTuple):
 class Move(NamedTuple):
     """One bundle of tensors leaving src for dst. Both ends read the same object, so they cannot disagree.
 
-    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse). Results: out (out and lse), dq, dkv; `tile`
-    says which of its rank's tiles in the step before made them.
+    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse; without q where the schedule keeps it). Results:
+    out (out and lse), dq, dkv; `tile` says which of its rank's tiles in the step before made them.
     """
 
     item: str
@@ -61,6 +61,8 @@ class Step:
 
 
 Assignment = list[list[tuple[Tile, ...]]]  # [step][rank]
+Items = tuple[str, ...]
+OPERANDS: Items = ("q", "kv")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
+    keeps: bool = False  # q, k and v that the forward pass gathered are there in the backward pass: none moves again
 
     @property
     def world(self) -> int:
@@ -97,6 +100,22 @@ class Schedule:
     @cached_property
     def queries_travel(self) -> bool:
         return any(move.item == "q" for step in self.backward for move in step.moves)
+
+    def gathers(self, backward: bool) -> "Items":
+        """What travels to a tile in a pass, if it is not there."""
+        return ("q",) if backward and self.keeps else OPERANDS
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether what a rank gathers can take the place of its own q, k and v, which no tile of its reads."""
+        return SCHEDULES[self.name].assign is whole and self.world > 1
+
+    @cached_property
+    def keeping(self) -> "Schedule":
+        """The same, but that the backward pass finds what the forward pass gathered. Only who `can_keep` has it."""
+        assert self.can_keep, f"{self} needs its ranks' own tensors again"
+        rows = [step.tiles for step in self.backward if any(step.tiles)]
+        return replace(self, backward=plan(self.layout, rows, True, gathers=("q",)), keeps=True)
 
 
 # ---- the algorithms: which tiles, nothing else ---------------------------------------------------------------------
@@ -281,13 +300,15 @@ def _ulysses_size(name: str, world: int, asked: int | None) -> int:
 # ---- what follows from the tiles -----------------------------------------------------------------------------------
 
 
-def plan(layout: Layout, assignment: Assignment, backward: bool = False) -> tuple[Step, ...]:
+def plan(
+    layout: Layout, assignment: Sequence[Sequence[tuple[Tile, ...]]], backward: bool = False, gathers: Items = OPERANDS
+) -> tuple[Step, ...]:
     """The moves: remote operands travel one step before their tile, results one step after it.
 
     An operand that the next step needs as well stays where it is.
     """
     rows = [list(row) for row in assignment]
-    if any(_operands(layout, rank, tile) for rank, tiles in enumerate(rows[0]) for tile in tiles):
+    if any(_operands(layout, rank, tile, gathers) for rank, tiles in enumerate(rows[0]) for tile in tiles):
         rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
     moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
     held: set[Move] = set()
@@ -295,7 +316,7 @@ def plan(layout: Layout, assignment: Assignment, backward: bool = False) -> tupl
         needed: set[Move] = set()
         for rank, tiles in enumerate(row):
             for i, tile in enumerate(tiles):
-                for item, chunk in _operands(layout, rank, tile):
+                for item, chunk in _operands(layout, rank, tile, gathers):
                     needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
                 for item, chunk in _results(layout, rank, tile, backward):
                     moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
@@ -306,10 +327,10 @@ def plan(layout: Layout, assignment: Assignment, backward: bool = False) -> tupl
     return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))
 
 
-def _operands(layout: Layout, rank: int, tile: Tile) -> list[tuple[str, int]]:
+def _operands(layout: Layout, rank: int, tile: Tile, gathers: Items) -> list[tuple[str, int]]:
     """What a rank needs for a tile and does not hold itself."""
     needs = [("q", chunk) for chunk in tile.q] + [("kv", chunk) for chunk in tile.kv]
-    return [(item, chunk) for item, chunk in needs if layout.home(chunk) != rank]
+    return [(item, chunk) for item, chunk in needs if item in gathers and layout.home(chunk) != rank]
 
 
 def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:

@@ -35,6 +35,7 @@ def cheapest(
     gpus_per_host: int,
     asked: Choice = Choice(),  # noqa: B008 (immutable)
     gathered_limit_bytes: float | None = None,
+    keep_gathered: bool = False,
 ) -> Choice:
     """The choice that takes least time; the same on every rank, as it depends on its arguments alone.
 
@@ -42,7 +43,8 @@ def cheapest(
     taken. Raises ValueError where nothing that was asked for can be had.
     """
     found = [
-        Priced(choice, priced(choice, world, shape, rates, gpus_per_host)) for choice in choices(world, shape, asked)
+        Priced(choice, priced(choice, world, shape, rates, gpus_per_host, keep_gathered))
+        for choice in choices(world, shape, asked)
     ]
     if not found:
         name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
@@ -73,9 +75,11 @@ def _cuts(choice: Choice) -> int:
     return (choice.head_groups or 1) * (choice.ulysses_size or 1)
 
 
-def priced(choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int) -> Estimate:
+def priced(
+    choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int, keep_gathered: bool = False
+) -> Estimate:
     counted = load(choice.schedule, world, gpus_per_host, choice.head_groups or 1, choice.ulysses_size)
-    return estimate(counted, shape, rates)
+    return estimate(counted, shape, rates, keep_gathered)
 
 
 def choices(world: int, shape: AttentionShape, asked: Choice = Choice()) -> Iterator[Choice]:  # noqa: B008

@@ -5,7 +5,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightseq.layout import Layout
 from lightseq.schedule import Mask, Schedule, Step
 from lightseq.segments import Segments
 
@@ -44,10 +43,10 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
                 raise InvalidSchedule(f"{name}, step {t}: {move} does not run between a chunk's home and another rank")
         if sent != owed:
             raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are owed and not sent, or not owed")
-        used, owed = _needs_and_results(layout, step, backward)
+        used, owed = _needs_and_results(schedule, step, backward)
         if used - held:
             raise InvalidSchedule(f"{name}, step {t}: operands {sorted(used - held)} are missing")
-        next_used = _needs_and_results(layout, steps[t + 1], backward)[0] if t + 1 < len(steps) else set()
+        next_used = _needs_and_results(schedule, steps[t + 1], backward)[0] if t + 1 < len(steps) else set()
         held = used & next_used
         if received - next_used or received & held:
             idle = sorted(received - next_used | received & held)
@@ -57,14 +56,15 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
         raise InvalidSchedule(f"{name}: after the last step {sorted(held)} are unused and {sorted(owed)} not home")
 
 
-def _needs_and_results(layout: Layout, step: Step, backward: bool) -> tuple[set, set]:
-    """Remote operands that a step's tiles read, and results that they make for other ranks."""
-    needs, results = set(), set()
+def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[set, set]:
+    """Remote operands that a step's tiles read and no earlier pass kept, and results that they make for other ranks."""
+    needs, results, layout = set(), set(), schedule.layout
     for rank, tiles in enumerate(step.tiles):
         for i, tile in enumerate(tiles):
             q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
             kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
-            needs |= {(rank, "q", c, tile.heads) for c in q} | {(rank, "kv", c, tile.heads) for c in kv}
+            operands = {"q": q, "kv": kv}
+            needs |= {(rank, item, c, tile.heads) for item in schedule.gathers(backward) for c in operands[item]}
             results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
             results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
     return needs, results

@@ -52,8 +52,10 @@ class Estimate:
         return self.compute_seconds + self.exposed_seconds + self.memory_seconds
 
 
-def estimate(load: Load, shape: AttentionShape, rates: Rates) -> Estimate:
-    """What the table that the load was counted from takes at these rates."""
+def estimate(load: Load, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
+    """What the table that the load was counted from takes at these rates, as `make_context` would run it."""
+    if keep_gathered and load.schedule.can_keep:
+        load = replace(load, schedule=replace(load.schedule, keeps=True))
     compute = exposed = memory = gathered = 0.0
     for backward in (False, True):
         sizes = bundle_bytes(load.schedule, shape, backward)

@@ -1,5 +1,7 @@
 """Distributed attention against whole-sequence attention in float64: every schedule, world, head count and length."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -32,7 +34,7 @@ def _context(
     device: str = "cpu",
     transport: str = "auto",
     heads: tuple[int, int] = (8, 2),
-    **sizes: int,
+    **sizes: Any,
 ) -> SequenceContext:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     spec = KernelSpec(device, capability, dtype, dim)
@@ -136,6 +138,35 @@ def _parity(rank: int) -> float:
                     assert error < 1e-12, f"{v}: {heads} heads, length {length}, kernel {kernel}: off by {error}"
                     worst = max(worst, error)
     return worst
+
+
+def _kept_or_gathered_twice(rank: int) -> None:
+    heads, dim, length = (8, 2), 8, 48
+    whole = _whole(length, heads, dim)
+    expected = _expected(whole)
+    for groups, kernel in product((1, 2), ("reference", "cpu")):
+        sent = {}
+        for keep in (True, False):
+            context = _context("ulysses", kernel, torch.float64, dim, head_groups=groups, keep_gathered=keep)
+            assert context.keeps == keep
+            for got, want in zip(_distributed(context, whole), expected, strict=True):
+                assert (got - want).abs().max() < 1e-12, (groups, kernel, keep)
+            sent[keep] = context.transport.bytes_sent
+            leaves = [shard(x, context.layout, rank).requires_grad_() for x in whole[:3]]
+            own = [2 * x for x in leaves]
+            places = [weakref.ref(x.untyped_storage()) for x in own]
+            out, _ = attention(*own, context)
+            del own
+            gc.collect()
+            assert [place() is None for place in places] == [keep] * 3, "what was gathered takes their place"
+            out.sum().backward()
+        kv = max(heads[1], groups * context.schedule.world)  # shared heads are sent to each rank that has them
+        away = 2 * length * dim * 8 * (heads[0] + 2 * kv) / 2 / 2  # half of the heads of half of the tokens
+        assert sent[False] - sent[True] == away, (groups, sent)
+
+
+def test_what_is_kept_for_the_backward_pass_is_right_and_sent_once() -> None:
+    spawn(2, _kept_or_gathered_twice)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -369,8 +400,8 @@ def test_the_host_waits_for_attention_that_takes_seconds_alone(
     assert (4 * (tokens * world) ** 2 / 2 / world * 32 * 128 >= LONG_FLOPS) == bool(waits)
 
 
-def _opcheck(rank: int) -> None:
-    context = _context("zigzag", "cpu", torch.float32, 8)
+def _opcheck(rank: int, schedule: str) -> None:
+    context = _context(schedule, "cpu", torch.float32, 8)
     q = torch.randn(1, 4, 4, 8, requires_grad=True)
     kv = torch.randn(1, 4, 2, 8, requires_grad=True)
     torch.library.opcheck(
@@ -379,8 +410,9 @@ def _opcheck(rank: int) -> None:
     )  # fmt: skip
 
 
-def test_the_operator_keeps_torchs_contract() -> None:
-    spawn(1, _opcheck)
+@pytest.mark.parametrize(("schedule", "world"), [("zigzag", 1), ("ulysses", 2)])
+def test_the_operator_keeps_torchs_contract(schedule: str, world: int) -> None:
+    spawn(world, _opcheck, schedule)
 
 
 def _different_lengths(rank: int) -> str:

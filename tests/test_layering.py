@@ -19,6 +19,7 @@ LAYERS = {
     "lightseq.segments": 0,
     "lightseq.schedule": 0,
     "lightseq.documents": 0,
+    "lightseq.gathered": 2,
     "lightseq.placement": 0,
     "lightseq.schedule_cost": 0,
     "lightseq.schedule_load": 0,

@@ -281,7 +281,9 @@ def test_every_remedy_makes_the_run_fit() -> None:
 
 def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[int] = []
-    monkeypatch.setattr("lightseq.plan_run.cheapest", lambda ranks, *a: tables.append(ranks) or cheapest(ranks, *a))
+    monkeypatch.setattr(
+        "lightseq.plan_run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
+    )
     assert remedies(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
     assert max(tables) == 8
     for flags in ("--bf16", "--bf16 --schedule ring --offload activations", "--remat none --torch_compile"):

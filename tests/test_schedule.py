@@ -51,6 +51,26 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
             validate(make_schedule(name, world, groups, ulysses))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_what_is_kept_does_not_move_again(groups: int) -> None:
+    for world in SOME_WORLDS[1:]:
+        schedule = make_schedule("ulysses", world, groups)
+        kept = schedule.keeping
+        validate(kept)
+        with pytest.raises(InvalidSchedule, match="are missing"):
+            validate(dataclasses.replace(kept, keeps=False))
+        shape = AttentionShape(1024 * world, 4 * groups * world, groups * world, 64)
+        once, twice = cost(kept, shape), cost(schedule, shape)
+        gathered = (world - 1) * 1024 * 64 * 2 * (4 + 2) * groups * world  # (query + 2 key/value) heads of bfloat16
+        assert once.forward_bytes == twice.forward_bytes
+        assert twice.backward_bytes - once.backward_bytes == gathered
+
+
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"ulysses"}))
+def test_who_reads_own_tensors_in_the_backward_pass_keeps_nothing(name: str) -> None:
+    assert not make_schedule(name, 4).can_keep
+
+
 def _without_one(steps: tuple[Step, ...], rng: random.Random, what: str) -> tuple[Step, ...] | None:
     """The steps with one tile or one move taken out; None where there is none to take."""
     places = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,10 +18,12 @@ from worlds import spawn
 
 from lightseq import comm, executor, hf, offload
 from lightseq.comm import SymmetricTransport
+from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.layout import shard
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
 
+HEADS = 12, 6  # which two and three ranks can share out
 NONE: tuple[set[str], set[str]] = (set(), set())
 
 
@@ -54,27 +57,31 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
     from test_attention import _context, _whole
 
     found, scale = {}, 8**-0.5
-    for name in fitting(dist.get_world_size(), 4, 2):
+    names = fitting(dist.get_world_size(), *HEADS)
+    for name, keeps in [*product(names, (False,)), ("ulysses", True)]:
         streams = Streams(rank)
         with ExitStack() as stack:
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(comm, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
             stack.enter_context(patch("lightseq.attention.make_transport", return_value=transport))
-            context = _context(name, "auto", torch.float64, 8, heads=(4, 2))
+            context = _context(name, "auto", torch.float64, 8, heads=HEADS)
             if without:
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
             for length in (12, 12, 24):
-                q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(length, (4, 2), 8, batch=1))
-                run = context.schedule, rank, context.selection.kernel, transport, scale
+                q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1))
+                table = context.schedule.keeping if keeps else context.schedule
+                size = gathered_bytes(table, q, HEADS[1])
+                run = table, rank, context.selection.kernel, transport, scale
                 with streams:
-                    out, lse = executor.attention_forward(q, k, v, *run)
-                    made = [out, lse, *executor.attention_backward(dout, q, k, v, out, lse, *run)]
+                    kept = Gathered(torch.empty(size, dtype=torch.uint8), HEADS[1]) if keeps else None
+                    out, lse = executor.attention_forward(q, k, v, *run, kept)
+                    made = [out, lse, *executor.attention_backward(dout, kept or (q, k, v), out, lse, *run)]
                     for x in made:
                         x.add_(1)
-                    del out, lse, made, x
+                    del out, lse, made, x, kept
             streams.look_for_freed()
-        found[name] = races(of_all_ranks(streams.touches, dist.group.WORLD)), streams.freed_early
+        found[name + " keeping" * keeps] = races(of_all_ranks(streams.touches, dist.group.WORLD)), streams.freed_early
     return found
 
 
