@@ -24,6 +24,7 @@ class Gathered(NamedTuple):
             form, count = forms[arena.item], len(arena.chunks)
             found[arena.item, arena.heads] = form.packed(self.memory[start:], count)
             start += count * form.chunk_bytes
+        assert start == self.memory.numel(), f"{schedule} gathers {start} bytes, not {self.memory.numel()}"
         return found
 
 
