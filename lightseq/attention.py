@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq import executor
-from lightseq.comm import BLOCKING, Transport, make_transport
+from lightseq.comm import BLOCKING, Transport
 from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
 from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.keeping import results_of
@@ -21,6 +21,7 @@ from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_choice import Choice, cheapest, choices
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count
 from lightseq.schedule_time import H200_SYMMETRIC, RATES
+from lightseq.transports import make_transport
 
 LONG_FLOPS = 1e15  # of a pass of attention on one rank: a second or two
 

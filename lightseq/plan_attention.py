@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightseq.comm import NoTransport, Outbox
+from lightseq.comm import Outbox
 from lightseq.executor import attention_backward, attention_forward
 from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.kernels.elided import Elided
@@ -24,6 +24,7 @@ from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
 from lightseq.schedule import make_schedule
 from lightseq.schedule_choice import Choice
+from lightseq.transports import NoTransport
 
 TOKENS = 512  # of a chunk in the run that is counted
 MOST_PLACES = 16  # of a table that is made; beyond, two smaller ones are drawn out as a line

@@ -17,11 +17,12 @@ from worlds import GPU_WORLDS, spawn
 
 from lightseq import executor
 from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
-from lightseq.comm import NoTransport, Receive, SendRecvTransport
+from lightseq.comm import Receive, SendRecvTransport
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
 from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES, Mask
 from lightseq.schedule_cost import AttentionShape
+from lightseq.transports import NoTransport
 
 WORLDS = [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (5, 8))]
 

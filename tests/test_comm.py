@@ -14,9 +14,11 @@ from schedules import fitting
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import comm
-from lightseq.comm import Blocking, Receive, Send, SymmetricTransport
+from lightseq import symmetric
+from lightseq.comm import Receive, Send
 from lightseq.kernels import Launches
+from lightseq.symmetric import SymmetricTransport
+from lightseq.transports import Blocking
 
 
 class _Files:
@@ -61,7 +63,7 @@ def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
     files = _Files(folder)
     streams = {"Stream": _Stream, "current_stream": _Stream, "stream": nullcontext, "synchronize": id}
     with (
-        patch.object(comm, "symmetric_memory", files),
+        patch.object(symmetric, "symmetric_memory", files),
         patch.multiple("torch.cuda", **streams, empty_cache=files.empty_cache),
     ):
         yield SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
@@ -73,7 +75,7 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
     whole = _whole(24, (8, 4), 8)
     want = _expected(whole)
     with (
-        patch.object(comm, "ENGINE_BYTES", engine_bytes),
+        patch.object(symmetric, "ENGINE_BYTES", engine_bytes),
         _symmetric(folder) as transport,
         patch("lightseq.attention.make_transport", return_value=Blocking(transport) if blocking else transport),
     ):
@@ -104,7 +106,7 @@ def test_larger_memory_comes_once_the_smaller_is_gone(tmp_path: Path) -> None:
 
 def _beside_a_cache(rank: int, folder: Path) -> None:
     with _symmetric(folder) as transport:
-        comm.symmetric_memory.cached = True
+        symmetric.symmetric_memory.cached = True
         with transport.outbox(3 << 20) as outbox:
             assert outbox.memory.numel() >= 3 << 20
 
@@ -118,13 +120,13 @@ def _without_room(rank: int, folder: Path) -> list[str]:
     said: list[str] = []
     with _symmetric(folder) as transport:
         for driver in ("CUDA driver error: out of memory", "CUDA driver error: invalid argument"):
-            comm.symmetric_memory.error = driver
+            symmetric.symmetric_memory.error = driver
             try:
                 with transport.outbox(3 << 30):
                     pass
             except RuntimeError as error:
                 said.append(f"{type(error).__name__}: {error}")
-        comm.symmetric_memory.error = ""
+        symmetric.symmetric_memory.error = ""
         with transport.outbox(1 << 10) as outbox:
             assert outbox.memory.numel() >= 1 << 10
     return said
@@ -144,7 +146,7 @@ def _sizes(rank: int, folder: Path) -> None:
             seen.append([to.nbytes for to, _ in build()])
             super().copy(key, build)
 
-    sizes = (comm.ENGINE_BYTES, 8)
+    sizes = (symmetric.ENGINE_BYTES, 8)
     with _symmetric(folder) as transport, transport.outbox(sum(sizes)) as outbox:
         mine = outbox.memory[: sum(sizes)].split(sizes)
         for x in mine:

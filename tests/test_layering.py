@@ -32,6 +32,8 @@ LAYERS = {
     "lightseq.schedule_render": 0,
     "lightseq.kernels": 1,
     "lightseq.comm": 1,
+    "lightseq.symmetric": 1,
+    "lightseq.transports": 1,
     "lightseq.attention": 2,
     "lightseq.executor": 2,
     "lightseq.accumulate": 2,

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import comm, executor, hf, offload
-from lightseq.comm import SymmetricTransport
+from lightseq import executor, hf, offload, symmetric
 from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.layout import shard
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
+from lightseq.symmetric import SymmetricTransport
 
 HEADS = 12, 6  # which two and three ranks can share out
 NONE: tuple[set[str], set[str]] = (set(), set())
@@ -62,7 +62,7 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
         streams = Streams(rank)
         with ExitStack() as stack:
             stack.enter_context(emulated(streams))
-            stack.enter_context(patch.object(comm, "symmetric_memory", _Mapped(folder, streams)))
+            stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
             stack.enter_context(patch("lightseq.attention.make_transport", return_value=transport))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
