@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer
-from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
+from lightseq.attention import attention
+from lightseq.context import Documents, SequenceContext, make_context, pack, release
 from lightseq.documents import packed_schedule
 from lightseq.kernels import Kernel, backward_tile, forward_tile, select
 from lightseq.schedule import Mask, make_schedule

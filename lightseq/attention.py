@@ -1,196 +1,19 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightseq import executor
-from lightseq.comm import BLOCKING, Transport
-from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
+from lightseq.context import Documents, SequenceContext, find, without_repeats
+from lightseq.documents import packed_schedule
 from lightseq.gathered import Gathered, gathered_bytes
 from lightseq.keeping import results_of
-from lightseq.kernels import KernelSpec, Selection, select
-from lightseq.kernels.elided import Elided
-from lightseq.layout import Layout, shard
-from lightseq.mesh import disable_multicast, keep_compiled_kernels
-from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
-from lightseq.schedule_choice import Choice, cheapest, choices
-from lightseq.schedule_cost import AttentionShape, cheapest_by_count
-from lightseq.schedule_time import H200_SYMMETRIC, RATES
-from lightseq.transports import make_transport
+from lightseq.schedule import Schedule, check_heads
 
 LONG_FLOPS = 1e15  # of a pass of attention on one rank: a second or two
-
-
-@dataclass
-class Progress:
-    """Passes of attention, forward and backward, that a rank's host has begun (long ones: has seen the end of)."""
-
-    passes: int = 0
-
-
-@dataclass
-class FirstBatch:
-    """Shape and checksum of the first batch that a rank was given, and whether the ranks have compared theirs."""
-
-    seen: tuple[int, ...] | None = None
-    compared: bool = False
-
-
-@dataclass(frozen=True)
-class SequenceContext:
-    """Everything that distributed attention needs to know on one rank. Made by `make_context`, passed and never global.
-
-    `name` is what the operator carries in its place, for an operator takes tensors, numbers and strings only.
-    """
-
-    name: str
-    schedule: Schedule
-    rank: int
-    group: dist.ProcessGroup
-    selection: Selection
-    transport: Transport
-    shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
-    progress: Progress = field(default_factory=Progress)
-    first_batch: FirstBatch = field(default_factory=FirstBatch)
-    keep_gathered: bool = True  # from a forward pass to its backward pass, where the schedule can
-
-    @property
-    def keeps(self) -> bool:
-        return self.keep_gathered and self.schedule.can_keep
-
-    @property
-    def layout(self) -> Layout:
-        return self.schedule.layout
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """The documents of one packed sequence, alike on all ranks of a group: made by `pack`, handed to `attention`.
-
-    No plain tensor, for what wraps models moves those to the device, where the host would have to wait for it.
-    """
-
-    boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
-    layout: Layout
-    balance: float  # attention area of the mean rank over the largest
-
-    @property
-    def padded_boundaries(self) -> tuple[int, ...]:
-        """Where documents begin, those of padding among them, and the end."""
-        return _without_repeats(self.boundaries)
-
-    def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
-        """One rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
-        return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
-
-
-MOST_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, in one turn of heads
-LEAST_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
-
-
-def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
-    """Documents that begin at `boundaries`, the last of which ends the last one, in a sequence of `length` tokens.
-
-    What is missing up to `length`, or to what the schedule needs, is padding. Raises ValueError for what does not rise.
-    """
-    length = int(boundaries[-1]) if length is None else length
-    real = check_boundaries(boundaries, length)
-    whole = padded(real, padded_length(context.schedule, length))
-    size = LEAST_BOUNDARIES
-    while size < len(whole):
-        size *= 2
-    carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
-    table = packed_schedule(context.schedule, whole)
-    return Documents(carried, table.layout, balance(table))
-
-
-def _without_repeats(boundaries: Tensor) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(boundaries.tolist()))
-
-
-_CONTEXTS: dict[str, SequenceContext] = {}
-_numbers = count()
-
-
-def make_context(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    spec: KernelSpec,
-    shape: AttentionShape,
-    schedule: str = "auto",
-    kernel: str = "auto",
-    transport: str = "auto",
-    ulysses_size: int | None = None,
-    head_groups: int | None = None,
-    gpus_per_host: int | None = None,
-    elide: bool = False,
-    keep_gathered: bool = True,
-) -> SequenceContext:
-    """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
-
-    `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
-    ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. `keep_gathered`: under ulysses, q, k and v as a rank
-    gathered them are kept for the backward pass in the place of its own, which take as much, and travel once; say False
-    where a checkpoint keeps results and recomputes q, k and v. Where the spec says that sequences are packed, auto is
-    prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
-    """
-    if schedule not in ("auto", *SCHEDULES):
-        raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    world = dist.get_world_size(group)
-    if spec.packed:
-        schedule = "prefix" if schedule == "auto" else schedule
-        head_groups = head_groups or _packed_turns(world, shape, Choice(schedule, ulysses_size))
-    disable_multicast()
-    keep_compiled_kernels()
-    carrier = make_transport(transport, group, device)
-    overlapped, asked = carrier.name.removesuffix(BLOCKING), Choice(schedule, ulysses_size, head_groups)
-    chosen = _choose(world, shape, overlapped, gpus_per_host or world, asked, keep_gathered)
-    table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
-    check_heads(table, shape.heads, shape.kv_heads)
-    selection = select(kernel, spec)
-    if elide:
-        selection = replace(selection, kernel=Elided(selection.kernel))
-    name = f"{chosen.schedule}-{world}-{next(_numbers)}"
-    _CONTEXTS[name] = SequenceContext(
-        name=name,
-        schedule=table,
-        rank=dist.get_rank(group),
-        group=group,
-        selection=selection,
-        transport=carrier,
-        keep_gathered=keep_gathered,
-    )
-    return _CONTEXTS[name]
-
-
-def _choose(
-    world: int, shape: AttentionShape, transport: str, gpus_per_host: int, asked: Choice, keep_gathered: bool = False
-) -> Choice:
-    """What was left open in `asked`: by predicted time between GPUs, by counting between CPU processes."""
-    if transport == "gloo":
-        return asked._replace(schedule=cheapest_by_count(world, shape)) if asked.schedule == "auto" else asked
-    if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
-        return asked
-    rates = RATES.get(transport, H200_SYMMETRIC)
-    return cheapest(world, shape, rates, gpus_per_host, asked, keep_gathered=keep_gathered)
-
-
-def _packed_turns(world: int, shape: AttentionShape, asked: Choice) -> int:
-    """Turns that heads take on packed documents, where they hide nothing: as few as memory for keys allows."""
-    whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
-    allowed = [choice.head_groups or 1 for choice in choices(world, shape, asked)] or [1]
-    return next((turns for turns in allowed if whole / turns <= MOST_GATHERED_BYTES), allowed[-1])
-
-
-def release(context: SequenceContext) -> None:
-    """Forgets a context, so that the memory of its transport can go. No attention may use it afterwards."""
-    _CONTEXTS.pop(context.name, None)
 
 
 def attention(
@@ -271,7 +94,7 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
 
 def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
     """The schedule, for several documents limited to them."""
-    return context.schedule if documents is None else packed_schedule(context.schedule, _without_repeats(documents))
+    return context.schedule if documents is None else packed_schedule(context.schedule, without_repeats(documents))
 
 
 def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
@@ -279,7 +102,7 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     shape = (*q.shape, k.shape[2], int(documents is not None))
     if shape in context.shapes or context.transport.name == "none":  # which waits for nobody
         return
-    mine = (shape, None if documents is None else _without_repeats(documents))
+    mine = (shape, None if documents is None else without_repeats(documents))
     everyone = [mine] * context.schedule.world
     dist.all_gather_object(everyone, mine, group=context.group)
     if len({theirs for theirs, _ in everyone}) > 1:
@@ -308,7 +131,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, its log-sum-exp, and what was gathered: bytes for the backward pass alone, none where it is not kept."""
-    c = _CONTEXTS[context]
+    c = find(context)
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
         _agree_on_shapes(c, q, k, documents)
@@ -334,7 +157,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _room_to_keep(_CONTEXTS[context], q, k)
+    return q.new_empty(q.shape), lse, _room_to_keep(find(context), q, k)
 
 
 @torch.library.custom_op("lightseq::attention_backward", mutates_args=())
@@ -343,7 +166,7 @@ def _attention_backward(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`tensors`: the rank's own q, k and v, or alone what the forward pass gathered."""
-    c = _CONTEXTS[context]
+    c = find(context)
     table, kernel = _table(c, documents), c.selection.kernel
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
@@ -368,7 +191,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, ctx.scale, ctx.context, documents = inputs
     out, lse, kept = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, out, lse, *((kept,) if _CONTEXTS[ctx.context].keeps else (q, k, v)))
+    ctx.save_for_backward(documents, out, lse, *((kept,) if find(ctx.context).keeps else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 

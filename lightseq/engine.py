@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq import adapters, checkpoint, weights
-from lightseq.attention import SequenceContext
 from lightseq.config import TrainConfig
+from lightseq.context import SequenceContext
 from lightseq.mesh import Meshes, World, agree, use_host_cores
 from lightseq.offload import Offload
 from lightseq.optimization import (

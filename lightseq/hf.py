@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
-from lightseq.attention import Documents, SequenceContext, attention, make_context, pack, release
+from lightseq.attention import attention
+from lightseq.context import Documents, SequenceContext, make_context, pack, release
 from lightseq.documents import check_boundaries, restarting_positions
 from lightseq.examples import IGNORE_INDEX
 from lightseq.kernels import KernelSpec

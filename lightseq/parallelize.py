@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from lightseq import hf
-from lightseq.attention import Documents, SequenceContext
 from lightseq.config import TrainConfig
+from lightseq.context import Documents, SequenceContext
 from lightseq.documents import padded_length
 from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightseq.attention import Documents
+from lightseq.context import Documents
 from lightseq.examples import IGNORE_INDEX
 from lightseq.loss import token_losses
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightseq.attention import SequenceContext
+from lightseq.context import SequenceContext
 from lightseq.data import Batch
 from lightseq.hf import local_part, local_positions, packed_positions
 from lightseq.perplexity import Shard

@@ -16,8 +16,9 @@ from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
 from lightseq import executor
-from lightseq.attention import LONG_FLOPS, Progress, SequenceContext, _advance, attention, make_context
+from lightseq.attention import LONG_FLOPS, _advance, attention
 from lightseq.comm import Receive, SendRecvTransport
+from lightseq.context import Progress, SequenceContext, make_context
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
 from lightseq.layout import shard, unshard
 from lightseq.schedule import SCHEDULES, Mask

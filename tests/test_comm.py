@@ -77,7 +77,7 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
     with (
         patch.object(symmetric, "ENGINE_BYTES", engine_bytes),
         _symmetric(folder) as transport,
-        patch("lightseq.attention.make_transport", return_value=Blocking(transport) if blocking else transport),
+        patch("lightseq.context.make_transport", return_value=Blocking(transport) if blocking else transport),
     ):
         for name in fitting(dist.get_world_size(), 8, 4):
             context = _context(name, "auto", torch.float64, 8, heads=(8, 4))

@@ -15,7 +15,8 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import SequenceContext, _packed_turns, attention, make_context, pack
+from lightseq.attention import attention
+from lightseq.context import SequenceContext, _packed_turns, make_context, pack
 from lightseq.documents import (
     LARGEST_IMBALANCE,
     area_before,

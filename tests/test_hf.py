@@ -28,7 +28,7 @@ from transformers import (
 from worlds import spawn
 
 from lightseq import executor, hf, weights
-from lightseq.attention import SequenceContext
+from lightseq.context import SequenceContext
 from lightseq.layout import Layout, unshard
 from lightseq.mesh import World, make_meshes
 from lightseq.parallelize import LossModel, Techniques, parallelize

@@ -35,6 +35,7 @@ LAYERS = {
     "lightseq.symmetric": 1,
     "lightseq.transports": 1,
     "lightseq.attention": 2,
+    "lightseq.context": 2,
     "lightseq.executor": 2,
     "lightseq.accumulate": 2,
     "lightseq.bundles": 2,

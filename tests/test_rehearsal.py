@@ -12,9 +12,10 @@ from worlds import spawn
 
 from lightseq import endings
 from lightseq.__main__ import BOTH
-from lightseq.attention import attention, make_context
+from lightseq.attention import attention
 from lightseq.command_line import parse
 from lightseq.config import TrainConfig
+from lightseq.context import make_context
 from lightseq.family import preset_config
 from lightseq.kernels import KernelSpec
 from lightseq.loss import cross_entropy_sum

@@ -9,8 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lightseq.attention import _choose
 from lightseq.calibration import Point, fit, fit_transports, read_points
+from lightseq.context import _choose
 from lightseq.schedule import SCHEDULES, Schedule, Step, Tile, make_schedule, outline
 from lightseq.schedule_choice import Choice, cheapest, choices, refusal
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count, tile_flops

@@ -64,7 +64,7 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
-            stack.enter_context(patch("lightseq.attention.make_transport", return_value=transport))
+            stack.enter_context(patch("lightseq.context.make_transport", return_value=transport))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
             if without:
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))

@@ -20,8 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import attention, bundles, comm, hf, mlp, offload, sharding, trainer, verify, verify_model, weights
+from lightseq import (
+    attention,
+    bundles,
+    comm,
+    context,
+    hf,
+    mlp,
+    offload,
+    sharding,
+    trainer,
+    verify,
+    verify_model,
+    weights,
+)
 from lightseq.__main__ import BOTH
+from lightseq.context import SequenceContext
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layout import Layout
 from lightseq.mesh import World
@@ -106,7 +120,7 @@ def _without_a_move(schedule: Schedule) -> Schedule:
 
 
 def _drop_move(rank: int) -> Any:
-    return mock.patch.object(attention, "make_schedule", lambda *a: _without_a_move(make_schedule(*a)))
+    return mock.patch.object(context, "make_schedule", lambda *a: _without_a_move(make_schedule(*a)))
 
 
 @contextlib.contextmanager
@@ -133,7 +147,7 @@ def _shift_labels(rank: int) -> Any:
 
 
 def _restart_positions(rank: int) -> Any:
-    def wrong(context: attention.SequenceContext, length: int, device: torch.device) -> Tensor:
+    def wrong(context: SequenceContext, length: int, device: torch.device) -> Tensor:
         return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
 
     return mock.patch.object(sharding, "local_positions", wrong)
