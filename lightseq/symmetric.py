@@ -64,9 +64,10 @@ class SymmetricTransport:
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self.buffer_bytes:
             self._grow(size)
-        torch.cuda.current_stream().wait_event(self._all_read)
+        current = self._current()
+        current.wait_event(self._all_read)
         yield self._outbox
-        with torch.cuda.stream(self._side):
+        with self._beside(current):
             self._handle.barrier()
         self._all_read = self._side.record_event()
 
@@ -79,11 +80,11 @@ class SymmetricTransport:
         copy: Copy | None = None,
         idle: bool = False,
     ) -> Callable[[], None]:
-        current = torch.cuda.current_stream()
+        current = self._current()
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
         own = [r for r in receives if r.src == self._rank]  # lies there already
         self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
+        with self._beside(current):
             if not idle:  # or beside the barrier and what comes from others
                 _fetch(own, copy)
             if fresh:
@@ -105,6 +106,18 @@ class SymmetricTransport:
             in_use.clear()
 
         return wait
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device.index)  # asked without a number, torch looks for devices first
+
+    @contextmanager
+    def _beside(self, current: torch.cuda.Stream) -> Iterator[None]:
+        """What `torch.cuda.stream` is, without its look for devices."""
+        torch.cuda.set_stream(self._side)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(current)
 
     def at(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()

@@ -85,6 +85,10 @@ class Streams(TorchDispatchMode):
             self.look_for_freed()
             self.now = before
 
+    def set(self, stream: "Stream") -> None:
+        self.look_for_freed()
+        self.now = stream.name
+
     def synchronize(self, *_: object) -> None:
         for clock in [dict(clock) for clock in self._clocks.values()]:
             for stream in self._clocks:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -61,7 +61,7 @@ class _Stream:
 @contextmanager
 def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
     files = _Files(folder)
-    streams = {"Stream": _Stream, "current_stream": _Stream, "stream": nullcontext, "synchronize": id}
+    streams = {"Stream": _Stream, "current_stream": _Stream, "set_stream": id, "synchronize": id}
     with (
         patch.object(symmetric, "symmetric_memory", files),
         patch.multiple("torch.cuda", **streams, empty_cache=files.empty_cache),

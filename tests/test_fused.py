@@ -1,17 +1,20 @@
 """The Triton kernels that bring results home against their torch versions: compiled on a GPU, interpreted on a CPU."""
 
+import ast
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightseq.kernels import launches
-from lightseq.kernels.launches import Launches, where
+from lightseq.kernels.launches import Launch, Launches, where
 from lightseq.kernels.merge import merge
 
 BATCH, LENGTH = 2, 3
@@ -180,3 +183,47 @@ def test_interpreted_kernels_do_what_torch_does(check: Callable, monkeypatch: py
 @pytest.mark.parametrize("check", CHECKS)
 def test_compiled_kernels_do_what_torch_does(check: Callable) -> None:
     check("cuda")
+
+
+def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments: calls.append((grid, arguments))
+
+    class Kernel(Compiled):
+        found: Compiled | None = Compiled()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def launch(*arguments: Any, **options: Any) -> Compiled | None:
+                calls.append((grid, arguments, options))
+                return self.found
+
+            return launch
+
+    launch = Launch(Kernel(), (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True}, num_warps=4)
+    first = (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True, "num_warps": 4}
+    again = (3, 1, 1), ("table", 7, 2, True)  # as the signature has them
+    for _ in range(3):
+        launch()
+    assert calls == [first, again, again]
+    calls.clear()
+    Kernel.found = None  # as Triton's interpreter
+    launch = Launch(Kernel(), (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True}, num_warps=4)
+    for _ in range(2):
+        launch()
+    assert calls == [first, first]
+
+
+@pytest.mark.parametrize(("prepared_by", "kernel"), [("copy_launches", "_copy"), ("add_launch", "_add")])
+def test_constants_are_named_in_the_order_of_the_kernels_signature(prepared_by: str, kernel: str) -> None:
+    """For the second launch hands them over without their names."""
+    source = Path(launches.__file__).with_name("fused.py").read_text(encoding="utf-8")
+    functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
+    arguments = functions[kernel].args.args
+    constants = [x.arg for x in arguments if x.annotation is not None]
+    assert constants == [x.arg for x in arguments][-len(constants) :]
+    (given,) = (node.value for node in ast.walk(functions[prepared_by])
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))  # fmt: skip
+    assert [key.value for key in given.keys] == constants

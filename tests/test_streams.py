@@ -28,7 +28,12 @@ NONE: tuple[set[str], set[str]] = (set(), set())
 
 
 def emulated(streams: Streams) -> AbstractContextManager[None]:
-    found = {"Stream": streams.stream, "current_stream": streams.current, "stream": streams.on}
+    found = {
+        "Stream": streams.stream,
+        "current_stream": streams.current,
+        "stream": streams.on,
+        "set_stream": streams.set,
+    }
     return patch.multiple("torch.cuda", **found, synchronize=streams.synchronize)
 
 

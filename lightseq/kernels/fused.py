@@ -8,28 +8,17 @@ Tensors are (B, S, N, D) or an lse (B, N, S), their last dimension contiguous.
 # Triton's functions are compiled from their source and have no types that a checker could read.
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightseq.kernels.launches import Launch
+
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum
 COPY_LINE = 11  # numbers in the table of a copy, for one pair
-
-
-class Launch(NamedTuple):
-    """A kernel with all its arguments; it holds addresses and keeps no tensor alive but its table."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-    def __call__(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants)
 
 
 def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None:
@@ -57,8 +46,8 @@ def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None
         starts = [table[i] for i in range(len(table)) if i % COPY_LINE < 2]
         steps = [table[i] for i in range(len(table)) if i % COPY_LINE > 3]
         wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
-        constants = {"LINE": COPY_LINE, "ROWS": some_rows, "WORDS": words, "WIDE": wide, "num_warps": 4}
-        launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants))
+        constants = {"LINE": COPY_LINE, "ROWS": some_rows, "WORDS": words, "WIDE": wide}
+        launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants, num_warps=4))
     return launches
 
 
@@ -83,8 +72,8 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
     arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), rows, length, heads * dim, dim, *strides)
     step = 16 // min(total.element_size(), part.element_size())
     wide = step if _is_wide(table, line, [dim, *strides], step) else 1
-    constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns, "num_warps": 4}
-    return Launch(_add, grid, arguments, constants)
+    constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns}
+    return Launch(_add, grid, arguments, constants, num_warps=4)
 
 
 def _as_rows(x: Tensor) -> Tensor:

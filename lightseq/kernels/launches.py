@@ -1,6 +1,6 @@
 """Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -13,6 +13,31 @@ MOST = 4096  # prepared launches; more means that addresses do not repeat
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), alike in shape and dtype
 Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in shape, dtype and strides; parts of each
+
+
+class Launch:
+    """A Triton kernel with all its arguments; it holds addresses and keeps no tensor alive but its table.
+
+    The first call compiles. Later ones hand the same arguments to what that gave, past the search for what to compile,
+    which takes the host longer than the launch.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        num_warps: int,
+    ) -> None:  # fmt: skip
+        """`constants` by name, in the order in which they follow the arguments in the kernel's signature."""
+        self._kernel, self._grid, self._arguments = kernel, grid, arguments
+        self._constants, self._num_warps = constants, num_warps
+        self._again: Callable[..., None] | None = None
+
+    def __call__(self) -> None:
+        if self._again is not None:
+            self._again(*self._arguments)
+            return
+        compiled = self._kernel[self._grid](*self._arguments, **self._constants, num_warps=self._num_warps)
+        if compiled is not None:  # Triton's interpreter has nothing to give
+            self._again, self._arguments = compiled[self._grid], (*self._arguments, *self._constants.values())
 
 
 class Launches:
