@@ -27,6 +27,7 @@ RESULTS = Path(plan_points.__file__).parent / "results"
 MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
+SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept")  # layers measured since results take memory late
 HERE = Machine(False, {"device": "cpu"}, {})
 
 
@@ -85,7 +86,7 @@ def test_results_take_memory_when_the_first_part_of_them_comes(request: pytest.F
 @pytest.mark.usefixtures("results_from_the_beginning")
 def test_attention_layers_take_what_was_measured_of_them_alone() -> None:
     """Forward and backward of a layer; nothing in the plan was fitted to these."""
-    files = [file for file in sorted(RESULTS.glob("attention-*.jsonl")) if "overlap" not in file.name]
+    files = [file for file in sorted(RESULTS.glob("attention-*.jsonl")) if file.stem not in SINCE]
     layers = [
         r
         for file in files
@@ -99,10 +100,11 @@ def test_attention_layers_take_what_was_measured_of_them_alone() -> None:
 
 
 def test_attention_layers_take_what_was_measured_since_results_take_memory_late() -> None:
-    layers = _long_layers(RESULTS / "attention-2xh200-overlap.jsonl")
+    layers = [r for name in SINCE for r in _long_layers(RESULTS / f"{name}.jsonl")]
     assert {(r["schedule"], r["head_groups"]) for r in layers} >= {("prefix", 2), ("prefix", 4), ("zigzag", 1)}
+    assert {(r["schedule"], r.get("keep_gathered")) for r in layers} >= {("ulysses", True), ("ulysses", False)}
     for r in layers:
-        assert _planned_layer(r) == pytest.approx(r["peak_memory_bytes"], rel=0.05), r["request"]
+        assert _planned_layer(r) == pytest.approx(r["peak_memory_bytes"], rel=0.02), r["request"]
 
 
 def _long_layers(file: Path) -> list[dict[str, Any]]:
@@ -114,10 +116,10 @@ def _long_layers(file: Path) -> list[dict[str, Any]]:
 def _planned_layer(r: dict[str, Any]) -> float:
     ulysses = r["ulysses_size"] if r["schedule"] == "usp" else None
     q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
-    found = attention_memory(
-        Choice(r["schedule"], ulysses, r["head_groups"]), r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2
-    )
+    keeps, sizes = r.get("keep_gathered", False), (r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2)
+    found = attention_memory(Choice(r["schedule"], ulysses, r["head_groups"]), *sizes, keep_gathered=keeps)
     held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
+    held += keeps * (q + 2 * kv)  # the benchmark holds its own as well
     return (held + found.backward + found.buffers) * r["length"] / r["world"]
 
 
