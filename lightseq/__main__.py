@@ -13,10 +13,10 @@ from pathlib import Path
 import llama2
 import llama3
 from lightseq import evaluate, plan_cli, planner, rehearsal, training, verify
-from lightseq.family import Family
 from lightseq.lengths import tokens
 from lightseq.merge import add_flags as add_merge
 from lightseq.merge import merge
+from lightseq.presets import Family
 from lightseq.schedule import SCHEDULES, make_schedule
 from lightseq.schedule_cost import AttentionShape
 from lightseq.schedule_proof import validate

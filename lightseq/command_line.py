@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+import signal
 import textwrap
 import types
 import typing
@@ -16,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
+from lightseq.environment import is_main_process
 from lightseq.lengths import UNITS, tokens
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
@@ -39,9 +41,8 @@ def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
     """Whether the words ask for help; it is printed then, once for all ranks."""
     if not {"-h", "--help"} & set(words):
         return False
-    from lightseq.mesh import is_main_process  # torch comes with it: two seconds for who only reads flags
-
     if is_main_process():
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the first lines alone may leave
         print(text())
     return True
 

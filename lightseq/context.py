@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightseq.comm import BLOCKING, Transport
 from lightseq.documents import balance, check_boundaries, packed_schedule, padded, padded_length
+from lightseq.environment import disable_multicast, keep_compiled_kernels
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.layout import Layout, shard
-from lightseq.mesh import disable_multicast, keep_compiled_kernels
 from lightseq.schedule import SCHEDULES, Schedule, check_heads, make_schedule
 from lightseq.schedule_choice import Choice, cheapest, choices
 from lightseq.schedule_cost import AttentionShape, cheapest_by_count

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from lightseq.command_line import parse, shows_help
 from lightseq.config import TrainConfig
 from lightseq.endings import explained_out_of_memory
+from lightseq.environment import secrets
 from lightseq.evaluation_tasks import (
     CHOICES,
     DEPTHS,
@@ -28,11 +29,11 @@ from lightseq.evaluation_tasks import (
     Task,
     lengths_of,
 )  # fmt: skip
-from lightseq.family import Family
 from lightseq.masking import masked
-from lightseq.mesh import World, agree, secrets, start
+from lightseq.mesh import World, agree, start
 from lightseq.metrics import hardware, versions
 from lightseq.prepare import find_model
+from lightseq.presets import Family
 from lightseq.run_facts import describe
 from lightseq.trainer import Trainer
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,24 +13,11 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from lightseq.architecture import examine, heads_of
 from lightseq.hub import unreachable
 from lightseq.pickles import MALFORMED
+from lightseq.presets import Family
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
 FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
-
-
-@dataclass(frozen=True)
-class Family:
-    """Published architectures by name (`LlamaConfig` arguments), and the hub ids that hold the same ones."""
-
-    name: str
-    presets: Mapping[str, Mapping[str, object]]
-    aliases: Mapping[str, str]
-    grown: Callable[[str], Mapping[str, object] | None] = lambda _name: None  # presets too many to list
-
-    def preset(self, name: str) -> Mapping[str, object] | None:
-        """The architecture of that name, if the family has one."""
-        return self.presets.get(name) or self.grown(name)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from lightseq.architecture import examine
 from lightseq.command_line import parse, underscored
-from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.family import apply_rope, context_warning, resolve
 from lightseq.memory import GIB
 from lightseq.plan import faster, longest, make_plan, remedies
 from lightseq.plan_rates import CHIPS, HOST_UPDATE_WEIGHTS, chip_named
 from lightseq.plan_report import record, shown
 from lightseq.plan_run import Hardware, PlannedRun
 from lightseq.prepare import check_layers
+from lightseq.presets import Family
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 UNKNOWN = {

@@ -20,7 +20,7 @@ from lightseq.data import BatchStream, open_examples, require_target
 from lightseq.deepspeed_config import DeepSpeedSettings, deepspeed_settings
 from lightseq.disk import check_disk, saved_bytes, saves_left
 from lightseq.examples import Examples
-from lightseq.family import Family, apply_rope, context_warning, resolve
+from lightseq.family import apply_rope, context_warning, resolve
 from lightseq.flops import total_parameters
 from lightseq.fp8 import check_fp8
 from lightseq.hf import LENGTH_DEPENDENT_ROPE
@@ -30,6 +30,7 @@ from lightseq.metrics import METRICS, RUN, check_mirror
 from lightseq.optimization import check_optimizer
 from lightseq.packing import PackedExamples, open_packed
 from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.presets import Family
 from lightseq.tiled import check_layer_class
 from lightseq.tokens import Reading
 

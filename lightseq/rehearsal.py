@@ -23,13 +23,14 @@ from torch import nn
 
 from lightseq.command_line import help_text, parse, shows_help
 from lightseq.config import TrainConfig
-from lightseq.family import Family
+from lightseq.environment import secrets
 from lightseq.masking import masked
 from lightseq.memory import GIB, Breakdown, advice
-from lightseq.mesh import World, agree, secrets, start
+from lightseq.mesh import World, agree, start
 from lightseq.metrics import hardware, versions
 from lightseq.parallelize import MOST_WHOLE_TOKENS
 from lightseq.prepare import Inputs, prepare
+from lightseq.presets import Family
 from lightseq.tokens import write_token_directory
 from lightseq.trainer import Trainer
 

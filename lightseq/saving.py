@@ -12,8 +12,9 @@ import torch
 from lightseq import adapters, checkpoint, state_files, weights
 from lightseq.config import TrainConfig
 from lightseq.engine import Engine
+from lightseq.environment import secrets
 from lightseq.masking import masked
-from lightseq.mesh import World, leave, secrets
+from lightseq.mesh import World, leave
 from lightseq.prepare import Inputs
 from lightseq.saver import SaveError, Saver
 from lightseq.terminal import Terminal

@@ -138,7 +138,7 @@ def _fetch(receives: list[Receive], copy: Copy | None) -> None:
 
 def make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
     """The transport, or why the ranks of a group cannot read each other's memory: on every rank alike."""
-    reason = _first(group, _why_no_peers(group, device))
+    reason = _first(group, _why_no_peers(group, device)) or _first(group, _why_no_memory(device))
     made = None
     if not reason:
         try:
@@ -160,6 +160,15 @@ def _why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str:
         return f"the ranks are on {hosts} hosts"
     strangers = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
     return f"GPU {index} cannot access GPU {strangers[0]}" if strangers else ""
+
+
+def _why_no_memory(device: torch.device) -> str:
+    """Asked before ranks meet over it, where those that have some would wait for one that has none."""
+    try:
+        symmetric_memory.empty(1, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _first(group: dist.ProcessGroup, reason: str) -> str:

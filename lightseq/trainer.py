@@ -17,18 +17,11 @@ from lightseq.config import TrainConfig
 from lightseq.deepspeed_engine import DeepSpeedEngine
 from lightseq.endings import explained_data, explained_out_of_memory
 from lightseq.engine import Engine, FsdpEngine
+from lightseq.environment import secrets
 from lightseq.garbage import collected_together
 from lightseq.journal import Journal
 from lightseq.memory import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.mesh import (
-    Meshes,
-    World,
-    agree,
-    host_memory_bytes,
-    make_deterministic,
-    make_meshes,
-    secrets,
-)  # fmt: skip
+from lightseq.mesh import Meshes, World, agree, host_memory_bytes, make_deterministic, make_meshes  # fmt: skip
 from lightseq.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.optimization import LearningRate
 from lightseq.parallelize import techniques_of

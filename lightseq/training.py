@@ -1,19 +1,10 @@
-"""The program that trains: from the words of a command line to a run on every rank, which is watched."""
+"""The program that trains, from its words on: help comes at once, torch and transformers for a run alone."""
 
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightseq import checkpoint
-from lightseq.command_line import help_text, parse, shows_help
-from lightseq.config import TrainConfig
-from lightseq.endings import explained_silence
-from lightseq.family import Family
-from lightseq.mesh import agree, start
-from lightseq.prepare import after_restart, prepare
-from lightseq.trainer import Trainer
-from lightseq.watchdog import Watchdog
+from lightseq.command_line import help_text, shows_help
+from lightseq.presets import Family
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -25,23 +16,6 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str | None 
     program = program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):
         return
-    # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
-    timeout, stacks = _watched(words, program)
-    with start(2 * timeout) as world, explained_silence():
-        with Watchdog(world, timeout, stacks) as watchdog:
-            config = agree(world, lambda: after_restart(parse(words, program), world))
-            found = checkpoint.find(Path(config.output_dir), config.resume_from_checkpoint, world)
-            inputs = agree(world, lambda: prepare(config, family, world, found))
-            Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
+    from lightseq.watched import train  # takes seconds
 
-
-def _watched(words: list[str], program: str) -> tuple[float, Path]:
-    """The watchdog's timeout and folder, needed before the ranks can agree on anything.
-
-    What is wrong with the words is said once they can.
-    """
-    try:
-        config = parse(words, program)
-    except ValueError:
-        return TrainConfig.step_timeout, Path("hang")
-    return config.step_timeout, Path(config.output_dir) / "hang"
+    train(family, words, program)

@@ -23,10 +23,12 @@ from transformers import PreTrainedConfig
 from lightseq.architecture import heads_of, with_layers
 from lightseq.command_line import help_text, parse, shows_help
 from lightseq.config import TrainConfig
-from lightseq.family import Family, resolve
+from lightseq.environment import secrets
+from lightseq.family import resolve
 from lightseq.kernels import KernelSpec
-from lightseq.mesh import World, agree, check_sequence_size, secrets, start
+from lightseq.mesh import World, agree, check_sequence_size, start
 from lightseq.prepare import Inputs, prepare
+from lightseq.presets import Family
 from lightseq.rehearsal import NOWHERE, shared_folder
 from lightseq.verify_kernels import kernel_rows
 from lightseq.verify_machines import flags_row, machine, machine_row, software, software_row

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import llama2
 import llama3
-from lightseq import training
+from lightseq import training, watched
 from lightseq.__main__ import BOTH
 from lightseq.mesh import World
 
@@ -34,7 +34,7 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
 
 def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
-    training.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    watched.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -104,6 +104,17 @@ def test_larger_memory_comes_once_the_smaller_is_gone(tmp_path: Path) -> None:
     spawn(2, _larger, tmp_path)
 
 
+def _one_without(rank: int, folder: Path) -> tuple[bool, str]:
+    with _symmetric(folder), patch.object(symmetric, "_why_no_peers", lambda *_: ""):
+        symmetric.symmetric_memory.error = "CUDA driver error: operation not permitted\nwhere" if rank == 1 else ""
+        made, reason = symmetric.make_symmetric(dist.group.WORLD, torch.device("cpu"))
+        return made is None, reason
+
+
+def test_nobody_waits_for_a_rank_that_cannot_make_such_memory(tmp_path: Path) -> None:
+    assert spawn(3, _one_without, tmp_path) == [(True, "CUDA driver error: operation not permitted")] * 3
+
+
 def _beside_a_cache(rank: int, folder: Path) -> None:
     with _symmetric(folder) as transport:
         symmetric.symmetric_memory.cached = True

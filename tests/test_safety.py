@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightseq import state_files, weights
 from lightseq.config import TrainConfig
-from lightseq.family import Family, resolve
+from lightseq.environment import keep_compiled_kernels
+from lightseq.family import resolve
 from lightseq.masking import is_secret_name, masked
-from lightseq.mesh import keep_compiled_kernels
 from lightseq.metrics import RUN, write_run
+from lightseq.presets import Family
 from lightseq.weights import INDEX, WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
-from lightseq import journal, trainer, training, weights
+from lightseq import journal, trainer, watched, weights
 from lightseq.checkpoint import read_facts
 from lightseq.command_line import parse
 from lightseq.engine import FsdpEngine, Update
@@ -376,9 +376,9 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
 
 def preparing(rank: int, family: str, words: str) -> Ended:
     """A program whose second rank fetches for longer than a step may take."""
-    prepare, after_restart = training.prepare, training.after_restart
+    prepare, after_restart = watched.prepare, watched.after_restart
 
-    def watched(*arguments: Any) -> Any:
+    def under_watch(*arguments: Any) -> Any:
         assert "watchdog" in {thread.name for thread in threading.enumerate()}
         return after_restart(*arguments)
 
@@ -386,7 +386,7 @@ def preparing(rank: int, family: str, words: str) -> Ended:
         time.sleep(3.0 * rank)
         return prepare(*arguments)
 
-    training.after_restart, training.prepare = watched, longer
+    watched.after_restart, watched.prepare = under_watch, longer
     return program(rank, family, words)
 
 
@@ -651,6 +651,14 @@ def test_both_forms_of_a_program_start_from_where_they_should(tmp_path: Path) ->
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and err == b""
         assert out.decode().count(f"usage: {family}/train.py") == 1
+
+
+def test_help_takes_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('seconds')")
+    (tmp_path / "transformers.py").write_text("raise ImportError('seconds')")
+    command = [sys.executable, str(ROOT / "llama3" / "train.py"), "--help"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and "--model_max_length" in done.stdout
 
 
 def test_help_is_printed_once() -> None:

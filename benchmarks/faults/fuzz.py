@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq import manifest, randomness, state_files, training, weights
+from lightseq import manifest, randomness, state_files, training, watched, weights
 from lightseq.checkpoint import FACTS, STATE, read_facts
 from lightseq.config import TrainConfig
 from lightseq.config_checks import CHOICES
@@ -163,7 +163,7 @@ def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     world = World(rank, 2, rank, 2, torch.device("cpu"))
-    training.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
+    watched.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
     for words in commands:
         said, status = io.StringIO(), 0
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

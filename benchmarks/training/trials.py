@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 import llama2
 import llama3
 from data_gen.synthetic import Synthetic, document
-from lightseq.family import Family, resolve
+from lightseq.family import resolve
 from lightseq.lengths import shown
+from lightseq.presets import Family
 from lightseq.tokens import write_token_directory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
