@@ -21,7 +21,7 @@ from lightseq.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.checkpoint import FACTS
 from lightseq.manifest import MANIFEST
 from lightseq.tokens import first_line
-from lightseq.weights import TOKENIZER_FILES, download
+from lightseq.weights import TOKENIZER_FILES, download, tensor_files
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 OF_OTHERS: Final = (CONFIG, FACTS, MANIFEST)  # what a model's directory may hold that is untrue of the merged one
@@ -83,11 +83,10 @@ def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
 def _merge_weights(
     source: Path, output_dir: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, adapter: Path
 ) -> None:
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{source} holds no safetensors; name the model with --model_name_or_path")
+    with _readable(source):
+        names = tensor_files(source, "name the model with --model_name_or_path")
     left = set(pairs)
-    for file in files:
+    for file in sorted(set(names.values())):
         left -= _merge_file(file, output_dir / file.name, pairs, scale)
     if left:
         raise ValueError(

@@ -134,7 +134,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
     Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
     """
     directory = source if isinstance(source, Path) else download(source)
-    files = _tensor_files(directory)
+    files = tensor_files(directory, "save the model as safetensors, or add --random_init")
     tied = model.config.tie_word_embeddings
     parameters = own_parameters(model)
     aliases = {"lm_head.weight"} if tied else set()
@@ -224,8 +224,8 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name → file that holds it."""
+def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
+    """Tensor name → file that holds it, whatever else lies there. Raises ValueError where that is not to be known."""
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
@@ -235,7 +235,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if (directory / WEIGHTS).is_file():
         with safe_open(directory / WEIGHTS, framework="pt") as file:
             return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
-    raise ValueError(f"{directory} holds no {WEIGHTS}; save the model as safetensors, or add --random_init")
+    raise ValueError(f"{directory} holds no {WEIGHTS}; {remedy}")
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -117,7 +117,10 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
     assert abs(untrained(input_ids=ids, labels=ids).loss.item() - expected[-1]) > 0.01, "nothing was learnt"
     opened = peft.PeftModel.from_pretrained(untrained, checkpoint)
     assert opened(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
+    shutil.copyfile(checkpoint / adapters.WEIGHTS, folder / "model" / "stray.safetensors")  # of nobody's index
     assert lightseq(["merge", "--adapter", str(checkpoint), "--output_dir", str(folder / "merged")]) == 0
+    (folder / "model" / "stray.safetensors").unlink()
+    assert [file.name for file in (folder / "merged").glob("*.safetensors")] == ["model.safetensors"]
     merged, by_peft = AutoModelForCausalLM.from_pretrained(folder / "merged"), trained.merge_and_unload().state_dict()
     assert merged(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
     for name, weight in merged.state_dict().items():
