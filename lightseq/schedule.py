@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightseq.layout import Kind, Layout
 from lightseq.segments import Segments
@@ -60,7 +60,27 @@ class Step:
     moves: tuple[Move, ...]
 
 
-Assignment = list[list[tuple[Tile, ...]]]  # [step][rank]
+Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Sequence[tuple[Tile, ...]]]):
+    """An assignment whose steps are made when they are asked for: that of a thousand ranks has a million tiles."""
+
+    steps: int
+    make: Callable[[int], Sequence[tuple[Tile, ...]]]
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, t: Any) -> Any:
+        if isinstance(t, slice):
+            return [self[i] for i in range(*t.indices(self.steps))]
+        if not -self.steps <= t < self.steps:
+            raise IndexError(t)
+        return self.make(t % self.steps)
+
+
 Items = tuple[str, ...]
 OPERANDS: Items = ("q", "kv")
 
@@ -124,9 +144,9 @@ class Schedule:
 def ring(layout: Layout) -> Assignment:
     """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
     shards = [layout.chunks(rank) for rank in range(layout.world)]
-    return [
-        [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)] for t in range(layout.world)
-    ]
+    return Rows(
+        layout.world, lambda t: [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)]
+    )
 
 
 def striped(layout: Layout) -> Assignment:
@@ -136,7 +156,7 @@ def striped(layout: Layout) -> Assignment:
     def tile(r: int, j: int) -> Tile:
         return Tile((r,), (j,), Mask.CAUSAL if j <= r else Mask.STRICT)
 
-    return [[(tile(r, (r - t) % world),) for r in range(world)] for t in range(world)]
+    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def zigzag(layout: Layout) -> Assignment:
@@ -150,7 +170,7 @@ def zigzag(layout: Layout) -> Assignment:
             return Tile(mine, mine, Mask.CAUSAL)
         return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
 
-    return [[(tile(r, (r - t) % world),) for r in range(world)] for t in range(world)]
+    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def balanced(layout: Layout) -> Assignment:
@@ -168,7 +188,7 @@ def balanced(layout: Layout) -> Assignment:
             return _tile(shards[first][:1] if r == first else shards[first][1:], shards[second])
         return _tile(shards[r], shards[r - t]) if r >= t else _tile(shards[world + r - t], shards[r])
 
-    return [[(tile(t, r),) for r in range(world)] for t in range(world // 2 + 1)]
+    return Rows(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
 
 
 def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
