@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightseq.bundles import Bundle, Form
 from lightseq.kernels import Launches, merge_into, where
-from lightseq.program import Place
+from lightseq.program import Place, addresses
 
 Parts = Mapping[Place, Sequence[Bundle]]
 
@@ -34,8 +34,8 @@ class Home(ABC):
             self.finals = self._totals if self._at_once else ()
 
     @abstractmethod
-    def take(self, parts: Parts, launches: Launches) -> None:
-        """Takes in the parts, of each place in order."""
+    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
+        """Takes in the parts, of each place in order. `key`: their `addresses`, where these are known."""
 
     def finish(self) -> None:
         """The final tensors hold everything that was taken in."""
@@ -47,12 +47,13 @@ class Home(ABC):
 class Sum(Home):
     """Gradients of tensors: parts add up."""
 
-    def take(self, parts: Parts, launches: Launches) -> None:
+    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
         for fresh in (True, False):
             some = {place: bundles for place, bundles in parts.items() if (place not in self._begun) == fresh}
             if some:
-                key = (Sum, where(self._totals), _addresses(some))
-                launches.add(key, lambda some=some: self._lines(some), fresh)  # type: ignore[misc]
+                of_parts = key if key is not None and len(some) == len(parts) else addresses(some)
+                of_all = (Sum, where(self._totals), of_parts)
+                launches.add(of_all, lambda some=some: self._lines(some), fresh)  # type: ignore[misc]
         self._begun |= parts.keys()
 
     def _lines(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -64,19 +65,19 @@ class Sum(Home):
 class Merge(Home):
     """The output and its lse: parts over different keys merge, if there are several."""
 
-    def take(self, parts: Parts, launches: Launches) -> None:
+    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
         first = {place: bundles[:1] for place, bundles in parts.items() if place not in self._begun}
         if first:
-            self._begin(first, launches)
+            alone = len(first) == len(parts) and all(len(bundles) == 1 for bundles in parts.values())
+            self._begin(first, launches, key if key is not None and alone else addresses(first))
         for place, bundles in parts.items():
             for part, part_lse in bundles[place in first :]:
                 out, lse = self._form.local(self._totals, place[0], 1, place[1])
                 merge_into(out, lse, part, part_lse)
         self._begun |= parts.keys()
 
-    def _begin(self, parts: Parts, launches: Launches) -> None:
+    def _begin(self, parts: Parts, launches: Launches, key: Hashable) -> None:
         """The first part of a place is taken as it is."""
-        key = (Merge, where(self._totals), _addresses(parts))
 
         def pairs() -> list[tuple[Tensor, Tensor]]:
             homes = [
@@ -85,14 +86,10 @@ class Merge(Home):
             return [pair for home, part in homes for pair in zip(home, part, strict=True)]
 
         if self._at_once:
-            launches.copy(key, pairs)
+            launches.copy((Merge, where(self._totals), key), pairs)
         else:  # into float32
             for total, part in pairs():
                 total.copy_(part)
-
-
-def _addresses(parts: Parts) -> Hashable:
-    return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -105,9 +105,13 @@ class Form:
 
     def local(self, tensors: Bundle, start: int, count: int, group: int) -> Bundle:
         """Neighbouring chunks and one head group of a rank's own tensors, as views."""
-        rows = slice(start * self.rows, (start + count) * self.rows)
-        heads = slice(group * self.heads, (group + 1) * self.heads)
-        return tuple(x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows] for x in tensors)
+        found = []
+        for x in tensors:
+            of_rows, of_heads = (1, 2) if x.ndim == 4 else (2, 1)
+            if count < self.chunks:
+                x = x.narrow(of_rows, start * self.rows, count * self.rows)
+            found.append(x if self.groups == 1 else x.narrow(of_heads, group * self.heads, self.heads))
+        return tuple(found)
 
 
 def form(schedule: Schedule, tensors: Sequence[Tensor], lse: torch.dtype | None = None) -> Form:

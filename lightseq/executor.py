@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightseq.accumulate import Home, Merge, Sum, wide
 from lightseq.bundles import Bundle, Form, form, form_like
-from lightseq.comm import Receive, Send, Transport
+from lightseq.comm import Receive, Transport
 from lightseq.gathered import Gathered
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.program import (
@@ -47,7 +47,7 @@ class Run:
 
     def run(self) -> None:
         if self._program.staged:
-            key = tuple((where(into), where(self._operands[item])) for item, into in self._program.staged)
+            key = tuple((place, where(self._operands[item])) for item, _, place in self._program.staged)
             self._launches.copy(key, self._staging)
         for step in self._program.steps:
             finish = self._exchange(step)
@@ -64,7 +64,7 @@ class Run:
 
     def _staging(self) -> list[tuple[Tensor, Tensor]]:
         staged = self._program.staged
-        return [pair for item, into in staged for pair in self._forms[item].stage(into, self._operands[item])]
+        return [pair for item, into, _ in staged for pair in self._forms[item].stage(into, self._operands[item])]
 
     def _exchange(self, step: StepProgram) -> Callable[[], None]:
         slots: dict[int, list[Bundle]] = {}
@@ -79,12 +79,18 @@ class Run:
                 slots[i] = self._forms[self._program.arenas[i].item].split(self._gathered[i])
             receives += [Receive(src, x, y) for x, y in zip(there, slots[i][slot], strict=True)]
         filled = len(receives)
-        receives += [Receive(a.src, x, None) for a in step.arrivals for x in a.there]
+        receives += step.receives
         own, self._own = self._own, []
-        for item in {a.item for a in step.arrivals} | {item for item, _, _ in own}:
+        for item in step.lands:
             self._homes[item].open()
 
         def then(received: list[Tensor]) -> None:
+            if step.takes is not None and all(
+                x is receive.there for x, receive in zip(received[filled:], step.receives, strict=True)
+            ):
+                for item, parts, key in step.takes:
+                    self._homes[item].take(parts, self._launches, key)
+                return
             rest = iter(received[filled:])
             arrived = []
             for item, place, _, there, unpacked in step.arrivals:
@@ -94,8 +100,8 @@ class Run:
 
         if not step.travels:
             return lambda: then([])
-        sends, copy = [Send(*s) for s in step.sends], self._launches.copy
-        return self._transport.exchange(sends, receives, then, step.fresh, copy, idle=not step.tiles)
+        copy = self._launches.copy
+        return self._transport.exchange(step.sends, receives, then, step.fresh, copy, idle=not step.tiles)
 
     def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
         by_item: dict[str, dict[Place, list[Bundle]]] = {}

@@ -4,7 +4,7 @@ A training step runs the same pass for every layer, and at short lengths the hos
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightseq.bundles import Bundle, Form
+from lightseq.comm import Receive, Send
+from lightseq.kernels.launches import where
 from lightseq.layout import Layout
 from lightseq.placement import Arena, arenas, blocks, local_place
 from lightseq.schedule import Schedule, Step, Tile
@@ -40,6 +42,14 @@ class Arrival(NamedTuple):
     src: int
     there: Bundle
     unpacked: Bundle
+
+
+class Taking(NamedTuple):
+    """All results for an item that come home in a step, where each was posted; `key` stands for their addresses."""
+
+    item: str
+    parts: Mapping[Place, Sequence[Bundle]]
+    key: Hashable
 
 
 class Operand(NamedTuple):
@@ -72,10 +82,13 @@ class TileProgram(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    sends: tuple[tuple[int, Tensor], ...]
+    sends: tuple[Send, ...]
     opens: tuple[int, ...]  # arenas
     fills: tuple[Fill, ...]
     arrivals: tuple[Arrival, ...]
+    receives: tuple[Receive, ...]  # of the arrivals
+    lands: tuple[str, ...]  # items of which results come home
+    takes: tuple[Taking, ...] | None  # what a transport that reads in place brings home; None: this rank kept some
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]
     travels: bool  # something moves, on this rank or another
@@ -84,7 +97,7 @@ class StepProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    staged: tuple[tuple[str, Bundle], ...]  # operands that travel, and where they lie in the outbox
+    staged: tuple[tuple[str, Bundle, Hashable], ...]  # operands that travel, and where they lie in the outbox
     arenas: tuple[Arena, ...]
     steps: tuple[StepProgram, ...]
 
@@ -94,9 +107,11 @@ def make_program(
 ) -> Program:
     """`memory` is the outbox; `at` is `Transport.at`."""
     places = _Places(schedule, backward, rank, forms, memory, at)
-    steps = passes(schedule, backward)
-    staged = tuple((item, places.staged[item]) for item in places.staged)
-    return Program(staged, places.arenas, tuple(places.step(t) for t in range(len(steps))))
+    staged = tuple((item, into, where(into)) for item, into in places.staged.items())
+    steps: list[StepProgram] = []
+    for t in range(len(passes(schedule, backward))):
+        steps.append(places.step(t, steps[-1].tiles if steps else ()))
+    return Program(staged, places.arenas, tuple(steps))
 
 
 class _Places:
@@ -116,28 +131,33 @@ class _Places:
         self.staged = {item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in starts.items()}
         self.parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
 
-    def step(self, t: int) -> StepProgram:
+    def step(self, t: int, before: tuple[TileProgram, ...]) -> StepProgram:
+        """`before` are the tiles of the step before."""
         step = self.steps[t]
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         # Operands before results, as they are received: both ends of a message have to list it in the same order.
         mine = sorted((m for m in step.moves if self.rank in (m.src, m.dst)), key=lambda m: m.is_result)
         sends, fills, arrivals = [], [own for i in opens for own in self.own_fills(i)], []
         for move in mine:
-            where = self.posted(t - 1, move.src, move.tile, move.item, move.chunk) if move.is_result else (
+            here = self.posted(t - 1, move.src, move.tile, move.item, move.chunk) if move.is_result else (
                 self.staged_chunk(move.item, move.chunk, move.heads)
             )  # fmt: skip
             if move.src == self.rank:
-                sends += [(move.dst, x) for x in where]
+                sends += [Send(move.dst, x) for x in here]
                 continue
-            there = tuple(self.at(move.src, x) for x in where)
+            there = tuple(self.at(move.src, x) for x in here)
             if move.is_result:
                 place = self.place(move.item, move.chunk, move.heads)
                 arrivals.append(Arrival(move.item, place, move.src, there, self.forms[move.item].unpacked(there)))
             else:
                 arena, slot = self.arena_slot(t + 1, move.item, (move.chunk,), move.heads)
                 fills.append(Fill(arena, slot, move.src, there))
+        own = [(room.item, place, posted) for tile in before for room in tile.rooms for _, place, posted in room.own]
+        home = [*own, *((a.item, a.place, a.unpacked) for a in arrivals)]
         return StepProgram(
             tuple(sends), opens, tuple(fills), tuple(arrivals),
+            tuple(Receive(a.src, x, None) for a in arrivals for x in a.there),
+            tuple(sorted({item for item, _, _ in home})), _takings(home),
             tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             tuple(i for i, a in enumerate(self.arenas) if a.last == t),
             travels=bool(step.moves),
@@ -208,6 +228,19 @@ class _Places:
                 return block.chunks, form.packed(self.memory[start:], len(block.chunks))
             start += _aligned(len(block.chunks) * form.chunk_bytes)
         return None
+
+
+def _takings(home: Sequence[tuple[str, Place, Bundle | None]]) -> tuple[Taking, ...] | None:
+    found: dict[str, dict[Place, list[Bundle]]] = {}
+    for item, place, posted in home:
+        if posted is None:
+            return None
+        found.setdefault(item, {}).setdefault(place, []).append(posted)
+    return tuple(Taking(item, parts, addresses(parts)) for item, parts in found.items())
+
+
+def addresses(parts: Mapping[Place, Sequence[Bundle]]) -> Hashable:
+    return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
 
 
 def passes(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
