@@ -5,12 +5,12 @@ The model keeps its class and the names of its modules; its own weights stay as 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +46,7 @@ def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
         return None
     if find_spec("peft") is None:
         raise ValueError(f"--lora_rank {config.lora_rank} is peft's, which is not installed; pip install peft")
-    linears = sorted({name.split(".")[-1] for name, _ in _linears(build_on_meta(model_config))})
+    linears = sorted({name.split(".")[-1] for name, _ in _ends_of_linears(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL] else asked
     if unknown := [name for name in targets if name not in linears]:
@@ -61,9 +61,19 @@ def adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int
     """How many weights train; 0: all of the model's."""
     if lora is None:
         return 0
-    linears = _linears(build_on_meta(model_config))
-    chosen = [linear for name, linear in linears if name.split(".")[-1] in lora.targets]
-    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in chosen)
+    ends = _ends_of_linears(model_config)
+    return sum(lora.rank * both for name, both in ends if name.split(".")[-1] in lora.targets)
+
+
+def _ends_of_linears(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Inputs and outputs together of every linear, by name."""
+    return _known_ends(cast(Hashable, type(model_config)), model_config.to_json_string())
+
+
+@lru_cache(maxsize=16)  # a plan asks for every length that it tries
+def _known_ends(kind: Any, text: str) -> list[tuple[str, int]]:
+    linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
+    return [(name, linear.in_features + linear.out_features) for name, linear in linears]
 
 
 def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
