@@ -383,7 +383,7 @@ def preparing(rank: int, family: str, words: str) -> Ended:
         return after_restart(*arguments)
 
     def longer(*arguments: Any) -> Any:
-        time.sleep(3.0 * rank)
+        time.sleep(7.0 * rank)
         return prepare(*arguments)
 
     watched.after_restart, watched.prepare = under_watch, longer
@@ -391,7 +391,7 @@ def preparing(rank: int, family: str, words: str) -> Ended:
 
 
 def test_a_run_is_watched_from_its_start_and_may_take_its_time_until_its_first_step(files: Files) -> None:
-    words = files.words("llama2", "prepared", "--max_steps 1 --save_strategy no --step_timeout 2")
+    words = files.words("llama2", "prepared", "--max_steps 1 --save_strategy no --step_timeout 6")
     assert [end.status for end in spawn(2, preparing, "llama2", words)] == [0, 0]
 
 
