@@ -65,7 +65,14 @@ def choice(text: str) -> tuple[str, Choice]:
         if key not in sizes or not value.isdecimal() or int(value) < 1:
             raise argparse.ArgumentTypeError(f"{text!r}: after @ comes head_groups=N, ulysses_size=N or {TWICE}")
         sizes[key] = int(value)
-    return text, Choice(schedule, keep_gathered=TWICE not in settings, **sizes)  # type: ignore[arg-type]
+    if TWICE in settings and schedule not in ("auto", "ulysses"):
+        raise argparse.ArgumentTypeError(f"{text!r}: {schedule} gathers twice anyway; leave {TWICE} to ulysses")
+    return text, Choice(
+        schedule,
+        ulysses_size=sizes["ulysses_size"],
+        head_groups=sizes["head_groups"],
+        keep_gathered=TWICE not in settings,
+    )
 
 
 def positive(text: str) -> int:

@@ -119,9 +119,7 @@ def form(schedule: Schedule, tensors: Sequence[Tensor], lse: torch.dtype | None 
     return form_like(schedule, tensors[0], tensors[0].shape[2], len(tensors), lse)
 
 
-def form_like(
-    schedule: Schedule, like: Tensor, heads: int, tensors: int = 1, lse: torch.dtype | None = None
-) -> Form:  # fmt: skip
+def form_like(schedule: Schedule, like: Tensor, heads: int, tensors: int = 1, lse: torch.dtype | None = None) -> Form:
     """The form of an item of so many tensors that differ from `like` (B, S, N, D) in the number of heads alone."""
     batch, length, _, dim = like.shape
     groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads

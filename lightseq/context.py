@@ -52,11 +52,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
     first_batch: FirstBatch = field(default_factory=FirstBatch)
-    keep_gathered: bool = True  # from a forward pass to its backward pass, where the schedule can
-
-    @property
-    def keeps(self) -> bool:
-        return self.keep_gathered and self.schedule.can_keep
+    keeps: bool = False  # what it gathers, from a forward pass to its backward pass
 
     @property
     def layout(self) -> Layout:
@@ -159,7 +155,7 @@ def make_context(
         group=group,
         selection=selection,
         transport=carrier,
-        keep_gathered=keep_gathered,
+        keeps=keep_gathered and table.can_keep,
     )
     return _CONTEXTS[name]
 

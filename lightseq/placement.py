@@ -58,9 +58,7 @@ def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = 
     return tuple(done)
 
 
-def _gathered(
-    tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items
-) -> dict[tuple[str, int], set[int]]:  # fmt: skip
+def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items) -> dict[tuple[str, int], set[int]]:
     """What a step's tiles read that does not lie side by side in the rank's own tensors."""
     found: dict[tuple[str, int], set[int]] = {}
     for tile in tiles:

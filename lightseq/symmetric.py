@@ -1,4 +1,4 @@
-"""Moves bytes between the GPUs of one host through memory that all of them map; no kernel takes part."""
+"""Moves bytes between the GPUs of one host through memory that all of them map."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence

@@ -242,6 +242,7 @@ def test_an_error_is_relative_to_the_norm() -> None:
         ("--lengths 1X", "--lengths: 1X is no number of tokens"),
         ("--lengths 1K,,2K", "--lengths: '1K,,2K' has an empty item"),
         ("--schedules spiral", "--schedules: 'spiral' is unknown; choose from auto, all, none, ring"),
+        ("--schedules prefix@gather_twice", "prefix gathers twice anyway; leave gather_twice to ulysses"),
         ("--schedules prefix@depth=2", "after @ comes head_groups=N, ulysses_size=N or gather_twice"),
         ("--kernels fa9", "--kernels: 'fa9' is unknown"),
         ("--peers nobody", "--peers: 'nobody' is unknown"),
