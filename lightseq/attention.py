@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightseq import executor
 from lightseq.context import Documents, SequenceContext, find, without_repeats
 from lightseq.documents import packed_schedule
-from lightseq.gathered import Gathered, gathered_bytes
+from lightseq.gathered import Gathered, gathered_elements
 from lightseq.keeping import results_of
 from lightseq.schedule import Schedule, check_heads
 
@@ -34,7 +35,8 @@ def attention(
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = map(_readable, (q_BSHD, k_BSKD, v_BSKD))
-    out, lse, _ = _attention(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
+    call = _attention if _is_watched(q) else _Attention.apply
+    out, lse, _ = call(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
     return out, lse
 
 
@@ -54,6 +56,12 @@ def attention_backward(
     boundaries = None if documents is None else documents.boundaries
     dout, *own = map(_readable, (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
     return _attention_backward(dout, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether somebody wants to see the operator: a compiler, a checkpoint that keeps its results, a profile."""
+    traced = type(x) is not Tensor or torch.compiler.is_compiling()
+    return traced or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled()
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -126,11 +134,10 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-@torch.library.custom_op("lightseq::attention", mutates_args=())
-def _attention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, its log-sum-exp, and what was gathered: bytes for the backward pass alone, none where it is not kept."""
+    """out, its log-sum-exp, and what was gathered: for the backward pass alone, empty where it is not kept."""
     c = find(context)
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
@@ -148,8 +155,10 @@ def _attention(
 
 
 def _room_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
-    size = gathered_bytes(context.schedule, q, k.shape[2]) if context.keeps else 0
-    return q.new_empty(size, dtype=torch.uint8)
+    return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps else 0)
+
+
+_attention = torch.library.custom_op("lightseq::attention", _forward, mutates_args=())
 
 
 @_attention.register_fake
@@ -160,8 +169,7 @@ def _(
     return q.new_empty(q.shape), lse, _room_to_keep(find(context), q, k)
 
 
-@torch.library.custom_op("lightseq::attention_backward", mutates_args=())
-def _attention_backward(
+def _gradients(
     dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -176,6 +184,9 @@ def _attention_backward(
     gradients = executor.attention_backward(dout, own, out, lse, table, c.rank, kernel, c.transport, scale)
     _advance(c, dout)
     return gradients
+
+
+_attention_backward = torch.library.custom_op("lightseq::attention_backward", _gradients, mutates_args=())
 
 
 @_attention_backward.register_fake
@@ -200,10 +211,24 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # t
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
     documents, out, lse, *tensors = ctx.saved_tensors
-    gradients = _attention_backward(_readable(dout), tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
+    call = _attention_backward if _is_watched(dout) else _gradients
+    gradients = call(_readable(dout), tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
     return (*gradients, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator where nobody watches: past the dispatcher, which takes the host longer than a launch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
 
 ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names

@@ -4,6 +4,7 @@ So a chunk is one piece of memory, and neighbouring chunks are one tensor that k
 Shape suffixes: B batch, S local sequence, R rows of a chunk, N heads, D head dim.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,11 +49,13 @@ class Form:
         """Chunks and head groups of one rank: what `stage` writes."""
         return self.groups * self.chunks
 
+    def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:
+        return chunks * self.rows, self.batch, self.tensors * self.heads, self.dim
+
     def packed(self, memory: Tensor, chunks: int) -> Bundle:
         """`chunks` neighbouring chunks in the first bytes of `memory` (uint8)."""
-        rows = chunks * self.rows
-        main = rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize
-        x = memory[:main].view(self.dtype).view(rows, self.batch, self.tensors * self.heads, self.dim)
+        shape = self.packed_shape(chunks)
+        x = memory[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
         if self.lse is None:
             return (x,)
         lse = (
@@ -64,7 +67,10 @@ class Form:
 
     def empty(self, chunks: int, device: torch.device) -> Bundle:
         """Memory for that many neighbouring chunks."""
-        return self.packed(torch.empty(chunks * self.chunk_bytes, dtype=torch.uint8, device=device), chunks)
+        x = torch.empty(self.packed_shape(chunks), dtype=self.dtype, device=device)
+        if self.lse is None:
+            return (x,)
+        return x, torch.empty(chunks, self.batch, self.heads, self.rows, dtype=self.lse, device=device)
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> Bundle:
         """Memory for a rank's own tensors (B, S, N, D), and for their lse (B, N, S) if one comes along."""
@@ -76,17 +82,20 @@ class Form:
 
     def slots(self, bundle: Bundle, start: int, count: int) -> Bundle:
         """Some neighbouring chunks of a packed bundle."""
+        if count * self.rows == bundle[0].shape[0]:
+            return bundle
         x = bundle[0].narrow(0, start * self.rows, count * self.rows)
         return (x, *(lse.narrow(0, start, count) for lse in bundle[1:]))
 
     def split(self, bundle: Bundle) -> list[Bundle]:
         """Every chunk of a packed bundle."""
-        rows = bundle[0].split(self.rows)
-        return list(zip(rows, *(lse.split(1) for lse in bundle[1:]), strict=True))
+        count = bundle[0].shape[0] // self.rows
+        return list(zip(*(x.chunk(count) for x in bundle), strict=True))
 
     def unpacked(self, bundle: Bundle) -> Bundle:
         """The tensors of a packed bundle as views (B, S, N, D); the lse (B, N, S) of several chunks is a copy."""
-        parts = bundle[0].unflatten(2, (self.tensors, self.heads)).permute(2, 1, 0, 3, 4).unbind()
+        x = bundle[0].transpose(0, 1)
+        parts = x.chunk(self.tensors, 2) if self.tensors > 1 else (x,)
         return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in bundle[1:]))
 
     def stage(self, into: Bundle, tensors: Bundle) -> list[tuple[Tensor, Tensor]]:
@@ -114,14 +123,11 @@ class Form:
         return tuple(found)
 
 
-def form(schedule: Schedule, tensors: Sequence[Tensor], lse: torch.dtype | None = None) -> Form:
-    """The form of an item from a rank's own tensors, all (B, S, N, D) alike, and the dtype of their lse (B, N, S)."""
-    return form_like(schedule, tensors[0], tensors[0].shape[2], len(tensors), lse)
-
-
-def form_like(schedule: Schedule, like: Tensor, heads: int, tensors: int = 1, lse: torch.dtype | None = None) -> Form:
-    """The form of an item of so many tensors that differ from `like` (B, S, N, D) in the number of heads alone."""
-    batch, length, _, dim = like.shape
+def form(
+    schedule: Schedule, shape: Sequence[int], dtype: torch.dtype, tensors: int = 1, lse: torch.dtype | None = None
+) -> Form:
+    """The form of an item of so many of a rank's own tensors, all (B, S, N, D), and their lse (B, N, S), if any."""
+    batch, length, heads, dim = shape
     groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
     chunks = schedule.layout.chunks_per_rank
-    return Form(tensors, heads // groups, groups, chunks, length // chunks, batch, dim, like.dtype, lse)
+    return Form(tensors, heads // groups, groups, chunks, length // chunks, batch, dim, dtype, lse)

@@ -78,10 +78,10 @@ class Transport(Protocol):
         """Starts every message, and returns a function after which what was received may be used.
 
         Messages between two ranks arrive in the order in which both ends list them. `then` gets the received tensors,
-        in the order of `receives`, and may run beside what the caller does next. `fresh` says whether any rank wrote
-        to its outbox since the last exchange. What was sent may be overwritten after the second next fresh exchange.
-        `copy` is for a transport that has many small tensors to copy. `idle`: the caller's stream has nothing to do
-        until everything is there, and may be given work.
+        in the order of `receives`, in which a transport that reads begins with them too; it may run beside what the
+        caller does next. `fresh` says whether any rank wrote to its outbox since the last exchange. What was sent may
+        be overwritten after the second next fresh exchange. `copy` is for a transport that has many small tensors to
+        copy. `idle`: the caller's stream has nothing to do until everything is there, and may be given work.
         """
         ...
 

@@ -4,24 +4,27 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from lightseq.accumulate import Home, Merge, Sum, wide
-from lightseq.bundles import Bundle, Form, form, form_like
+from lightseq.bundles import Bundle, Form, form
 from lightseq.comm import Receive, Transport
 from lightseq.gathered import Gathered
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.program import (
     Operand,
+    Pass,
     Place,
     Program,
     Room,
     StepProgram,
     TileProgram,
+    make_pass,
     make_program,
-    pass_needs,
 )
 from lightseq.schedule import Schedule, Tile
 
@@ -146,20 +149,20 @@ def _deliver(dst: Tensor, x: Tensor) -> None:
 
 
 def _run(
-    schedule: Schedule, backward: bool, rank: int, transport: Transport,
-    operands: Mapping[str, Bundle], forms: Mapping[str, Form], compute: Compute, arenas: Arenas = MappingProxyType({}),
+    asked: Pass, transport: Transport, operands: Mapping[str, Bundle], compute: Compute,
+    arenas: Arenas = MappingProxyType({}),
 ) -> list[Tensor]:  # fmt: skip
     """The output and its lse, or the gradients. What is gathered comes into `arenas`, else into memory of the pass."""
-    needs = pass_needs(schedule, backward, rank, tuple(forms.items()))
-    device = operands["q"][0].device
-    homes = {item: HOMES[item](forms[item], device, needs.at_once[item]) for item in forms if item in HOMES}
-    with transport.outbox(needs.outbox_bytes) as outbox:
-        if needs not in outbox.known:
+    forms, device = asked.forms, operands["q"][0].device
+    homes = {item: HOMES[item](forms[item], device, at_once) for item, at_once in asked.at_once.items()}
+    with transport.outbox(asked.outbox_bytes) as outbox:
+        program = outbox.known.get(asked)
+        if program is None:
             if len(outbox.known) > MOST_PROGRAMS:
                 outbox.known.clear()
-            outbox.known[needs] = make_program(schedule, backward, rank, forms, outbox.memory, transport.at)
+            program = outbox.known[asked] = make_program(asked, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
-        Run(outbox.known[needs], operands, homes, forms, transport, compute, launches, arenas).run()
+        Run(program, operands, homes, forms, transport, compute, launches, arenas).run()
     return [x for home in homes.values() for x in home.finals]
 
 
@@ -171,16 +174,28 @@ def attention_forward(
 
     What is gathered stays in `kept`, for the backward pass of a schedule that keeps.
     """
-    forms = {"q": form(schedule, [q]), "kv": form(schedule, [k, v]), "out": form(schedule, [q], wide(q.dtype))}
+    asked = _forward_pass(schedule, rank, q.shape, k.shape[2], q.dtype)
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
         (q_,), (k_, v_) = q, kv
         into = room["out"][0] if room["out"] else None
         return {"out": forward_tile(kernel, q_, k_, v_, tile.mask, scale, into)}
 
-    arenas = kept.bundles(schedule, rank, forms) if kept else {}
-    out, lse = _run(schedule, False, rank, transport, {"q": (q,), "kv": (k, v)}, forms, compute, arenas)
+    arenas = kept.bundles(schedule, rank, asked.forms) if kept else {}
+    out, lse = _run(asked, transport, {"q": (q,), "kv": (k, v)}, compute, arenas)
     return out, lse
+
+
+@lru_cache(maxsize=MOST_PROGRAMS)
+def _forward_pass(schedule: Schedule, rank: int, shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> Pass:
+    """`shape` is that of q."""
+    of_q, of_out = form(schedule, shape, dtype), form(schedule, shape, dtype, lse=wide(dtype))
+    return make_pass(schedule, False, rank, {"q": of_q, "kv": _of_kv(schedule, shape, kv_heads, dtype), "out": of_out})
+
+
+def _of_kv(schedule: Schedule, shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> Form:
+    batch, length, _, dim = shape
+    return form(schedule, (batch, length, kv_heads, dim), dtype, tensors=2)
 
 
 def attention_backward(
@@ -193,17 +208,16 @@ def attention_backward(
     """
     with_terms = schedule.queries_travel and not kernel.needs_out
     of_rows = (dout, row_terms(dout, out, lse)) if with_terms else (dout, out, lse)
-    of_q, kept = form(schedule, [dout]), dict[tuple[str, int], Bundle]()
+    kept = dict[tuple[str, int], Bundle]()
     if isinstance(own, Gathered):
-        of_kv = form_like(schedule, dout, own.kv_heads, 2)
-        operands: dict[str, Bundle] = {"q": of_rows}
-        for (item, heads), bundle in own.bundles(schedule, rank, {"q": of_q, "kv": of_kv}).items():
-            kept[item, heads] = (of_q if item == "q" else of_kv).unpacked(bundle)
+        kv_heads, operands = own.kv_heads, {"q": of_rows}
     else:
-        q, k, v = own
-        of_kv, operands = form(schedule, [k, v]), {"q": (q, *of_rows), "kv": (k, v)}
-    travelling = form(schedule, operands["q"][:-1], of_rows[-1].dtype)
-    forms = {"q": travelling, "kv": of_kv, "dq": of_q, "dkv": of_kv}
+        kv_heads, operands = own[1].shape[2], {"q": (own[0], *of_rows), "kv": own[1:]}
+    travelling = len(operands["q"]) - 1
+    asked = _backward_pass(schedule, rank, dout.shape, kv_heads, dout.dtype, travelling, of_rows[-1].dtype)
+    if isinstance(own, Gathered):
+        of_own = {"q": asked.forms["dq"], "kv": asked.forms["dkv"]}
+        kept = {key: of_own[key[0]].unpacked(x) for key, x in own.bundles(schedule, rank, of_own).items()}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
         q_, dout_, *out_, lse_ = kept.get(("q", tile.heads), ()) + q
@@ -214,5 +228,16 @@ def attention_backward(
         )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    dq, dk, dv = _run(schedule, True, rank, transport, operands, forms, compute)
+    dq, dk, dv = _run(asked, transport, operands, compute)
     return dq, dk, dv
+
+
+@lru_cache(maxsize=MOST_PROGRAMS)
+def _backward_pass(
+    schedule: Schedule, rank: int, shape: torch.Size, kv_heads: int, dtype: torch.dtype, travelling: int,
+    lse: torch.dtype,
+) -> Pass:  # fmt: skip
+    """`shape` is that of dout. So many tensors like it travel beside their lse."""
+    of_q, of_kv = form(schedule, shape, dtype), _of_kv(schedule, shape, kv_heads, dtype)
+    forms = {"q": form(schedule, shape, dtype, travelling, lse), "kv": of_kv, "dq": of_q, "dkv": of_kv}
+    return make_pass(schedule, True, rank, forms)

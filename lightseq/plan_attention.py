@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.comm import Outbox
 from lightseq.executor import attention_backward, attention_forward
-from lightseq.gathered import Gathered, gathered_bytes
+from lightseq.gathered import Gathered, gathered_elements
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
@@ -70,8 +70,8 @@ def _counted(
     kernel, found = Elided(FlashAttention4()), []
     kept: Gathered | None = None
     if keep_gathered and table.can_keep:
-        size = gathered_bytes(table, q, kv_heads)
-        table, kept = table.keeping, Gathered(torch.empty(size, dtype=torch.uint8, device="meta"), kv_heads)
+        size = gathered_elements(table, q, kv_heads)
+        table, kept = table.keeping, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
     for rank in sorted({0, world // 2, world - 1}):
         carrier = _Counting()
         with _Live() as forward:

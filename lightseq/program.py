@@ -95,6 +95,24 @@ class StepProgram(NamedTuple):
     fresh: bool  # outboxes were written to since the last exchange
 
 
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One pass of one rank over a schedule, as far as shapes say what it is; asked for again, it is the same."""
+
+    schedule: Schedule
+    backward: bool
+    rank: int
+    forms: Forms
+    outbox_bytes: int
+    at_once: Mapping[str, bool]  # by result item
+
+
+def make_pass(schedule: Schedule, backward: bool, rank: int, forms: Forms) -> Pass:
+    parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
+    _, _, size = outbox_plan(schedule, backward, tuple(forms.items()))
+    return Pass(schedule, backward, rank, forms, size, {item: comes_at_once(item, parts[item]) for item in parts})
+
+
 @dataclass(frozen=True)
 class Program:
     staged: tuple[tuple[str, Bundle, Hashable], ...]  # operands that travel, and where they lie in the outbox
@@ -102,14 +120,12 @@ class Program:
     steps: tuple[StepProgram, ...]
 
 
-def make_program(
-    schedule: Schedule, backward: bool, rank: int, forms: Forms, memory: Tensor, at: Callable[[int, Tensor], Tensor]
-) -> Program:
+def make_program(asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
     """`memory` is the outbox; `at` is `Transport.at`."""
-    places = _Places(schedule, backward, rank, forms, memory, at)
+    places = _Places(asked, memory, at)
     staged = tuple((item, into, where(into)) for item, into in places.staged.items())
     steps: list[StepProgram] = []
-    for t in range(len(passes(schedule, backward))):
+    for t in range(len(places.steps)):
         steps.append(places.step(t, steps[-1].tiles if steps else ()))
     return Program(staged, places.arenas, tuple(steps))
 
@@ -117,10 +133,8 @@ def make_program(
 class _Places:
     """Finds the places of everything that a pass touches."""
 
-    def __init__(
-        self, schedule: Schedule, backward: bool, rank: int, forms: Forms, memory: Tensor,
-        at: Callable[[int, Tensor], Tensor],
-    ) -> None:  # fmt: skip
+    def __init__(self, asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
+        schedule, backward, rank, forms = asked.schedule, asked.backward, asked.rank, asked.forms
         self.schedule, self.layout, self.backward = schedule, schedule.layout, backward
         self.rank, self.forms, self.memory, self.at = rank, forms, memory, at
         self.steps = passes(schedule, backward)
@@ -154,6 +168,8 @@ class _Places:
                 fills.append(Fill(arena, slot, move.src, there))
         own = [(room.item, place, posted) for tile in before for room in tile.rooms for _, place, posted in room.own]
         home = [*own, *((a.item, a.place, a.unpacked) for a in arrivals)]
+        # What is here already, then the next neighbour's: so no rank is read by all others at once.
+        fills.sort(key=lambda fill: (fill.src - self.rank) % self.layout.world)
         return StepProgram(
             tuple(sends), opens, tuple(fills), tuple(arrivals),
             tuple(Receive(a.src, x, None) for a in arrivals for x in a.there),
@@ -257,21 +273,6 @@ def comes_at_once(item: str, parts: Mapping[Place, Counter[int]]) -> bool:
     if item == "out":
         return all(steps.total() == 1 for steps in parts.values())
     return all(len(steps) == 1 for steps in parts.values())
-
-
-@dataclass(frozen=True, eq=False)
-class PassNeeds:
-    """What has to be known of a pass before its outbox is open. It stands for the pass: asked again, it is the same."""
-
-    outbox_bytes: int
-    at_once: Mapping[str, bool]  # by result item
-
-
-@lru_cache(maxsize=256)
-def pass_needs(schedule: Schedule, backward: bool, rank: int, forms: tuple[tuple[str, Form], ...]) -> PassNeeds:
-    parts = parts_at_home(schedule, backward, rank, forms)
-    _, _, size = outbox_plan(schedule, backward, forms)
-    return PassNeeds(size, {item: comes_at_once(item, parts[item]) for item in parts})
 
 
 @lru_cache(maxsize=64)

@@ -67,7 +67,7 @@ class SymmetricTransport:
         current = self._current()
         current.wait_event(self._all_read)
         yield self._outbox
-        with self._beside(current):
+        with self._side:
             self._handle.barrier()
         self._all_read = self._side.record_event()
 
@@ -84,16 +84,14 @@ class SymmetricTransport:
         self.bytes_sent += sum(s.tensor.nbytes for s in sends)
         own = [r for r in receives if r.src == self._rank]  # lies there already
         self._side.wait_stream(current)
-        with self._beside(current):
+        with self._side:
             if not idle:  # or beside the barrier and what comes from others
                 _fetch(own, copy)
             if fresh:
                 self._handle.barrier()
                 current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
                 self._last_barrier = self._side.record_event()
-            # Every rank starts with its next neighbour, so that no rank is read by all others at once.
-            others = [r for r in receives if r.src != self._rank]
-            _fetch(sorted(others, key=lambda r: (r.src - self._rank) % self._world), copy)
+            _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
         done = self._side.record_event()
@@ -110,15 +108,6 @@ class SymmetricTransport:
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device.index)  # asked without a number, torch looks for devices first
 
-    @contextmanager
-    def _beside(self, current: torch.cuda.Stream) -> Iterator[None]:
-        """What `torch.cuda.stream` is, without its look for devices."""
-        torch.cuda.set_stream(self._side)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(current)
-
     def at(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
@@ -127,12 +116,14 @@ class SymmetricTransport:
 
 def _fetch(receives: list[Receive], copy: Copy | None) -> None:
     """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
-    pairs = [(into, there) for _, there, into in receives if into is not None]
-    small = [pair for pair in pairs if pair[0].nbytes < ENGINE_BYTES]
+    large: list[tuple[Tensor, Tensor]] = []
+    small: list[tuple[Tensor, Tensor]] = []
+    for _, there, into in receives:
+        if into is not None:
+            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, there))
     if small and copy is not None:
         copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
-        pairs = [pair for pair in pairs if pair[0].nbytes >= ENGINE_BYTES]
-    for into, there in pairs:
+    for into, there in large:
         into.copy_(there)  # contiguous on both sides
 
 

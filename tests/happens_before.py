@@ -4,8 +4,6 @@ Every stream of every rank has a clock of what it knows of all of them, which wa
 at once; two of them race if they touch the same words, one writes, and neither clock knows of the other.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +36,7 @@ class Streams(TorchDispatchMode):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank, self.now = rank, "main"
+        self.before: list[str] = []  # of streams that were current where one was entered
         self.touches: dict[Key, list[Touch]] = {}
         self.freed_early: set[str] = set()
         self.mapped: dict[int, tuple[int, int]] = {}  # memory of a rank that others map, by address: rank and size
@@ -76,18 +75,9 @@ class Streams(TorchDispatchMode):
     def current(self, *_: object) -> "Stream":
         return Stream(self, self.now)
 
-    @contextmanager
-    def on(self, stream: "Stream") -> Iterator[None]:
-        before, self.now = self.now, stream.name
-        try:
-            yield
-        finally:
-            self.look_for_freed()
-            self.now = before
-
-    def set(self, stream: "Stream") -> None:
+    def set(self, name: str) -> None:
         self.look_for_freed()
-        self.now = stream.name
+        self.now = name
 
     def synchronize(self, *_: object) -> None:
         for clock in [dict(clock) for clock in self._clocks.values()]:
@@ -142,6 +132,13 @@ class Streams(TorchDispatchMode):
 class Stream(NamedTuple):
     streams: Streams
     name: str
+
+    def __enter__(self) -> None:
+        self.streams.before.append(self.streams.now)
+        self.streams.set(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.streams.set(self.streams.before.pop())
 
     def wait_stream(self, other: "Stream") -> None:
         self.streams.learn(self.name, self.streams.clock(other.name))

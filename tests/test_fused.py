@@ -208,6 +208,9 @@ def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
     for _ in range(3):
         launch()
     assert calls == [first, again, again]
+    x = torch.zeros(1)
+    launch(x)
+    assert calls[-1] == ((3, 1, 1), (x, "table", 7, 2, True))
     calls.clear()
     Kernel.found = None  # as Triton's interpreter
     launch = Launch(Kernel(), (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True}, num_warps=4)
@@ -216,10 +219,13 @@ def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
     assert calls == [first, first]
 
 
-@pytest.mark.parametrize(("prepared_by", "kernel"), [("copy_launches", "_copy"), ("add_launch", "_add")])
-def test_constants_are_named_in_the_order_of_the_kernels_signature(prepared_by: str, kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "prepared_by", "kernel"),
+    [("fused", "copy_launch", "_copy"), ("fused", "add_launch", "_add"), ("fused_rows", "_launch", "_row_terms")],
+)
+def test_constants_are_named_in_the_order_of_the_kernels_signature(file: str, prepared_by: str, kernel: str) -> None:
     """For the second launch hands them over without their names."""
-    source = Path(launches.__file__).with_name("fused.py").read_text(encoding="utf-8")
+    source = Path(launches.__file__).with_name(f"{file}.py").read_text(encoding="utf-8")
     functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
     arguments = functions[kernel].args.args
     constants = [x.arg for x in arguments if x.annotation is not None]

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import executor, hf, offload, symmetric
-from lightseq.gathered import Gathered, gathered_bytes
+from lightseq.gathered import Gathered, gathered_elements
 from lightseq.layout import shard
 from lightseq.offload import HostMemory, Offload
 from lightseq.remat import apply_remat, checkpoint_groups
@@ -31,8 +31,7 @@ def emulated(streams: Streams) -> AbstractContextManager[None]:
     found = {
         "Stream": streams.stream,
         "current_stream": streams.current,
-        "stream": streams.on,
-        "set_stream": streams.set,
+        "stream": lambda stream: stream,
     }
     return patch.multiple("torch.cuda", **found, synchronize=streams.synchronize)
 
@@ -76,10 +75,10 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
             for length in (12, 12, 24):
                 q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1))
                 table = context.schedule.keeping if keeps else context.schedule
-                size = gathered_bytes(table, q, HEADS[1])
+                size = gathered_elements(table, q, HEADS[1])
                 run = table, rank, context.selection.kernel, transport, scale
                 with streams:
-                    kept = Gathered(torch.empty(size, dtype=torch.uint8), HEADS[1]) if keeps else None
+                    kept = Gathered(torch.empty(size, dtype=q.dtype), HEADS[1]) if keeps else None
                     out, lse = executor.attention_forward(q, k, v, *run, kept)
                     made = [out, lse, *executor.attention_backward(dout, kept or (q, k, v), out, lse, *run)]
                     for x in made:

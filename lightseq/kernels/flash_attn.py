@@ -12,6 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Final, Literal
 
+import torch
 from torch import Tensor
 
 from lightseq.kernels.base import GradientRoom, KernelSpec, gradient_room
@@ -159,7 +160,9 @@ class FlashAttention4(_FlashAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = gradient_room(into, (q, k, v))
         # The gradient of lse that it knows is taken off the sum over dout and out, just as row_terms wants it.
-        lse, less = (lse.real, lse.imag.contiguous()) if lse.is_complex() else (lse, None)
+        less = None
+        if lse.is_complex():
+            lse, less = torch.view_as_real(lse).movedim(-1, 0).contiguous()
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
             deterministic=self.deterministic, dlse=less, **_named(lengths),

@@ -18,37 +18,34 @@ from lightseq.kernels.launches import Launch
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum
-COPY_LINE = 11  # numbers in the table of a copy, for one pair
 
 
-def copy_launches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Launch] | None:
-    """dst.copy_(src) for pairs alike in shape and dtype: a launch for every shape. None if 8-byte words do not fit."""
-    tables: dict[tuple[int, int], list[int]] = {}
+def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
+    """dst.copy_(src) for pairs alike in shape and dtype. None if 8-byte words do not fit."""
+    lines, starts, steps = [], [], []  # a line for every pair: where it lies, and its shape and strides in words
     for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
-        steps = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
+        counts = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
         if (
             dst.stride(3) != 1
             or src.stride(3) != 1
             or dst.dtype != src.dtype
-            or any(x % per_word for x in steps)
+            or any(x % per_word for x in counts)
             or (dst.data_ptr() | src.data_ptr()) % 8
         ):
             return None
         batch, length, heads, _ = dst.shape
-        dim, *strides = (x // per_word for x in steps)
-        line = [dst.data_ptr(), src.data_ptr(), length, heads * dim, dim, *strides]
-        tables.setdefault((batch * length, heads * dim), []).extend(line)
-    launches, device = [], pairs[0][0].device
-    for (rows, width), table in tables.items():
-        lines, (words, some_rows) = len(table) // COPY_LINE, _tile(width, COPY_WORDS)
-        grid = (lines * triton.cdiv(rows, some_rows), triton.cdiv(width, words), 1)
-        starts = [table[i] for i in range(len(table)) if i % COPY_LINE < 2]
-        steps = [table[i] for i in range(len(table)) if i % COPY_LINE > 3]
-        wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
-        constants = {"LINE": COPY_LINE, "ROWS": some_rows, "WORDS": words, "WIDE": wide}
-        launches.append(Launch(_copy, grid, (_table(table, device), lines, rows), constants, num_warps=4))
-    return launches
+        dim, *strides = (x // per_word for x in counts)
+        lines.append([dst.data_ptr(), src.data_ptr(), batch * length, heads * dim, length, dim, *strides])
+        starts += lines[-1][:2]
+        steps += lines[-1][5:]
+    words = min(_tile(width, COPY_WORDS)[0] for _, _, _, width, *_ in lines)
+    some_rows = COPY_WORDS // words
+    tiles = max(triton.cdiv(rows, some_rows) * triton.cdiv(width, words) for _, _, rows, width, *_ in lines)
+    wide = all(x % 16 == 0 for x in starts) and all(x % 2 == 0 for x in steps)
+    arguments = (_table([x for line in lines for x in line], pairs[0][0].device), len(lines))
+    constants = {"LINE": len(lines[0]), "ROWS": some_rows, "WORDS": words, "WIDE": wide}
+    return Launch(_copy, (len(lines) * tiles, 1, 1), arguments, constants, num_warps=4)
 
 
 def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
@@ -104,26 +101,27 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _copy(
-    table, lines, rows, LINE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
+def _copy(table, lines, LINE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr):
     # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
-    line = table + tl.program_id(0) % lines * LINE
-    row = ((tl.program_id(0) // lines) * ROWS + tl.arange(0, ROWS))[:, None]
-    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
-    length, width, dim = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32), tl.load(line + 4).to(tl.int32)
-    b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
-    n, d = (word // dim).to(tl.int64), (word % dim).to(tl.int64)
-    to = b * tl.load(line + 5) + s * tl.load(line + 6) + n * tl.load(line + 7) + d
-    at = b * tl.load(line + 8) + s * tl.load(line + 9) + n * tl.load(line + 10) + d
-    dst = tl.load(line).to(tl.pointer_type(tl.int64))
-    src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
-    if WIDE:
-        dst, src = tl.multiple_of(dst, 16), tl.multiple_of(src, 16)
-        to = tl.max_contiguous(tl.multiple_of(to, (1, 2)), (1, 2))
-        at = tl.max_contiguous(tl.multiple_of(at, (1, 2)), (1, 2))
-    inside = (row < rows) & (word < width)
-    tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
+    line, tile = table + tl.program_id(0) % lines * LINE, tl.program_id(0) // lines
+    rows, width = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
+    length, dim = tl.load(line + 4).to(tl.int32), tl.load(line + 5).to(tl.int32)
+    across = tl.cdiv(width, WORDS)
+    if tile < tl.cdiv(rows, ROWS) * across:  # of the line with most tiles, all are
+        row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
+        word = (tile % across * WORDS + tl.arange(0, WORDS))[None, :]
+        b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
+        n, d = (word // dim).to(tl.int64), (word % dim).to(tl.int64)
+        to = b * tl.load(line + 6) + s * tl.load(line + 7) + n * tl.load(line + 8) + d
+        at = b * tl.load(line + 9) + s * tl.load(line + 10) + n * tl.load(line + 11) + d
+        dst = tl.load(line).to(tl.pointer_type(tl.int64))
+        src = tl.load(line + 1).to(tl.pointer_type(tl.int64))
+        if WIDE:
+            dst, src = tl.multiple_of(dst, 16), tl.multiple_of(src, 16)
+            to = tl.max_contiguous(tl.multiple_of(to, (1, 2)), (1, 2))
+            at = tl.max_contiguous(tl.multiple_of(at, (1, 2)), (1, 2))
+        inside = (row < rows) & (word < width)
+        tl.store(dst + to, tl.load(src + at, mask=inside), mask=inside)
 
 
 @triton.jit

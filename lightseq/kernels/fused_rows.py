@@ -3,24 +3,35 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lightseq.kernels.launches import Launch
 
 ROWS = 32  # of one program
 
 
 def row_terms(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """As `lightseq.kernels.rows.row_terms`; the sum in float32."""
-    batch, length, heads, dim = dout.shape
     assert dout.stride(3) == out.stride(3) == 1 and lse.is_contiguous()
     terms = torch.empty(lse.shape, dtype=torch.complex64, device=lse.device)
-    grid = (triton.cdiv(length, ROWS), heads, batch)
-    steps = (*dout.stride()[:3], *out.stride()[:3])
-    columns = triton.next_power_of_2(dim)
-    _row_terms[grid](dout, out, lse, torch.view_as_real(terms), length, heads, dim, *steps, ROWS=ROWS, COLUMNS=columns)
+    aligned = (dout.data_ptr() | out.data_ptr() | lse.data_ptr() | terms.data_ptr()) % 16 == 0
+    launch = _launch(dout.dtype, dout.shape, (*dout.stride()[:3], *out.stride()[:3]), aligned)
+    launch(dout, out, lse, torch.view_as_real(terms))
     return terms
+
+
+@lru_cache(maxsize=64)
+def _launch(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], aligned: bool) -> Launch:
+    """For tensors that are alike in all of this."""
+    batch, length, heads, dim = shape
+    grid = (triton.cdiv(length, ROWS), heads, batch)
+    constants = {"ROWS": ROWS, "COLUMNS": triton.next_power_of_2(dim)}
+    return Launch(_row_terms, grid, (length, heads, dim, *steps), constants, num_warps=4)
 
 
 @triton.jit
