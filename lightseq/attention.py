@@ -70,12 +70,12 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = _shapes(q, k, v)
         raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
     if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"as many keys as queries are needed: {shapes}; turn the key/value cache off (use_cache=False)"
+            f"as many keys as queries are needed: {_shapes(q, k, v)}; turn the key/value cache off (use_cache=False)"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
@@ -87,6 +87,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, doc
             f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "
             "shard the padded sequence with lightseq.layout.shard"
         )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> None:

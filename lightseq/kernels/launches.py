@@ -1,6 +1,7 @@
 """Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -90,6 +91,9 @@ def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 
 def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
     """The Triton kernels of a module beside this one, where they can run on a tensor like this."""
-    if not x.is_cuda or x.dtype is torch.float64 or find_spec("triton") is None:
-        return None
-    return import_module(f"lightseq.kernels.{module}")
+    return _with_triton(module) if x.is_cuda and x.dtype is not torch.float64 else None
+
+
+@cache  # to look for a package takes the host longer than ten launches
+def _with_triton(module: str) -> ModuleType | None:
+    return import_module(f"lightseq.kernels.{module}") if find_spec("triton") else None
