@@ -97,6 +97,22 @@ def check_copies(device: str) -> None:
         assert (around == FOREIGN).all() and (packed == FOREIGN).all()
 
 
+def check_copies_of_many_rows(device: str) -> None:
+    """Several programs down and across, of tensors that need different numbers of them in one launch."""
+    shapes = [(2, 50, 4, 128), (2, 50, 2, 128), (1, 7, 2, 128)]
+    pairs = []
+    for i, (batch, length, heads, dim) in enumerate(shapes):
+        around = torch.full((batch, length + 1, heads + 1, dim), FOREIGN, dtype=torch.bfloat16, device=device)
+        pairs.append((around[:, 1:, :heads], _random(shapes[i], torch.bfloat16, device, i)))
+    known = _launches()
+    known.copy("copy", lambda: pairs)
+    assert known._known
+    for to, x in pairs:
+        assert torch.equal(to, x), f"{tuple(x.shape)}"
+        to.fill_(FOREIGN)
+        assert (to._base == FOREIGN).all()
+
+
 def check_copies_that_do_not_fit(device: str) -> None:
     """Tensors that words do not fit are told apart, and copied one by one."""
     dense = torch.randn(BATCH, LENGTH, 3, 20).to(device)
@@ -165,6 +181,7 @@ CHECKS = [
     check_row_terms,
     check_sums,
     check_copies,
+    check_copies_of_many_rows,
     check_copies_that_do_not_fit,
     check_repeated_launches,
     check_merges,
