@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightseq.bundles import Bundle, Form
 from lightseq.kernels import Launches, merge_into, where
-from lightseq.program import Place, addresses
+from lightseq.passes import Place
+from lightseq.program import addresses
 
 Parts = Mapping[Place, Sequence[Bundle]]
 

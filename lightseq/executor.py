@@ -15,17 +15,8 @@ from lightseq.bundles import Bundle, Form, form
 from lightseq.comm import Receive, Transport
 from lightseq.gathered import Gathered
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
-from lightseq.program import (
-    Operand,
-    Pass,
-    Place,
-    Program,
-    Room,
-    StepProgram,
-    TileProgram,
-    make_pass,
-    make_program,
-)
+from lightseq.passes import Pass, Place, make_pass
+from lightseq.program import Operand, Program, Room, StepProgram, TileProgram, make_program
 from lightseq.schedule import Schedule, Tile
 
 MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have

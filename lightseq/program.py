@@ -3,26 +3,18 @@
 A training step runs the same pass for every layer, and at short lengths the host has less than a millisecond for each.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lightseq.bundles import Bundle, Form
+from lightseq.bundles import Bundle
 from lightseq.comm import Receive, Send
 from lightseq.kernels.launches import where
-from lightseq.layout import Layout
+from lightseq.passes import Pass, Place, aligned, item_group, passes
 from lightseq.placement import Arena, arenas, blocks, local_place
-from lightseq.schedule import Schedule, Step, Tile
-
-ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
-REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long what was sent has to stay
-
-Forms = Mapping[str, Form]
-Place = tuple[int, int]  # (where a chunk lies in its rank's tensors, head group of the item)
+from lightseq.schedule import Tile
 
 
 class Fill(NamedTuple):
@@ -95,24 +87,6 @@ class StepProgram(NamedTuple):
     fresh: bool  # outboxes were written to since the last exchange
 
 
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One pass of one rank over a schedule, as far as shapes say what it is; asked for again, it is the same."""
-
-    schedule: Schedule
-    backward: bool
-    rank: int
-    forms: Forms
-    outbox_bytes: int
-    at_once: Mapping[str, bool]  # by result item
-
-
-def make_pass(schedule: Schedule, backward: bool, rank: int, forms: Forms) -> Pass:
-    parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
-    _, _, size = outbox_plan(schedule, backward, tuple(forms.items()))
-    return Pass(schedule, backward, rank, forms, size, {item: comes_at_once(item, parts[item]) for item in parts})
-
-
 @dataclass(frozen=True)
 class Program:
     staged: tuple[tuple[str, Bundle, Hashable], ...]  # operands that travel, and where they lie in the outbox
@@ -141,9 +115,10 @@ class _Places:
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
         self.gathers = schedule.gathers(backward)
         self.arenas = arenas(self.steps, self.layout, rank, self.gathers)
-        starts, self.regions, _ = outbox_plan(schedule, backward, tuple(forms.items()))
-        self.staged = {item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in starts.items()}
-        self.parts = parts_at_home(schedule, backward, rank, tuple(forms.items()))
+        self.regions, self.parts, self.at_once = asked.regions, asked.parts, asked.at_once
+        self.staged = {
+            item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in asked.staged.items()
+        }
 
     def step(self, t: int, before: tuple[TileProgram, ...]) -> StepProgram:
         """`before` are the tiles of the step before."""
@@ -196,7 +171,7 @@ class _Places:
             return Room(item, views, None, tuple((c, p, form.unpacked(form.slots(bundle, c, 1))) for c, p in own))
         start = local_place(self.layout, self.rank, chunks)
         parts = self.parts[item]
-        if start is not None and comes_at_once(item, parts) and all(parts[place].total() == 1 for _, place in own):
+        if start is not None and self.at_once[item] and all(parts[place].total() == 1 for _, place in own):
             return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return Room(item, None, None, tuple((c, place, None) for c, place in own))
 
@@ -242,7 +217,7 @@ class _Places:
             form = self.forms[block.item]
             if (block.tile, block.item) == (tile, item):
                 return block.chunks, form.packed(self.memory[start:], len(block.chunks))
-            start += _aligned(len(block.chunks) * form.chunk_bytes)
+            start += aligned(len(block.chunks) * form.chunk_bytes)
         return None
 
 
@@ -257,65 +232,3 @@ def _takings(home: Sequence[tuple[str, Place, Bundle | None]]) -> tuple[Taking, 
 
 def addresses(parts: Mapping[Place, Sequence[Bundle]]) -> Hashable:
     return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
-
-
-def passes(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
-    return schedule.backward if backward else schedule.forward
-
-
-def item_group(form: Form, schedule: Schedule, heads: int) -> int:
-    """Which of an item's own head groups one of the schedule's is: they differ for replicated key/value heads."""
-    return heads * form.groups // schedule.head_groups
-
-
-def comes_at_once(item: str, parts: Mapping[Place, Counter[int]]) -> bool:
-    """Whether results can go straight to the final tensor: sums whose parts all come in one step, unmerged outputs."""
-    if item == "out":
-        return all(steps.total() == 1 for steps in parts.values())
-    return all(len(steps) == 1 for steps in parts.values())
-
-
-@lru_cache(maxsize=64)
-def parts_at_home(
-    schedule: Schedule, backward: bool, rank: int, forms: tuple[tuple[str, Form], ...]
-) -> dict[str, dict[Place, Counter[int]]]:
-    """How many parts of every local result are made, by the step that makes them."""
-    mine = {chunk: i for i, chunk in enumerate(schedule.layout.chunks(rank))}
-    found: dict[str, dict[Place, Counter[int]]] = {"dq": {}, "dkv": {}} if backward else {"out": {}}
-    sizes = dict(forms)
-    for t, step in enumerate(passes(schedule, backward)):
-        for tile in (tile for tiles in step.tiles for tile in tiles):
-            for item, places in found.items():
-                group = item_group(sizes[item], schedule, tile.heads)
-                for chunk in tile.kv if item == "dkv" else tile.q:
-                    if chunk in mine:
-                        places.setdefault((mine[chunk], group), Counter())[t] += 1
-    return found
-
-
-@lru_cache(maxsize=64)
-def outbox_plan(
-    schedule: Schedule, backward: bool, forms: tuple[tuple[str, Form], ...]
-) -> tuple[dict[str, int], dict[int, int], int]:
-    """Where every outbox holds the operands that travel and the results of each step, in bytes, and its size."""
-    sizes, layout, steps = dict(forms), schedule.layout, passes(schedule, backward)
-    end, staged = 0, {}
-    for item in sorted({move.item for step in steps for move in step.moves if not move.is_result}):
-        staged[item] = end
-        end += _aligned(sizes[item].staged_chunks * sizes[item].chunk_bytes)
-    posting = [t for t, step in enumerate(steps) if t + 1 < len(steps) and any(m.is_result for m in steps[t + 1].moves)]
-    largest = max((_posted_bytes(steps[t], layout, backward, sizes) for t in posting), default=0)
-    regions = {t: end + i % REGIONS * largest for i, t in enumerate(posting)}
-    return staged, regions, end + min(REGIONS, len(posting)) * largest
-
-
-def _posted_bytes(step: Step, layout: Layout, backward: bool, forms: Forms) -> int:
-    """What the rank that posts most posts in one step."""
-    return max(
-        sum(_aligned(len(b.chunks) * forms[b.item].chunk_bytes) for b in blocks(step, layout, rank, backward))
-        for rank in range(layout.world)
-    )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.comm import Receive, Send, Transport
 from lightseq.mesh import World
-from lightseq.program import REGIONS
+from lightseq.passes import REGIONS
 from lightseq.verify_report import FAIL, PASS, WARN, Row, gathered, span, verdict
 
 OPENINGS, TURNS, PATTERN_BYTES = 4, 6, 1 << 16  # of an outbox; exchanges in each; that every pair moves in each

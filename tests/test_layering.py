@@ -39,6 +39,7 @@ LAYERS = {
     "lightseq.executor": 2,
     "lightseq.accumulate": 2,
     "lightseq.bundles": 2,
+    "lightseq.passes": 2,
     "lightseq.program": 2,
     "lightseq.remat": 2,
     "lightseq.low_rank": 2,
