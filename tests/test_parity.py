@@ -247,7 +247,7 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
     """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
 
     What layers keep, tile, compile and send away, with packed documents and with adapters, is tried in all ways on two
-    ranks, in turn on one, three and four.
+    ranks, in turn on one, three and four; there uncompiled, for no number of ranks is in what a compiler sees.
     """
     cases = _each_schedule(world, 2 if world == 4 else 1)
     assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
@@ -275,7 +275,7 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama2", "prefix", world, 3, adapters=True, tile_tokens=7, tile_layers=True, offload="both"),
         Case("tiny-llama3", "zigzag", 1, 3, adapters=True, layers_per_checkpoint=2, offload="activations", fsdp=""),
     ]
-    mine = keeping if world == 2 else keeping[world // 2 :: 3]
+    mine = keeping if world == 2 else [case for case in keeping if not case.compiled][world // 2 :: 3]
     _run(tmp_path, world, cases + mine, steps=1)
 
 
