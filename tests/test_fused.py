@@ -238,7 +238,12 @@ def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
 
 @pytest.mark.parametrize(
     ("file", "prepared_by", "kernel"),
-    [("fused", "copy_launch", "_copy"), ("fused", "add_launch", "_add"), ("fused_rows", "_launch", "_row_terms")],
+    [
+        ("fused", "copy_launch", "_copy"),
+        ("fused", "add_launch", "_add"),
+        ("fused", "_merge_launch", "_merge"),
+        ("fused_rows", "_launch", "_row_terms"),
+    ],
 )
 def test_constants_are_named_in_the_order_of_the_kernels_signature(file: str, prepared_by: str, kernel: str) -> None:
     """For the second launch hands them over without their names."""

@@ -8,13 +8,14 @@ Tensors are (B, S, N, D) or an lse (B, N, S), their last dimension contiguous.
 # Triton's functions are compiled from their source and have no types that a checker could read.
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightseq.kernels.launches import Launch
+from lightseq.kernels.launches import Launch, alignments
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum
@@ -156,11 +157,17 @@ def _add(
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Softmax over the union of two sets of keys, in the sigmoid form; out is float32, lse (B, N, S)."""
-    batch, length, heads, dim = out.shape
-    _merge[(batch * length, heads)](
-        out, lse, part, part_lse, length, dim, *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
-        DIM=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
+    tensors = (out, lse, part, part_lse)
+    steps = (*out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
+    _merge_launch(out.shape, steps, part.dtype, alignments(tensors))(*tensors)
+
+
+@lru_cache(maxsize=256)
+def _merge_launch(shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]) -> Launch:
+    """For tensors that are alike in all of this."""
+    batch, length, heads, dim = shape
+    constants = {"DIM": triton.next_power_of_2(dim)}
+    return Launch(_merge, (batch * length, heads, 1), (length, dim, *steps), constants, num_warps=1)
 
 
 @triton.jit

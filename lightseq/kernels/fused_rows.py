@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightseq.kernels.launches import Launch
+from lightseq.kernels.launches import Launch, alignments
 
 ROWS = 32  # of one program
 
@@ -19,14 +19,13 @@ def row_terms(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """As `lightseq.kernels.rows.row_terms`; the sum in float32."""
     assert dout.stride(3) == out.stride(3) == 1 and lse.is_contiguous()
     terms = torch.empty(lse.shape, dtype=torch.complex64, device=lse.device)
-    aligned = (dout.data_ptr() | out.data_ptr() | lse.data_ptr() | terms.data_ptr()) % 16 == 0
-    launch = _launch(dout.dtype, dout.shape, (*dout.stride()[:3], *out.stride()[:3]), aligned)
-    launch(dout, out, lse, torch.view_as_real(terms))
+    tensors = (dout, out, lse, torch.view_as_real(terms))
+    _launch(dout.dtype, dout.shape, (*dout.stride()[:3], *out.stride()[:3]), alignments(tensors))(*tensors)
     return terms
 
 
 @lru_cache(maxsize=64)
-def _launch(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], aligned: bool) -> Launch:
+def _launch(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], aligned: tuple[bool, ...]) -> Launch:
     """For tensors that are alike in all of this."""
     batch, length, heads, dim = shape
     grid = (triton.cdiv(length, ROWS), heads, batch)

@@ -20,8 +20,7 @@ class Launch:
     """A Triton kernel with all its arguments but the tensors it is called with.
 
     The first call compiles. Later ones hand their arguments to what that gave, past the search for what to compile,
-    which takes the host longer than the launch: for tensors of one dtype whose addresses are all multiples of sixteen
-    or all are not.
+    which takes the host longer than the launch: for tensors of the same dtypes and `alignments`.
     """
 
     def __init__(
@@ -87,6 +86,11 @@ class Launches:
 def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """A key: where tensors lie, and how."""
     return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
+
+
+def alignments(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """What a compiled kernel takes for granted of addresses: which are multiples of sixteen."""
+    return tuple(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
