@@ -154,7 +154,10 @@ def check_merges(device: str) -> None:
         lse[1, :, 1:], out[1, 1:] = -torch.inf, 0.0  # nor did they before; the second time they do now
         before, before_lse = out.clone(), lse.clone()
         want, want_lse = merge(out.double(), lse.double(), part.double(), part_lse.double())
-        fused.merge_into(out, lse, part, part_lse)
+        for _ in range(2):  # the second launch is a prepared one
+            out.copy_(before)
+            lse.copy_(before_lse)
+            fused.merge_into(out, lse, part, part_lse)
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
         assert torch.equal(out[:, 1], before[:, 1]) and torch.equal(out[0, 2, 0], before[0, 2, 0])
@@ -171,7 +174,7 @@ def check_row_terms(device: str) -> None:
         dout, out = _part(heads, dim, dtype, device, seed), _part(heads, dim, dtype, device, seed + 1)
         lse = _random((BATCH, heads, LENGTH), torch.float32, device, seed)
         lse[0, 0, 1] = -torch.inf
-        terms = fused_rows.row_terms(dout, out, lse)
+        _, terms = (fused_rows.row_terms(dout, out, lse) for _ in range(2))  # the second launch is a prepared one
         want = (dout.double() * (dout.double() - out.double())).sum(-1).transpose(1, 2)
         assert torch.equal(terms.real, lse)
         torch.testing.assert_close(terms.imag.double(), want, rtol=1e-5, atol=1e-4)
