@@ -1,7 +1,6 @@
 """Brings results home: parts of gradients add up, parts of the output merge, wherever they were computed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +8,7 @@ from torch import Tensor
 from lightseq.bundles import Bundle, Form
 from lightseq.kernels import Launches, merge_into, where
 from lightseq.passes import Place
-from lightseq.program import addresses
-
-Parts = Mapping[Place, Sequence[Bundle]]
+from lightseq.program import Parts, Taking
 
 
 class Home(ABC):
@@ -35,8 +32,8 @@ class Home(ABC):
             self.finals = self._totals if self._at_once else ()
 
     @abstractmethod
-    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
-        """Takes in the parts, of each place in order. `key`: their `addresses`, where these are known."""
+    def take(self, taking: Taking, launches: Launches) -> None:
+        """Takes in the parts."""
 
     def finish(self) -> None:
         """The final tensors hold everything that was taken in."""
@@ -48,12 +45,12 @@ class Home(ABC):
 class Sum(Home):
     """Gradients of tensors: parts add up."""
 
-    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
+    def take(self, taking: Taking, launches: Launches) -> None:
+        parts = taking.parts
         for fresh in (True, False):
             some = {place: bundles for place, bundles in parts.items() if (place not in self._begun) == fresh}
             if some:
-                of_parts = key if key is not None and len(some) == len(parts) else addresses(some)
-                of_all = (Sum, where(self._totals), of_parts)
+                of_all = (Sum, where(self._totals), taking.key, tuple(some))
                 launches.add(of_all, lambda some=some: self._lines(some), fresh)  # type: ignore[misc]
         self._begun |= parts.keys()
 
@@ -66,18 +63,18 @@ class Sum(Home):
 class Merge(Home):
     """The output and its lse: parts over different keys merge, if there are several."""
 
-    def take(self, parts: Parts, launches: Launches, key: Hashable = None) -> None:
+    def take(self, taking: Taking, launches: Launches) -> None:
+        parts = taking.parts
         first = {place: bundles[:1] for place, bundles in parts.items() if place not in self._begun}
         if first:
-            alone = len(first) == len(parts) and all(len(bundles) == 1 for bundles in parts.values())
-            self._begin(first, launches, key if key is not None and alone else addresses(first))
+            self._begin(first, taking, launches)
         for place, bundles in parts.items():
             for part, part_lse in bundles[place in first :]:
                 out, lse = self._form.local(self._totals, place[0], 1, place[1])
                 merge_into(out, lse, part, part_lse)
         self._begun |= parts.keys()
 
-    def _begin(self, parts: Parts, launches: Launches, key: Hashable) -> None:
+    def _begin(self, parts: Parts, taking: Taking, launches: Launches) -> None:
         """The first part of a place is taken as it is."""
 
         def pairs() -> list[tuple[Tensor, Tensor]]:
@@ -87,7 +84,7 @@ class Merge(Home):
             return [pair for home, part in homes for pair in zip(home, part, strict=True)]
 
         if self._at_once:
-            launches.copy((Merge, where(self._totals), key), pairs)
+            launches.copy((Merge, where(self._totals), taking.key, tuple(parts)), pairs)
         else:  # into float32
             for total, part in pairs():
                 total.copy_(part)

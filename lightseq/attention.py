@@ -1,10 +1,12 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightseq import executor
@@ -54,8 +56,8 @@ def attention_backward(
     """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
-    dout, *own = map(_readable, (dout_BSHD, q_BSHD, k_BSKD, v_BSKD))
-    return _attention_backward(dout, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
+    own = [*map(_readable, (q_BSHD, k_BSKD, v_BSKD))]
+    return _differentiate(dout_BSHD, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -215,9 +217,13 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # t
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
     documents, out, lse, *tensors = ctx.saved_tensors
-    call = _attention_backward if _is_watched(dout) else _gradients
-    gradients = call(_readable(dout), tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
+    gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
     return (*gradients, None, None, None)
+
+
+def _differentiate(dout: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _attention_backward if _is_watched(dout) else _gradients
+    return call(_readable(dout), *more)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -232,7 +238,7 @@ class _Attention(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_backward)
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
 
 
 ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names

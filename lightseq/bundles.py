@@ -38,7 +38,7 @@ class Form:
     @property
     def _main_bytes(self) -> int:
         """Of one chunk without its lse, which begins at an address that its dtype divides."""
-        size, unit = self.rows * self.batch * self.tensors * self.heads * self.dim * self.dtype.itemsize, 8
+        size, unit = math.prod(self.packed_shape(1)) * self.dtype.itemsize, 8
         if self.lse is None:
             return size
         unit = max(unit, self.lse.itemsize)
@@ -52,25 +52,24 @@ class Form:
     def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:
         return chunks * self.rows, self.batch, self.tensors * self.heads, self.dim
 
+    def lse_shape(self, chunks: int) -> tuple[int, int, int, int]:
+        return chunks, self.batch, self.heads, self.rows
+
     def packed(self, memory: Tensor, chunks: int) -> Bundle:
         """`chunks` neighbouring chunks in the first bytes of `memory` (uint8)."""
         shape = self.packed_shape(chunks)
         x = memory[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
         if self.lse is None:
             return (x,)
-        lse = (
-            memory[chunks * self._main_bytes : chunks * self.chunk_bytes]
-            .view(self.lse)
-            .view(chunks, self.batch, self.heads, self.rows)
-        )
-        return x, lse
+        lse = memory[chunks * self._main_bytes : chunks * self.chunk_bytes].view(self.lse)
+        return x, lse.view(self.lse_shape(chunks))
 
     def empty(self, chunks: int, device: torch.device) -> Bundle:
         """Memory for that many neighbouring chunks."""
         x = torch.empty(self.packed_shape(chunks), dtype=self.dtype, device=device)
         if self.lse is None:
             return (x,)
-        return x, torch.empty(chunks, self.batch, self.heads, self.rows, dtype=self.lse, device=device)
+        return x, torch.empty(self.lse_shape(chunks), dtype=self.lse, device=device)
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> Bundle:
         """Memory for a rank's own tensors (B, S, N, D), and for their lse (B, N, S) if one comes along."""

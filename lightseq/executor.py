@@ -3,7 +3,7 @@
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from lightseq.comm import Receive, Transport
 from lightseq.gathered import Gathered
 from lightseq.kernels import Kernel, Launches, backward_tile, forward_tile, row_terms, where
 from lightseq.passes import Pass, Place, make_pass
-from lightseq.program import Operand, Program, Room, StepProgram, TileProgram, make_program
+from lightseq.program import Operand, Program, Room, StepProgram, Taking, TileProgram, make_program, takings
 from lightseq.schedule import Schedule, Tile
 
 MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
@@ -41,8 +41,8 @@ class Run:
 
     def run(self) -> None:
         if self._program.staged:
-            key = tuple((place, where(self._operands[item])) for item, _, place in self._program.staged)
-            self._launches.copy(key, self._staging)
+            operands = tuple(where(self._operands[item]) for item, _ in self._program.staged)
+            self._launches.copy((self._program, operands), self._staging)
         for step in self._program.steps:
             finish = self._exchange(step)
             for tile in step.tiles:
@@ -52,13 +52,13 @@ class Run:
                 del self._gathered[arena]
         for home in self._homes.values():
             home.open()
-        self._take(self._own)
+        self._take(takings(self._own))
         for home in self._homes.values():
             home.finish()
 
     def _staging(self) -> list[tuple[Tensor, Tensor]]:
         staged = self._program.staged
-        return [pair for item, into, _ in staged for pair in self._forms[item].stage(into, self._operands[item])]
+        return [pair for item, into in staged for pair in self._forms[item].stage(into, self._operands[item])]
 
     def _exchange(self, step: StepProgram) -> Callable[[], None]:
         slots: dict[int, list[Bundle]] = {}
@@ -79,30 +79,24 @@ class Run:
             self._homes[item].open()
 
         def then(received: list[Tensor]) -> None:
-            if step.takes is not None and all(
-                x is receive.there for x, receive in zip(received[filled:], step.receives, strict=True)
-            ):
-                for item, parts, key in step.takes:
-                    self._homes[item].take(parts, self._launches, key)
+            came = received[filled:]
+            if step.takes is not None and all(x is r.there for x, r in zip(came, step.receives, strict=True)):
+                self._take(step.takes)
                 return
-            rest = iter(received[filled:])
-            arrived = []
+            rest, arrived = iter(came), []
             for item, place, _, there, unpacked in step.arrivals:
                 here = tuple(next(rest) for _ in there)
                 arrived.append((item, place, unpacked if here[0] is there[0] else self._forms[item].unpacked(here)))
-            self._take(own + arrived)
+            self._take(takings(own + arrived))
 
         if not step.travels:
             return lambda: then([])
         copy = self._launches.copy
         return self._transport.exchange(step.sends, receives, then, step.fresh, copy, idle=not step.tiles)
 
-    def _take(self, parts: list[tuple[str, Place, Bundle]]) -> None:
-        by_item: dict[str, dict[Place, list[Bundle]]] = {}
-        for item, place, part in parts:
-            by_item.setdefault(item, {}).setdefault(place, []).append(part)
-        for item, places in by_item.items():
-            self._homes[item].take(places, self._launches)
+    def _take(self, takes: Sequence[Taking]) -> None:
+        for taking in takes:
+            self._homes[taking.item].take(taking, self._launches)
 
     def _run_tile(self, program: TileProgram) -> None:
         rooms = {room.item: self._room(room) for room in program.rooms}
@@ -199,16 +193,15 @@ def attention_backward(
     """
     with_terms = schedule.queries_travel and not kernel.needs_out
     of_rows = (dout, row_terms(dout, out, lse)) if with_terms else (dout, out, lse)
-    kept = dict[tuple[str, int], Bundle]()
     if isinstance(own, Gathered):
         kv_heads, operands = own.kv_heads, {"q": of_rows}
     else:
         kv_heads, operands = own[1].shape[2], {"q": (own[0], *of_rows), "kv": own[1:]}
     travelling = len(operands["q"]) - 1
     asked = _backward_pass(schedule, rank, dout.shape, kv_heads, dout.dtype, travelling, of_rows[-1].dtype)
-    if isinstance(own, Gathered):
-        of_own = {"q": asked.forms["dq"], "kv": asked.forms["dkv"]}
-        kept = {key: of_own[key[0]].unpacked(x) for key, x in own.bundles(schedule, rank, of_own).items()}
+    of_own = {"q": asked.forms["dq"], "kv": asked.forms["dkv"]}
+    gathered = own.bundles(schedule, rank, of_own) if isinstance(own, Gathered) else {}
+    kept = {key: of_own[key[0]].unpacked(bundle) for key, bundle in gathered.items()}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
         q_, dout_, *out_, lse_ = kept.get(("q", tile.heads), ()) + q

@@ -14,7 +14,7 @@ REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says
 
 Forms = Mapping[str, Form]
 Place = tuple[int, int]  # (where a chunk lies in its rank's tensors, head group of the item)
-Parts = Mapping[Place, Counter[int]]  # of every local result: how many are made, by the step that makes them
+Counts = Mapping[Place, Counter[int]]  # of every local result: how many are made, by the step that makes them
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Pass:
     backward: bool
     rank: int
     forms: Forms
-    parts: Mapping[str, Parts]
+    parts: Mapping[str, Counts]
     at_once: Mapping[str, bool]  # by result item
     staged: Mapping[str, int]  # where in every outbox the operands lie that travel, in bytes
     regions: Mapping[int, int]  # and the results of each step
@@ -47,14 +47,14 @@ def item_group(form: Form, schedule: Schedule, heads: int) -> int:
     return heads * form.groups // schedule.head_groups
 
 
-def _comes_at_once(item: str, parts: Parts) -> bool:
+def _comes_at_once(item: str, parts: Counts) -> bool:
     """Whether results can go straight to the final tensor: sums whose parts all come in one step, unmerged outputs."""
     if item == "out":
         return all(steps.total() == 1 for steps in parts.values())
     return all(len(steps) == 1 for steps in parts.values())
 
 
-def _parts_at_home(schedule: Schedule, backward: bool, rank: int, forms: Forms) -> Mapping[str, Parts]:
+def _parts_at_home(schedule: Schedule, backward: bool, rank: int, forms: Forms) -> Mapping[str, Counts]:
     mine = {chunk: i for i, chunk in enumerate(schedule.layout.chunks(rank))}
     found: dict[str, dict[Place, Counter[int]]] = {"dq": {}, "dkv": {}} if backward else {"out": {}}
     for t, step in enumerate(passes(schedule, backward)):

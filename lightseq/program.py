@@ -5,6 +5,7 @@ A training step runs the same pass for every layer, and at short lengths the hos
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,12 +37,20 @@ class Arrival(NamedTuple):
     unpacked: Bundle
 
 
-class Taking(NamedTuple):
-    """All results for an item that come home in a step, where each was posted; `key` stands for their addresses."""
+Parts = Mapping[Place, Sequence[Bundle]]
+
+
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """All results for an item that come home together, of each place in order."""
 
     item: str
-    parts: Mapping[Place, Sequence[Bundle]]
-    key: Hashable
+    parts: Parts
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Stands for where they lie."""
+        return tuple((place, where(bundle)) for place, bundles in self.parts.items() for bundle in bundles)
 
 
 class Operand(NamedTuple):
@@ -80,16 +89,16 @@ class StepProgram(NamedTuple):
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
     lands: tuple[str, ...]  # items of which results come home
-    takes: tuple[Taking, ...] | None  # what a transport that reads in place brings home; None: this rank kept some
+    takes: tuple[Taking, ...] | None  # where a transport reads in place; None: some lie in memory of the pass
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]
     travels: bool  # something moves, on this rank or another
     fresh: bool  # outboxes were written to since the last exchange
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    staged: tuple[tuple[str, Bundle, Hashable], ...]  # operands that travel, and where they lie in the outbox
+    staged: tuple[tuple[str, Bundle], ...]  # operands that travel, and where they lie in the outbox
     arenas: tuple[Arena, ...]
     steps: tuple[StepProgram, ...]
 
@@ -97,11 +106,10 @@ class Program:
 def make_program(asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
     """`memory` is the outbox; `at` is `Transport.at`."""
     places = _Places(asked, memory, at)
-    staged = tuple((item, into, where(into)) for item, into in places.staged.items())
     steps: list[StepProgram] = []
     for t in range(len(places.steps)):
         steps.append(places.step(t, steps[-1].tiles if steps else ()))
-    return Program(staged, places.arenas, tuple(steps))
+    return Program(tuple(places.staged.items()), places.arenas, tuple(steps))
 
 
 class _Places:
@@ -109,13 +117,12 @@ class _Places:
 
     def __init__(self, asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
         schedule, backward, rank, forms = asked.schedule, asked.backward, asked.rank, asked.forms
-        self.schedule, self.layout, self.backward = schedule, schedule.layout, backward
-        self.rank, self.forms, self.memory, self.at = rank, forms, memory, at
+        self.asked, self.layout, self.rank, self.forms = asked, schedule.layout, rank, forms
+        self.memory, self.at = memory, at
         self.steps = passes(schedule, backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
         self.gathers = schedule.gathers(backward)
         self.arenas = arenas(self.steps, self.layout, rank, self.gathers)
-        self.regions, self.parts, self.at_once = asked.regions, asked.parts, asked.at_once
         self.staged = {
             item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in asked.staged.items()
         }
@@ -143,12 +150,13 @@ class _Places:
                 fills.append(Fill(arena, slot, move.src, there))
         own = [(room.item, place, posted) for tile in before for room in tile.rooms for _, place, posted in room.own]
         home = [*own, *((a.item, a.place, a.unpacked) for a in arrivals)]
+        known = [(item, place, part) for item, place, part in home if part is not None]
         # What is here already, then the next neighbour's: so no rank is read by all others at once.
         fills.sort(key=lambda fill: (fill.src - self.rank) % self.layout.world)
         return StepProgram(
             tuple(sends), opens, tuple(fills), tuple(arrivals),
             tuple(Receive(a.src, x, None) for a in arrivals for x in a.there),
-            tuple(sorted({item for item, _, _ in home})), _takings(home),
+            tuple(sorted({item for item, _, _ in home})), takings(known) if len(known) == len(home) else None,
             tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             tuple(i for i, a in enumerate(self.arenas) if a.last == t),
             travels=bool(step.moves),
@@ -156,7 +164,7 @@ class _Places:
         )  # fmt: skip
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
-        results = {"dq": tile.q, "dkv": tile.kv} if self.backward else {"out": tile.q}
+        results = {"dq": tile.q, "dkv": tile.kv} if self.asked.backward else {"out": tile.q}
         rooms = tuple(self.room(t, i, item, chunks, tile.heads) for item, chunks in results.items())
         kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathers else None
         return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, rooms)
@@ -170,8 +178,8 @@ class _Places:
             views = (*form.unpacked(bundle[:1]), *bundle[1:])
             return Room(item, views, None, tuple((c, p, form.unpacked(form.slots(bundle, c, 1))) for c, p in own))
         start = local_place(self.layout, self.rank, chunks)
-        parts = self.parts[item]
-        if start is not None and self.at_once[item] and all(parts[place].total() == 1 for _, place in own):
+        parts = self.asked.parts[item]
+        if start is not None and self.asked.at_once[item] and all(parts[place].total() == 1 for _, place in own):
             return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return Room(item, None, None, tuple((c, place, None) for c, place in own))
 
@@ -194,7 +202,7 @@ class _Places:
         raise AssertionError(f"no arena holds {item} {chunks} of head group {heads} at step {t}")
 
     def group(self, item: str, heads: int) -> int:
-        return item_group(self.forms[item], self.schedule, heads)
+        return item_group(self.forms[item], self.asked.schedule, heads)
 
     def place(self, item: str, chunk: int, heads: int) -> Place:
         return self.layout.chunks(self.layout.home(chunk)).index(chunk), self.group(item, heads)
@@ -212,8 +220,8 @@ class _Places:
 
     def block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Bundle] | None:
         """The chunks that a tile of any rank posts, and the memory at their place in this rank's outbox."""
-        start = self.regions.get(t, 0)
-        for block in blocks(self.steps[t], self.layout, rank, self.backward):
+        start = self.asked.regions.get(t, 0)
+        for block in blocks(self.steps[t], self.layout, rank, self.asked.backward):
             form = self.forms[block.item]
             if (block.tile, block.item) == (tile, item):
                 return block.chunks, form.packed(self.memory[start:], len(block.chunks))
@@ -221,14 +229,9 @@ class _Places:
         return None
 
 
-def _takings(home: Sequence[tuple[str, Place, Bundle | None]]) -> tuple[Taking, ...] | None:
+def takings(home: Sequence[tuple[str, Place, Bundle]]) -> tuple[Taking, ...]:
+    """Results that come home together, by the item."""
     found: dict[str, dict[Place, list[Bundle]]] = {}
-    for item, place, posted in home:
-        if posted is None:
-            return None
-        found.setdefault(item, {}).setdefault(place, []).append(posted)
-    return tuple(Taking(item, parts, addresses(parts)) for item, parts in found.items())
-
-
-def addresses(parts: Mapping[Place, Sequence[Bundle]]) -> Hashable:
-    return tuple((place, where(bundle)) for place, bundles in parts.items() for bundle in bundles)
+    for item, place, part in home:
+        found.setdefault(item, {}).setdefault(place, []).append(part)
+    return tuple(Taking(item, parts) for item, parts in found.items())

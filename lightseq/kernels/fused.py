@@ -159,11 +159,13 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     """Softmax over the union of two sets of keys, in the sigmoid form; out is float32, lse (B, N, S)."""
     tensors = (out, lse, part, part_lse)
     steps = (*out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
-    _merge_launch(out.shape, steps, part.dtype, alignments(tensors))(*tensors)
+    _merge_launch(out.device, out.shape, steps, part.dtype, alignments(tensors))(*tensors)
 
 
 @lru_cache(maxsize=256)
-def _merge_launch(shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]) -> Launch:
+def _merge_launch(
+    device: torch.device, shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]
+) -> Launch:
     """For tensors that are alike in all of this."""
     batch, length, heads, dim = shape
     constants = {"DIM": triton.next_power_of_2(dim)}

@@ -20,12 +20,15 @@ def row_terms(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     assert dout.stride(3) == out.stride(3) == 1 and lse.is_contiguous()
     terms = torch.empty(lse.shape, dtype=torch.complex64, device=lse.device)
     tensors = (dout, out, lse, torch.view_as_real(terms))
-    _launch(dout.dtype, dout.shape, (*dout.stride()[:3], *out.stride()[:3]), alignments(tensors))(*tensors)
+    steps = (*dout.stride()[:3], *out.stride()[:3])
+    _launch(dout.device, dout.shape, steps, dout.dtype, alignments(tensors))(*tensors)
     return terms
 
 
 @lru_cache(maxsize=64)
-def _launch(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], aligned: tuple[bool, ...]) -> Launch:
+def _launch(
+    device: torch.device, shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]
+) -> Launch:
     """For tensors that are alike in all of this."""
     batch, length, heads, dim = shape
     grid = (triton.cdiv(length, ROWS), heads, batch)

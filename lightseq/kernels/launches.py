@@ -20,7 +20,8 @@ class Launch:
     """A Triton kernel with all its arguments but the tensors it is called with.
 
     The first call compiles. Later ones hand their arguments to what that gave, past the search for what to compile,
-    which takes the host longer than the launch: for tensors of the same dtypes and `alignments`.
+    which takes the host longer than the launch: for tensors of the same device, dtypes and `alignments`. Of other
+    tensors it holds addresses, and keeps none alive but its table.
     """
 
     def __init__(
@@ -98,6 +99,6 @@ def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
     return _with_triton(module) if x.is_cuda and x.dtype is not torch.float64 else None
 
 
-@cache  # to look for a package takes the host longer than ten launches
+@cache  # find_spec searches the file system
 def _with_triton(module: str) -> ModuleType | None:
     return import_module(f"lightseq.kernels.{module}") if find_spec("triton") else None
