@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightseq import executor
@@ -222,7 +221,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # t
 
 
 def _differentiate(dout: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _attention_backward if _is_watched(dout) else _gradients
+    # The operator refuses gradients of gradients, for which autograd records what runs here.
+    call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
     return call(_readable(dout), *more)
 
 
@@ -238,7 +238,7 @@ class _Attention(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
         return output
 
-    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+    backward = staticmethod(_backward)
 
 
 ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import GPU_WORLDS, spawn
 
 from lightseq import executor
@@ -257,6 +260,40 @@ def _refusals(rank: int) -> None:
 
 def test_shapes_that_cannot_be_right_are_refused() -> None:
     spawn(1, _refusals)
+
+
+class _Names(TorchDispatchMode):
+    """Notes which operators run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def _seen_and_unseen(rank: int) -> None:
+    context = _context("zigzag", "auto", torch.float64, 8)
+    q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(16, (8, 2), 8))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    made, mode, profiler = {}, _Names(), profile()
+    for how, watch in (("unseen", nullcontext()), ("mode", mode), ("profile", profiler)):
+        with watch:  # type: ignore[attr-defined]
+            out, _ = attention(q, k, v, context)
+            made[how] = [out, *torch.autograd.grad(out, (q, k, v), dout, create_graph=True)]
+        assert (type(out.grad_fn).__name__ == "_AttentionBackward") == (how == "unseen")
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            made[how][1].sum().backward()
+    operators = {"lightseq::attention", "lightseq::attention_backward"}
+    assert operators <= mode.seen and operators <= {event.name for event in profiler.events()}
+    for how in ("mode", "profile"):
+        assert all(torch.equal(a, b) for a, b in zip(made[how], made["unseen"], strict=True)), how
+
+
+def test_who_watches_sees_the_operators_and_nothing_else_differs() -> None:
+    spawn(2, _seen_and_unseen)
 
 
 def _unusual_inputs(rank: int, device: str, dtype: torch.dtype, tolerance: float) -> None:

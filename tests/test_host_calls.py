@@ -71,8 +71,8 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
 
     with ExitStack() as stack:
         transport = stack.enter_context(_symmetric(folder))
-        for name in ("launches", "rows", "merge"):
-            kernels = sys.modules[f"lightseq.kernels.{name}"]
+        for module in ("launches", "rows", "merge"):
+            kernels = sys.modules[f"lightseq.kernels.{module}"]
             stack.enter_context(patch.object(kernels, "fused_kernels", lambda *_: PREPARED))
         for _ in range(3):
             layer(transport)

@@ -242,16 +242,9 @@ def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Pat
     _run(tmp_path, world, [Case(m, s, 1, 1) for m in FAMILIES for s in _fitting(m, world)], STEPS)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
-    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
-
-    What layers keep, tile, compile and send away, with packed documents and with adapters, is tried in all ways on two
-    ranks, in turn on one, three and four; there uncompiled, for no number of ranks is in what a compiler sees.
-    """
-    cases = _each_schedule(world, 2 if world == 4 else 1)
-    assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
-    keeping = [
+def _keeping(world: int) -> list[Case]:
+    """What layers keep, tile, compile and send away, with packed documents and with adapters."""
+    return [
         Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
         Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),
         Case("tiny-llama3", "ulysses" if world == 2 else "prefix", 1, 3, remat="none", compiled=True),
@@ -275,8 +268,25 @@ def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
         Case("tiny-llama2", "prefix", world, 3, adapters=True, tile_tokens=7, tile_layers=True, offload="both"),
         Case("tiny-llama3", "zigzag", 1, 3, adapters=True, layers_per_checkpoint=2, offload="activations", fsdp=""),
     ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
+    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
+
+    What layers keep is tried in all ways on two ranks, in turn on one, three and four, there but for what is compiled.
+    """
+    cases = _each_schedule(world, 2 if world == 4 else 1)
+    assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
+    keeping = _keeping(world)
     mine = keeping if world == 2 else [case for case in keeping if not case.compiled][world // 2 :: 3]
     _run(tmp_path, world, cases + mine, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_compiled_training_equals_one_process(world: int, tmp_path: Path) -> None:
+    _run(tmp_path, world, [case for case in _keeping(world) if case.compiled], steps=1)
 
 
 def test_ten_steps_equal_one_process(tmp_path: Path) -> None:

@@ -27,11 +27,8 @@ RESULTS = Path(plan_points.__file__).parent / "results"
 MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
-SINCE = (
-    "attention-2xh200-overlap",
-    "attention-2xh200-kept",
-    "attention-2xh200-lean",
-)  # layers measured since results take memory late
+# Layers measured since results take memory late.
+SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean")
 HERE = Machine(False, {"device": "cpu"}, {})
 
 
