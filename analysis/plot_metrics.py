@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightseq.trace import ON_HOST
+from lightseq.profiling.trace import ON_HOST
 
 from .runs import Run
 from .summary import GIB, smoothed

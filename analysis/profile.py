@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightseq.trace import IDLE, PHASES, Account, account_of, read, spans_of
-from lightseq.trace_host import host_account
-from lightseq.traffic import kinds_of
+from lightseq.profiling.host_trace import host_account
+from lightseq.profiling.trace import IDLE, PHASES, Account, account_of, read, spans_of
+from lightseq.profiling.traffic import kinds_of
 
 from . import traffic
 from .pictures import add_format, save

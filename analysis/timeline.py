@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightseq.trace import KINDS, Span
+from lightseq.profiling.trace import KINDS, Span
 
 from .figures import COLORS, GREY, STYLE
 
@@ -59,7 +59,9 @@ def windows(spans: Sequence[Span]) -> list[Window]:
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
-        raise ValueError("the trace has no attention kernel that is known by its name; see KINDS in lightseq/trace.py")
+        raise ValueError(
+            "the trace has no attention kernel that is known by its name; see KINDS in lightseq.profiling.trace"
+        )
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Final
 from rich import box
 from rich.table import Table
 
-from lightseq.traffic import Kind
+from lightseq.profiling.traffic import Kind
 
 LEAST: Final = 2**20  # bytes from which on a rate says something of a link
 

@@ -27,10 +27,10 @@ from benchmarks.layers import lightseq_layer, resolved, single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together, trace_layer
 from benchmarks.plan import Subject, subjects
 from benchmarks.report import columns, header, line
-from lightseq.environment import is_main_process
+from lightseq.config.lengths import shown
 from lightseq.kernels import KERNELS
-from lightseq.lengths import shown
-from lightseq.mesh import World, agree, check_devices, start
+from lightseq.ranks.environment import is_main_process
+from lightseq.ranks.mesh import World, agree, check_devices, start
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, NoReturn
 from benchmarks.layers import Choice
 from benchmarks.packed import PACKED_PEERS, lengths
 from benchmarks.peers import PEERS
-from lightseq.config_checks import CHOICES
+from lightseq.config.checks import CHOICES
+from lightseq.config.lengths import tokens
 from lightseq.kernels import KERNELS
-from lightseq.lengths import tokens
-from lightseq.schedule import SCHEDULES
+from lightseq.schedule.algorithms import SCHEDULES
 
 TRANSPORTS = (*CHOICES["transport"], "none")
 CEILING = "single-gpu"

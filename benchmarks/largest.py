@@ -32,15 +32,15 @@ from benchmarks.longest import Probe, hardware_of, next_length, provenance_of, r
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine
-from lightseq.architecture import with_layers
-from lightseq.command_line import parse
-from lightseq.family import preset_config
-from lightseq.flops import total_parameters
-from lightseq.metrics import read_records
-from lightseq.plan import make_plan
-from lightseq.plan_rates import GIB
-from lightseq.plan_run import PlannedRun
-from lightseq.weights import build_on_meta
+from lightseq.config.command_line import parse
+from lightseq.models.architecture import with_layers
+from lightseq.models.family import preset_config
+from lightseq.models.flops import total_parameters
+from lightseq.models.weights import build_on_meta
+from lightseq.plan.plan import make_plan
+from lightseq.plan.rates import GIB
+from lightseq.plan.run import PlannedRun
+from lightseq.training.metrics import read_records
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16

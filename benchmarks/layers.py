@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer
-from lightseq.attention import attention
-from lightseq.context import Documents, SequenceContext, make_context, pack, release
-from lightseq.documents import packed_schedule
+from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.operator import attention
 from lightseq.kernels import Kernel, backward_tile, forward_tile, select
-from lightseq.schedule import Mask, make_schedule
-from lightseq.schedule_cost import AttentionShape
-from lightseq.segments import Segments
+from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.segments import Segments
+from lightseq.schedule.table import Mask
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import model_of
-from lightseq.command_line import parse as parse_training
-from lightseq.config import TrainConfig
-from lightseq.lengths import shown
-from lightseq.metrics import read_records
-from lightseq.plan import longest as longest_planned
-from lightseq.plan_rates import CHIPS, GIB, chip_of_device
-from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.rehearsal import RECORD
+from lightseq.config.command_line import parse as parse_training
+from lightseq.config.lengths import shown
+from lightseq.config.train_config import TrainConfig
+from lightseq.plan.plan import longest as longest_planned
+from lightseq.plan.rates import CHIPS, GIB, chip_of_device
+from lightseq.plan.rehearsal import RECORD
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.training.metrics import read_records
 
 ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too long; anything else is an error
 S = TypeVar("S")

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightseq.garbage import collected_together
 from lightseq.kernels import KernelSpec
-from lightseq.trace import account_of, read
+from lightseq.profiling.trace import account_of, read
+from lightseq.training.garbage import collected_together
 
 T = TypeVar("T")
 UNTRACED, TRACED = 2, 3  # repeats before and in a trace

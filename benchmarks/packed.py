@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.measure import Case, Layer
 from benchmarks.peers import flash_attention_2, import_ring_flash_attn, needs_cuda
-from lightseq.documents import restarting_positions
+from lightseq.schedule.documents import restarting_positions
 
 MULTIPLE = 64  # of every document's length: the peers cut each into equal pieces
 LEAST, MOST = 2**10, 2**16

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import flash_attn_stand_in
 from benchmarks.measure import Case, Layer
-from lightseq.layout import Layout
+from lightseq.schedule.layout import Layout
 
 ZIGZAG, CONTIGUOUS, STRIPED = ("zigzag", 2), ("contiguous", 1), ("striped", 1)
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -25,8 +25,8 @@ from benchmarks.report import commit_here
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import ROOT, model_of
-from lightseq.lengths import shown
-from lightseq.metrics import read_records
+from lightseq.config.lengths import shown
+from lightseq.training.metrics import read_records
 
 WORKER = ROOT / "benchmarks" / "training" / "plan_point.py"
 

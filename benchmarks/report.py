@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.errors import RESULTS
 from benchmarks.plan import Subject
-from lightseq import source
-from lightseq.comm import BLOCKING
-from lightseq.lengths import shown
-from lightseq.mesh import World
-from lightseq.metrics import hardware, versions
+from lightseq.comm.transport import BLOCKING
+from lightseq.config.lengths import shown
+from lightseq.ranks.mesh import World
+from lightseq.training import source
+from lightseq.training.metrics import hardware, versions
 
 PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
 FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightseq.metrics import METRICS, RUN, read_records
+from lightseq.training.metrics import METRICS, RUN, read_records
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import NoReturn
 from data_gen.output import up_to, write
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
-from lightseq.corpus import batches
-from lightseq.progress import with_bar
-from lightseq.tokenizer import load_tokenizer
-from lightseq.tokens import first_line
+from lightseq.config.lengths import length_flag
+from lightseq.data.corpus import batches
+from lightseq.data.progress import with_bar
+from lightseq.data.tokenizer import load_tokenizer
+from lightseq.words import first_line
 
 TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="the structure, see above")
     synthetic.add_argument("--documents", type=int, required=True, help="how many documents")
-    synthetic.add_argument("--length", type=int, required=True, help="tokens of each document")
+    synthetic.add_argument("--length", type=length_flag, required=True, help="tokens of each document: 8192, or 8K")
     synthetic.add_argument("--vocab_size", type=int, default=512, help="ids are below this (default: %(default)s)")
     synthetic.add_argument("--seed", type=int, default=0, help="same seed, same documents (default: %(default)s)")
     text = commands.add_parser("text", help="text through a tokenizer", description=TEXT_HELP)
@@ -56,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer", default="byte", help="byte (256 bytes and an end id), a directory or a hub id (default: byte)"
     )
     text.add_argument("--column", default="text", help="column of rows that holds the text (default: %(default)s)")
-    text.add_argument("--max_tokens", type=int, help="stop here, cutting the last document (default: take everything)")
+    text.add_argument(
+        "--max_tokens", type=length_flag, help="stop here, cutting the last document (default: take everything)"
+    )
     for command in (synthetic, text):
         command.add_argument("--output", type=Path, required=True, help="a directory to make, or a file ending .pkl")
         command.add_argument("--force", action="store_true", help="replace the output if it exists")

@@ -6,7 +6,8 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lightseq.tokens import IntArray, plural, write_token_directory, written_whole
+from lightseq.data.tokens import IntArray, write_token_directory, written_whole
+from lightseq.words import plural
 
 
 def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightseq import corpus
-from lightseq.rows import HUB_PREFIX, rows_of, text_in
-from lightseq.samples import EMPTY
-from lightseq.tokens import first_line, plural
+from lightseq.data import corpus
+from lightseq.data.rows import HUB_PREFIX, rows_of, text_in
+from lightseq.data.samples import EMPTY
+from lightseq.words import first_line, plural
 
 TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}

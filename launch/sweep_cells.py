@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from launch.sweep_file import SHORT, Axes, Settings, Sweep
-from lightseq.command_line import parse
-from lightseq.config import TrainConfig
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
 
 DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
     "bfloat16": ("--bf16", "True"),

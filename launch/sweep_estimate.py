@@ -74,7 +74,7 @@ def distance(cell: Cell, other: Cell) -> tuple[int, float]:
 
 def step_flops(cell: Cell) -> float | None:
     """Of one optimizer step over all ranks, with what is recomputed; None for a model whose shape is not at hand."""
-    from lightseq import flops  # seconds of importing transformers, only where something is to be estimated
+    from lightseq.models import flops  # seconds of importing transformers, only where something is to be estimated
 
     model = _model_config(cell.family, cell.config.model_name)
     if model is None:
@@ -90,7 +90,7 @@ def step_flops(cell: Cell) -> float | None:
 def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of transformers, which is not imported yet
     import llama2
     import llama3
-    from lightseq.family import preset_config
+    from lightseq.models.family import preset_config
 
     known = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}[family]
     preset = known.aliases.get(name, name)
@@ -108,6 +108,6 @@ def check_device(device: str) -> str:
 
 
 def _peak(device: str) -> float | None:
-    from lightseq.flops import peak_flops_per_second
+    from lightseq.models.flops import peak_flops_per_second
 
     return peak_flops_per_second(device)

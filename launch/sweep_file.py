@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import yaml
 
-from lightseq.command_line import OLDER_SPELLINGS
-from lightseq.config import TrainConfig
-from lightseq.lengths import tokens
+from lightseq.config.command_line import OLDER_SPELLINGS
+from lightseq.config.lengths import tokens
+from lightseq.config.train_config import TrainConfig
 
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from launch.sweep_cells import Cell
-from lightseq.config import TrainConfig
+from lightseq.config.train_config import TrainConfig
 
 FILE: Final = "sweep.jsonl"
 FAILED: Final = ("failed", "timeout")

@@ -12,7 +12,7 @@ from rich.text import Text
 from launch.sweep_cells import Cell, label, varying
 from launch.sweep_file import Sweep
 from launch.sweep_records import FAILED, Record
-from lightseq.lengths import shown
+from lightseq.config.lengths import shown
 
 DAY = 86400.0
 YEAR = 365 * DAY

@@ -5,6 +5,7 @@ batch = hf.shard_batch(context, input_ids, labels)
 loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -17,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
-from lightseq.attention import attention
-from lightseq.context import Documents, SequenceContext, make_context, pack, release
-from lightseq.documents import check_boundaries, restarting_positions
-from lightseq.examples import IGNORE_INDEX
+from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.operator import attention
+from lightseq.data.examples import IGNORE_INDEX
 from lightseq.kernels import KernelSpec
-from lightseq.layout import shard
-from lightseq.schedule_cost import AttentionShape
+from lightseq.models.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.documents import check_boundaries, restarting_positions
+from lightseq.schedule.layout import shard
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -50,13 +51,18 @@ def enable(
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
-    dtype and device are those that attention will see (default: the parameters'). `length` is the sequence length that
-    `schedule="auto"` is chosen for, and the longest where layers have a sliding window; `gpus_per_host` how many
-    neighbouring ranks share a host (default: all); `packed` whether most sequences hold several documents, which any
-    schedule keeps apart and not all balance; `keep_gathered` as in `make_context`. Raises ValueError for what attention
-    cannot honour: dropout, windows shorter than `length`, an architecture without the attention interface; the patched
-    model refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a
-    shard. Enabling a model again replaces its context.
+    Schedules, kernels and transports are those of the README's tables, by name; `ulysses_size` ranks, a divisor of
+    all, split the heads of a place in the sequence; `deterministic` asks for a kernel whose gradients are the same to
+    the bit each time; `elide` leaves attention's arithmetic out, for rehearsals: its results are zero.
+    dtype and device are those that attention will see (default: the parameters'; under autocast say which). `length`
+    is the sequence length that `schedule="auto"` is chosen for, and the longest where layers have a sliding window;
+    `gpus_per_host` how many neighbouring ranks share a host (default: all); `packed` whether most sequences hold
+    several documents, which any schedule keeps apart and not all balance; `keep_gathered` as in `make_context`.
+
+    Raises ValueError for what attention cannot honour: dropout, windows shorter than `length`, an architecture without
+    the attention interface; the patched model refuses masks, inputs without global positions, a key/value cache, and
+    labels that it would shift inside a shard. Enabling a model again replaces its context. A deep copy of the
+    model shares it.
     """
     check_attention(model, length)
     config, heads = model.config, heads_of(model.config)
@@ -81,6 +87,12 @@ def enable(
         release(context)
         raise ValueError(
             f"{length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
+        )
+    if kernel == "auto" and device.type == "cuda" and context.selection.kernel.name == "reference" and not context.rank:
+        warnings.warn(
+            f"attention takes memory and time in the square of a tile's length: kernel {context.selection}; pass "
+            "dtype=torch.bfloat16 if it is computed in that, as under autocast",
+            stacklevel=2,
         )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -108,6 +120,11 @@ def shard_batch(
     mask other than right padding, and for positions that are neither those of one document nor of several.
     """
     check_right_padding(attention_mask)
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length), with a token at least")
+    for name, x in (("labels", labels), ("attention_mask", attention_mask)):
+        if x is not None and x.shape != input_ids.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)} differ; give one a token")
     length = input_ids.shape[1]
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if labels is not None:
@@ -153,6 +170,8 @@ def find_boundaries(
         cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
     if batch != 1:
         raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.flatten().tolist()  # collators give them a batch of one as well
     try:
         found = check_boundaries([int(x) for x in cu_seqlens], length)
         fit = position_ids is None or _restarts(position_ids, found)
@@ -188,7 +207,10 @@ def check_right_padding(attention_mask: Tensor | None) -> None:
         return
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
-    if (attention_mask.diff(dim=1) > 0).any() or (attention_mask[:, 0] == 0).any():
+    there = (attention_mask != 0).int()  # differences of booleans and of bytes have no sign
+    if not there.any(dim=1).all():
+        raise ValueError("attention_mask has a row without any token; leave that out")
+    if (there.diff(dim=1) > 0).any():
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
 
 
@@ -198,7 +220,8 @@ def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.Process
             raise ValueError(f"the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the sequence axis alone")
         return group.get_group()
     if group is None:
-        assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+        if dist.group.WORLD is None:
+            raise ValueError("torch.distributed is not initialised; call init_process_group before hf.enable")
         return dist.group.WORLD
     return group
 
@@ -236,7 +259,13 @@ def attend(
     if window is not None and q_BSHD.shape[1] * context.layout.world > window:
         length = q_BSHD.shape[1] * context.layout.world
         raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
+    device, documents = q_BSHD.device.type, others.get("documents")
+    if torch.is_autocast_enabled(device):  # it casts what products give, and not what turns q and k
+        wanted = torch.get_autocast_dtype(device)
+        q_BSHD, k_BSKD, v_BSKD = (x.to(wanted) for x in (q_BSHD, k_BSKD, v_BSKD))
+        with torch.autocast(device, enabled=False):
+            return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents)
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

@@ -13,20 +13,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from lightseq import hf
-from lightseq.config import TrainConfig
-from lightseq.context import Documents, SequenceContext
-from lightseq.documents import padded_length
-from lightseq.fp8 import FP8_COMPILE_OPTIONS, to_fp8
-from lightseq.loss import CHUNK_TOKENS, cross_entropy_sum
-from lightseq.mesh import Meshes
-from lightseq.mlp import shrunk, tile_mlps
-from lightseq.offload import HostMemory, Offload, layers_in_flight
-from lightseq.plan_layers import AGAIN, AWAY, KEEP, OFFLOAD
-from lightseq.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
-from lightseq.projections import keep_projections
-from lightseq.remat import apply_remat, checkpoint_groups
-from lightseq.stopwatch import Stopwatch
-from lightseq.tiled import tile_layers
+from lightseq.attention.context import Documents, SequenceContext
+from lightseq.config.train_config import TrainConfig
+from lightseq.layers.fp8 import FP8_COMPILE_OPTIONS, to_fp8
+from lightseq.layers.loss import CHUNK_TOKENS, cross_entropy_sum
+from lightseq.layers.mlp import shrunk, tile_mlps
+from lightseq.layers.projections import keep_projections
+from lightseq.layers.tiled import tile_layers
+from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
+from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
+from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.plan.layers import AGAIN, AWAY, KEEP, OFFLOAD
+from lightseq.profiling.stopwatch import Stopwatch
+from lightseq.ranks.mesh import Meshes
+from lightseq.schedule.documents import local_tokens
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 # Of a rank that rehearses; with more, tiled operations run their first tile only, and host memory is counted.
@@ -176,10 +176,8 @@ def transform(
         keep_gathered=keeps_gathered(techniques.remat),
     )
     if techniques.fp8 is not None:
-        whole = context.layout.padded_length(techniques.length)
-        whole = padded_length(context.schedule, techniques.length) if techniques.packed else whole
-        local_tokens = whole // context.layout.world
-        to_fp8(layers, techniques.fp8, techniques.fp8_emulate, local_tokens)
+        tokens = local_tokens(context.schedule, techniques.length, techniques.packed)
+        to_fp8(layers, techniques.fp8, techniques.fp8_emulate, tokens)
     shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":

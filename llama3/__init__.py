@@ -1,6 +1,6 @@
 """What is true of the Llama 3 family alone: its published architectures and the hub ids that have them."""
 
-from lightseq.presets import Family
+from lightseq.models.presets import Family
 
 from .presets import ALIASES, PRESETS, grown
 

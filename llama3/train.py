@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # runs uninstalled, and hides no package behind this folder
 
-from lightseq.training import main
+from lightseq.training.command import main
 from llama3 import FAMILY
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import llama2
 import llama3
-from lightseq import training, watched
 from lightseq.__main__ import BOTH
-from lightseq.mesh import World
+from lightseq.ranks.mesh import World
+from lightseq.training import command, watched
 
 FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
 ENTRIES = {**FAMILIES, "any": BOTH}
@@ -38,7 +38,7 @@ def run_in(world: World, family: str, words: str) -> Ended:
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            training.main(ENTRIES[family], shlex.split(words))
+            command.main(ENTRIES[family], shlex.split(words))
         except SystemExit as end:
             status = int(end.code or 0)
     dist.barrier()

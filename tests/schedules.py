@@ -1,13 +1,15 @@
 """Which schedules a test of some ranks and heads can run: all that fit, and never none."""
 
-from lightseq.schedule import SCHEDULES
-from lightseq.schedule_cost import AttentionShape, fits
+from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.schedule.choice import Choice, refusal
+from lightseq.schedule.cost import AttentionShape
 
 ANY_WORLD = {"ring", "striped", "zigzag", "balanced", "prefix"}  # and any number of heads
 
 
 def fitting(world: int, heads: int, kv_heads: int) -> list[str]:
     """The names of the schedules that exist for that many ranks and heads."""
-    found = [name for name in SCHEDULES if fits(name, world, AttentionShape(1024, heads, kv_heads, 64))]
+    shape = AttentionShape(1024, heads, kv_heads, 64)
+    found = [name for name in SCHEDULES if refusal(Choice(name), world, shape) is None]
     assert {*found} >= ANY_WORLD, f"{ANY_WORLD - {*found}} must run on {world} ranks with any number of heads"
     return found

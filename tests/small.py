@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaConfig
 
-from lightseq.metrics import read_records
+from lightseq.training.metrics import read_records
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LENGTH = 64, 128, 256, 48
 CONFIG = LlamaConfig(

@@ -17,15 +17,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from worlds import spawn
 
-from lightseq import adapters, trainer
 from lightseq.__main__ import main as lightseq
-from lightseq.command_line import parse
-from lightseq.config import TrainConfig
-from lightseq.data import permutation
-from lightseq.flops import model_flops
-from lightseq.manifest import MANIFEST
-from lightseq.metrics import read_records
-from lightseq.remat import apply_remat
+from lightseq.checkpoint.manifest import MANIFEST
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import permutation
+from lightseq.memory.remat import apply_remat
+from lightseq.models import adapters
+from lightseq.models.flops import model_flops
+from lightseq.training import trainer
+from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from analysis import __main__ as analysis
-from lightseq.trace import IDLE, KINDS, account_of, kind_of, read, summary
-from lightseq.trace_host import host_account
+from lightseq.profiling.host_trace import host_account
+from lightseq.profiling.trace import IDLE, KINDS, account_of, kind_of, read, summary
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",

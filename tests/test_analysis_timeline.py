@@ -8,7 +8,7 @@ import pytest
 
 from analysis import __main__ as analysis
 from analysis.timeline import WAITS, Window, attentions, shares, windows
-from lightseq.trace import Span, kind_of
+from lightseq.profiling.trace import Span, kind_of
 
 FORWARD, BACKWARD, PRODUCT = "FlashAttentionForward", "FlashAttentionBackward", "nvjet_sm90"
 COPY, WAIT, GATHER = "Memcpy PtoP (Device -> Device)", "symmetric_memory::barrier_kernel", "ncclDevKernel_AllGather"

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from analysis.traffic import table
-from lightseq.traffic import kinds_of
+from lightseq.profiling.traffic import kinds_of
 
 MIB = 2**20
 

@@ -11,10 +11,13 @@ from programs import Ended, program
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from worlds import spawn
 
-from lightseq.architecture import examine, with_layers
-from lightseq.data import permutation
-from lightseq.flops import attention_forward_flops, model_flops
-from lightseq.metrics import read_records
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import permutation
+from lightseq.memory.policies import KEEPING_MLP
+from lightseq.models.architecture import examine, with_layers
+from lightseq.models.flops import attention_forward_flops, model_flops
+from lightseq.training.metrics import read_records
+from lightseq.training.prepare import check_layers
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 3
 TINY: dict[str, Any] = {
@@ -73,6 +76,23 @@ def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dic
     with pytest.raises(ValueError) as refusal:
         examine(config_of(model_type, **changes), LENGTH)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "line"),
+    [("olmo2", "needs it in the backward pass"), ("exaone4", "needs it"), ("phi3", "has another")],
+)
+def test_what_a_layer_needs_of_its_mlp_again_is_not_left_out(model_type: str, line: str) -> None:
+    found = examine(config_of(model_type))
+    for policy in KEEPING_MLP:
+        asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", remat=policy)
+        with pytest.raises(ValueError, match=line):
+            check_layers(asked, found)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_layer_that_ends_with_its_mlp_may_keep_gate_and_up(model_type: str) -> None:
+    assert examine(config_of(model_type)).can_keep_mlp
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

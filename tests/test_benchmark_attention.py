@@ -25,9 +25,9 @@ from benchmarks.errors import check_layer
 from benchmarks.flags import length, parse
 from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
-from lightseq.lengths import shown
-from lightseq.mesh import World
-from lightseq.trace import Account
+from lightseq.config.lengths import shown
+from lightseq.profiling.trace import Account
+from lightseq.ranks.mesh import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"

@@ -22,10 +22,10 @@ from benchmarks.training.peer import Job, whole_model
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import Trial, setting_of, trials, write_inputs
 from benchmarks.training.worker import PEERS, measure
-from lightseq.data import BatchStream, open_examples
-from lightseq.flops import model_flops
+from lightseq.data.batches import BatchStream, open_examples
 from lightseq.kernels.torch_native import CpuKernel
-from lightseq.mesh import World
+from lightseq.models.flops import model_flops
+from lightseq.ranks.mesh import World
 
 LENGTH, STEPS = 64, 3
 KEYS = {

@@ -21,15 +21,18 @@ from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
 from benchmarks.saving import costs
-from lightseq import disk, journal, manifest, saver, saving, staging, state_files, trainer, weights
-from lightseq.checkpoint import FACTS, STATE, find, read_facts
-from lightseq.config import TrainConfig
-from lightseq.data import BatchStream
-from lightseq.examples import open_pickle
-from lightseq.flops import total_parameters
-from lightseq.manifest import MANIFEST, File, complaint
-from lightseq.mesh import World
-from lightseq.optimization import LossScaler
+from lightseq.checkpoint import disk, manifest, saver, saving, state_files
+from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts
+from lightseq.checkpoint.manifest import MANIFEST, File, complaint
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import BatchStream
+from lightseq.data.examples import open_pickle
+from lightseq.memory import staging
+from lightseq.models import weights
+from lightseq.models.flops import total_parameters
+from lightseq.ranks.mesh import World
+from lightseq.training import journal, trainer
+from lightseq.training.optimization import LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
 

@@ -20,8 +20,8 @@ import downloadmodel  # noqa: E402
 import finetune  # noqa: E402
 import games  # noqa: E402
 
-from lightseq.command_line import parse  # noqa: E402
-from lightseq.metrics import read_records  # noqa: E402
+from lightseq.config.command_line import parse  # noqa: E402
+from lightseq.training.metrics import read_records  # noqa: E402
 
 PGN = """[Event "one"]
 [Result "1-0"]

@@ -14,11 +14,11 @@ from schedules import fitting
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import symmetric
-from lightseq.comm import Receive, Send
+from lightseq.comm import symmetric
+from lightseq.comm.select import Blocking
+from lightseq.comm.symmetric import SymmetricTransport
+from lightseq.comm.transport import Exchange, Receive, Send
 from lightseq.kernels import Launches
-from lightseq.symmetric import SymmetricTransport
-from lightseq.transports import Blocking
 
 
 class _Files:
@@ -79,7 +79,7 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
     with (
         patch.object(symmetric, "ENGINE_BYTES", engine_bytes),
         _symmetric(folder) as transport,
-        patch("lightseq.context.make_transport", return_value=Blocking(transport) if blocking else transport),
+        patch("lightseq.attention.context.make_transport", return_value=Blocking(transport) if blocking else transport),
     ):
         for name in fitting(dist.get_world_size(), 8, 4):
             context = _context(name, "auto", torch.float64, 8, heads=(8, 4))
@@ -166,7 +166,9 @@ def _sizes(rank: int, folder: Path) -> None:
             x.fill_(rank + 1)
         sends = [Send(dst, x) for dst in range(world) if dst != rank for x in mine]
         rooms = [(src, x, torch.empty_like(x)) for src in range(world) for x in mine]
-        transport.exchange(sends, [Receive(r, transport.at(r, x), to) for r, x, to in rooms], copy=Seen().copy)()
+        transport.exchange(
+            Exchange(sends, [Receive(r, transport.at(r, x), to) for r, x, to in rooms], copy=Seen().copy)
+        )()
         assert all((to == src + 1).all() for src, _, to in rooms)
         dist.barrier()  # nobody leaves while its memory is read
     assert seen == [[8], [8] * (world - 1)]  # its own before the others are waited for

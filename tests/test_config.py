@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
+from lightseq.__main__ import COMMANDS
 from lightseq.__main__ import main as lightseq_main
-from lightseq.command_line import help_text, parse
-from lightseq.config import TrainConfig, warmup_steps
-from lightseq.config_checks import CHOICES
+from lightseq.config.checks import CHOICES
+from lightseq.config.command_line import help_text, parse
+from lightseq.config.train_config import TrainConfig, warmup_steps
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -66,6 +67,21 @@ def test_every_command_says_what_it_takes(tool: str, capsys: pytest.CaptureFixtu
             status = end.code or 0
         shown = capsys.readouterr()
         assert (status, shown.err) == (0, "") and shown.out.startswith(f"usage: python3 -m lightseq {tool} ")
+
+
+def test_a_command_that_is_none_is_one_line_and_help_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (lightseq_main(["nonsense", "--ranks", "2"]), lightseq_main([])) == (2, 2)
+    unknown, missing = capsys.readouterr().err.splitlines()
+    assert unknown.startswith("error: 'nonsense' is no command; choose one of train, ")
+    assert missing.startswith("error: no command; ")
+    assert lightseq_main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python3 -m lightseq COMMAND ") and all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_help_of_all_commands_needs_no_torch() -> None:
+    code = "import sys; from lightseq.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_defaults_are_those_of_hugging_face() -> None:
@@ -172,11 +188,12 @@ def test_plain_attention_is_the_reference_kernel() -> None:
             "--optim adamw_8bit does not run under --deepspeed; use adamw_torch_f",
         ),
         ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
+        ("--model_max_length 1Z", "1Z is no number of tokens; write 131072, 128K or 1M"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
         ("--learning_rate fast", "'fast' is not a number"),
-        ("--learning_rate=-1", "--learning_rate -1.0: give 0 or more"),
-        ("--learning_rate nan", "--learning_rate nan: give 0 or more"),
-        ("--learning_rate inf", "--learning_rate inf: give 0 or more"),
+        ("--learning_rate=-1", "--learning_rate -1.0: give a finite number of at least 0"),
+        ("--learning_rate nan", "--learning_rate nan: give a finite number of at least 0"),
+        ("--learning_rate inf", "--learning_rate inf: give a finite number of at least 0"),
         ("--num_train_epochs inf", "--num_train_epochs inf: give a number above 0"),
         ("--max_steps -1", "--max_steps -1: give at least 1, or leave it out"),
         ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0: give at least 1"),
@@ -263,5 +280,5 @@ def test_parsing_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_flags_are_read_without_torch() -> None:
     """Sweeps read those of every cell, and torch takes seconds to import."""
-    code = "import sys, lightseq.command_line; sys.exit('torch' in sys.modules)"
+    code = "import sys, lightseq.config.command_line; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,12 +13,12 @@ import pytest
 from programs import Ended, program
 from worlds import spawn
 
-from lightseq import corpus
-from lightseq.data import open_examples
-from lightseq.examples import IGNORE_INDEX, WindowExamples
-from lightseq.metrics import read_records
-from lightseq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lightseq.tokens import Reading
+from lightseq.data import corpus
+from lightseq.data.batches import open_examples
+from lightseq.data.examples import IGNORE_INDEX, WindowExamples
+from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.data.tokens import Reading
+from lightseq.training.metrics import read_records
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightseq import hub
-from lightseq.data import BatchStream, open_examples
-from lightseq.examples import IGNORE_INDEX
-from lightseq.tokenizer import ByteTokenizer, load_tokenizer
-from lightseq.tokens import Reading, open_token_directory, write_token_directory
+from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.examples import IGNORE_INDEX
+from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.data.tokens import Reading, open_token_directory, write_token_directory
+from lightseq.models import hub
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:

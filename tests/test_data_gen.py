@@ -15,9 +15,9 @@ import pytest
 from data_gen.__main__ import main
 from data_gen.sources import Skipped, expand, texts_of
 from data_gen.synthetic import KINDS, Synthetic, document, needle_depths
-from lightseq.data import open_examples
-from lightseq.tokenizer import ByteTokenizer
-from lightseq.tokens import open_token_directory
+from lightseq.data.batches import open_examples
+from lightseq.data.tokenizer import ByteTokenizer
+from lightseq.data.tokens import open_token_directory
 
 
 def run(*arguments: object) -> int:

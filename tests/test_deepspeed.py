@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO in the place of FSDP2: the same losses and weights, resumed and offloaded too."""
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from small import CONFIG, losses, words, write_inputs
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
-from lightseq import offload, trainer, weights
-from lightseq.checkpoint import read_facts
-from lightseq.config import TrainConfig
-from lightseq.deepspeed_engine import DeepSpeedEngine
-from lightseq.metrics import read_records
-from lightseq.weights import build_on_meta, initialize, materialize
+from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory import offload
+from lightseq.models import weights
+from lightseq.models.weights import build_on_meta, initialize, materialize
+from lightseq.training import trainer
+from lightseq.training.deepspeed_engine import DeepSpeedEngine
+from lightseq.training.metrics import read_records
 
 STAGES = (1, 2, 3)
 CPU = {"device": "cpu"}
@@ -68,6 +71,16 @@ def run(rank: int, runs: list[str]) -> list[Ended]:
     trainer.DeepSpeedEngine = Remembering  # type: ignore[misc]
     offload.LEAST_BYTES = 0
     return [program(rank, "llama3", line) for line in runs]
+
+
+def with_a_sick_second_step(rank: int, line: str) -> Ended:
+    backward, passes = DeepSpeedEngine.backward, count(1)
+
+    def planted(self: DeepSpeedEngine, share: torch.Tensor, last: bool) -> None:
+        backward(self, share * (float("nan") if next(passes) == 4 and rank == 1 else 1.0), last)  # of three a step
+
+    DeepSpeedEngine.backward = planted  # type: ignore[method-assign]
+    return program(rank, "llama3", line)
 
 
 def with_a_full_disk(rank: int, line: str) -> Ended:
@@ -153,6 +166,16 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
     assert masters.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert masters[name].dtype == torch.float32 and torch.equal(masters[name], parameter.detach()), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_zero_skips_is_counted_and_said(files: Path, stage: int) -> None:
+    line = words(files, f"sick{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
+    ends = spawn(2, with_a_sick_second_step, line)
+    assert [end.status for end in ends] == [0, 0], ends[0].err
+    records = [r for r in read_records(files / f"sick{stage}" / "metrics.jsonl") if "loss" in r]
+    assert [r["skipped_steps"] for r in records] == [0, 1, 0] and records[1]["grad_norm"] is None
+    assert "step 2: a gradient is not finite; the step was skipped" in ends[0].out
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightseq.checkpoint import FACTS, check_engine
-from lightseq.config import TrainConfig
-from lightseq.deepspeed_config import deepspeed_settings
+from lightseq.checkpoint.checkpoints import FACTS, check_engine
+from lightseq.config.train_config import TrainConfig
+from lightseq.training.deepspeed_config import deepspeed_settings
 
 HIDDEN, DATA_RANKS = 64, 2
 
@@ -71,6 +71,9 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
         (zero(0), {}, ["zero_optimization has stage 0; give 1, 2 or 3"]),
         ({"zero_optimization": 3}, {}, ["zero_optimization is 3; give an object"]),
         (zero() | {"bf16": True}, {}, ["bf16 is true; give an object"]),
+        (zero(2, offload_optimizer="cpu"), {}, ['zero_optimization.offload_optimizer is "cpu"; give an object']),
+        (zero(3, offload_param=True), {}, ["zero_optimization.offload_param is true; give an object"]),
+        (zero() | {"optimizer": {"type": "AdamW", "params": []}}, {}, ["optimizer.params is []; give an object"]),
         (zero() | {"scheduler": {}}, {}, ["scheduler is not read here", "--lr_scheduler_type", "remove it"]),
         (zero() | {"activation_checkpointing": {}}, {}, ["activation_checkpointing is not", "--remat", "remove it"]),
         (zero() | {"prescale_gradients": True}, {}, ["prescale_gradients is not read", "sums", "remove it"]),

@@ -15,9 +15,16 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import attention
-from lightseq.context import SequenceContext, _packed_turns, make_context, pack
-from lightseq.documents import (
+from lightseq.attention.context import SequenceContext, make_context, pack
+from lightseq.attention.operator import attention
+from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
+from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.segments import Lengths
+from lightseq.kernels.select import _order
+from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
+from lightseq.schedule.choice import Choice, packed_choice, refusal
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.documents import (
     LARGEST_IMBALANCE,
     area_before,
     imbalance,
@@ -27,16 +34,10 @@ from lightseq.documents import (
     restarting_positions,
     share_out,
 )
-from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.segments import Lengths
-from lightseq.kernels.select import _order
-from lightseq.layout import Layout, unshard
-from lightseq.schedule import SCHEDULES, Algorithm, Assignment, Schedule, make_schedule, ring
-from lightseq.schedule_choice import Choice
-from lightseq.schedule_cost import AttentionShape, fits
-from lightseq.schedule_proof import InvalidSchedule, validate
-from lightseq.segments import Segments
+from lightseq.schedule.layout import Layout, unshard
+from lightseq.schedule.proof import InvalidSchedule, validate
+from lightseq.schedule.segments import Segments
+from lightseq.schedule.table import Assignment, Schedule
 
 HEADS, DIM = (8, 2), 8
 
@@ -56,7 +57,9 @@ def _schedules(world: int) -> list[Schedule]:
         for ulysses, groups in product((None, 2), (1, 2) if algorithm.has_head_groups else (1,)):
             if ulysses == 2 and (name == "ulysses" or world % 2 or world == 2):
                 continue
-            if fits(name, world, AttentionShape(64, *HEADS, DIM)) or (name != "ulysses" and ulysses == 2):
+            if refusal(Choice(name), world, AttentionShape(64, *HEADS, DIM)) is None or (
+                name != "ulysses" and ulysses == 2
+            ):
                 found.append(make_schedule(name, world, groups, ulysses))
     return found
 
@@ -237,7 +240,7 @@ def test_kernels_that_take_documents_in_one_call_come_first() -> None:
 
 def test_heads_take_turns_on_documents_only_where_their_keys_are_many() -> None:
     def turns(length: int, heads: int = 32, name: str = "prefix") -> int:
-        return _packed_turns(4, AttentionShape(length, heads, min(heads, 8), 128), Choice(name))
+        return packed_choice(4, AttentionShape(length, heads, min(heads, 8), 128), Choice(name)).head_groups
 
     assert [turns(1 << n) for n in (17, 18, 19, 20, 24)] == [1, 1, 2, 4, 8]
     assert turns(1 << 20, heads=9) == 1 and turns(1 << 20, name="zigzag") == 1  # which cannot

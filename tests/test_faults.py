@@ -14,7 +14,7 @@ from worlds import spawn
 from benchmarks.faults import child, fuzz, ranks, trials
 from benchmarks.faults.trials import Bench
 from lightseq import parallelize
-from lightseq.metrics import read_records
+from lightseq.training.metrics import read_records
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightseq.architecture import examine
-from lightseq.flops import (
+from lightseq.models.architecture import examine
+from lightseq.models.flops import (
     attention_forward_flops,
     matmul_parameters,
     mfu,

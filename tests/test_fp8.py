@@ -10,11 +10,12 @@ from small import CONFIG, losses, words, write_inputs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import parallelize, prepare, window
-from lightseq.fp8 import check_fp8, check_hardware, to_fp8
-from lightseq.mesh import World, make_meshes
-from lightseq.metrics import read_records
-from lightseq.weights import build_on_meta
+from lightseq import parallelize
+from lightseq.layers.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.models.weights import build_on_meta
+from lightseq.ranks.mesh import World, make_meshes
+from lightseq.training import prepare, window
+from lightseq.training.metrics import read_records
 
 float8_linear = pytest.importorskip("torchao.float8.float8_linear")
 STEPS = 16
@@ -122,13 +123,13 @@ def test_a_chip_without_rowwise_kernels_is_sent_to_tensorwise() -> None:
 
 def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("lightseq.fp8.check_hardware", lambda *_: None)
+    monkeypatch.setattr("lightseq.layers.fp8.check_hardware", lambda *_: None)
     odd = LlamaConfig(**CONFIG.to_dict() | {"intermediate_size": 200})
     check_fp8("tensorwise", False, CONFIG, cpu)
     check_fp8("tensorwise", True, odd, cpu)
     check_fp8(None, False, odd, cpu)
     with pytest.raises(ValueError, match="intermediate_size 200 is no multiple of 16; leave --fp8 out"):
         check_fp8("tensorwise", False, odd, cpu)
-    monkeypatch.setattr("lightseq.fp8.find_spec", lambda name: None)
+    monkeypatch.setattr("lightseq.layers.fp8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed; pip install torchao"):
         check_fp8("tensorwise", True, CONFIG, cpu)

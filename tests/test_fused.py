@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels import launches
-from lightseq.kernels.launches import Launch, Launches, where
+from lightseq.kernels.launches import Launch, Launches, addresses
 from lightseq.kernels.merge import merge
 
 BATCH, LENGTH = 2, 3
@@ -134,10 +134,10 @@ def check_repeated_launches(device: str) -> None:
         for fill in (1.0, 2.0):
             source.copy_(fill * x)
             to.fill_(FOREIGN)
-            known.copy(where([to, source]), lambda to=to, source=source: [(to, source)])  # type: ignore[misc]
+            known.copy(addresses([to, source]), lambda to=to, source=source: [(to, source)])  # type: ignore[misc]
             assert torch.equal(to, source), f"copy of {shape} {dtype}"
             for fresh, want in ((True, source), (False, 2 * source)):
-                known.add(where([to, source]), lambda to=to, source=source: ([to], [[source]]), fresh)
+                known.add(addresses([to, source]), lambda to=to, source=source: ([to], [[source]]), fresh)
                 assert torch.equal(to, want), f"sum of {shape} {dtype}, fresh: {fresh}"
 
 

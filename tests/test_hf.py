@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BertConfig,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,12 +30,15 @@ from transformers import (
 )
 from worlds import spawn
 
-from lightseq import executor, hf, weights
-from lightseq.context import SequenceContext
-from lightseq.layout import Layout, unshard
-from lightseq.mesh import World, make_meshes
+from lightseq import hf
+from lightseq.attention import executor
+from lightseq.attention.context import SequenceContext
+from lightseq.attention.operator import attention
+from lightseq.memory.policies import KEEPING_MLP, POLICIES
+from lightseq.models import weights
 from lightseq.parallelize import LossModel, Techniques, parallelize
-from lightseq.policies import KEEPING_MLP, POLICIES
+from lightseq.ranks.mesh import World, make_meshes
+from lightseq.schedule.layout import Layout, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
@@ -329,6 +335,11 @@ def rows_dealt_out(rank: int) -> None:
     model(**hf.shard_batch(context, ids(seed=rank)))  # it is asked at the first batch alone
 
 
+def test_without_a_process_group_the_remedy_is_named() -> None:
+    with pytest.raises(ValueError, match=r"call init_process_group before hf\.enable"):
+        hf.enable(llama())
+
+
 def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
     """As loaders deal them out that share rows among ranks: losses would fall, of a mixture of rows."""
     spawn(2, rows_dealt_out)
@@ -339,15 +350,62 @@ def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
     [
         ([[0, 1, 1, 1], [1, 1, 1, 1]], "on the left"),
         ([[1, 0, 1, 1], [1, 1, 1, 1]], "holes"),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], "on the left"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "a row without any token"),
         ([[[[1]]]], "attention_mask has 4 dimensions"),
     ],
 )
 def test_masks_that_causal_attention_cannot_honour_are_refused(alone: None, mask: list, line: str) -> None:
     context = hf.enable(llama())
-    for kind in (torch.long, torch.bool, torch.float32):
+    for kind in (torch.long, torch.bool, torch.uint8, torch.float32):
         with pytest.raises(ValueError, match=line):
             hf.shard_batch(context, ids(2, 4), attention_mask=torch.tensor(mask).to(kind))
+
+
+def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
+    context, batch, mask = hf.enable(llama()), ids(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    parts = [
+        hf.shard_batch(context, batch, batch, mask.to(kind))
+        for kind in (torch.long, torch.bool, torch.uint8, torch.float32)
+    ]
+    assert all(torch.equal(part["labels"], parts[0]["labels"]) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ({"input_ids": torch.arange(8)}, r"input_ids are \(8,\)"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with a token at least"),
+        ({"input_ids": ids(1, 8), "labels": ids(1, 7)}, r"labels \(1, 7\) and input_ids \(1, 8\) differ"),
+        ({"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 9)}, r"attention_mask \(1, 9\)"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_both_shapes(alone: None, words: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        hf.shard_batch(hf.enable(llama()), **words)
+
+
+def test_under_autocast_attention_takes_what_products_give(alone: None) -> None:
+    """q and k are turned in float32 there, and v is not."""
+    model, batch = llama(), ids(1, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(batch, labels=batch).loss
+    context = hf.enable(model, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(**hf.shard_batch(context, batch, batch)).loss
+    got.backward()
+    assert got.item() == pytest.approx(want.item(), rel=2e-3)
+    q = torch.zeros(1, 4, 4, 16)
+    with pytest.raises(ValueError, match=r"q is torch\.float32, k torch\.float32 and v torch\.bfloat16; cast them"):
+        attention(q, q[:, :, :2], q[:, :, :2].bfloat16(), context)
+
+
+def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_words(alone: None) -> None:
+    model, batch = llama(), ids(1, 8)
+    context = hf.enable(model)
+    inputs = hf.shard_batch(context, batch, batch)
+    assert torch.equal(copy.deepcopy(model)(**inputs).loss, model(**inputs).loss)
+    with pytest.raises(TypeError, match="holds a process group and cannot be pickled; save its state_dict"):
+        pickle.dumps(model)
 
 
 @pytest.mark.parametrize(
@@ -404,6 +462,7 @@ def other(kind: type, config: type, **changes: Any) -> PreTrainedModel:
     [
         (other(LlamaForCausalLM, LlamaConfig, attention_dropout=0.1), "attention_dropout 0.1"),
         (other(LlamaForCausalLM, LlamaConfig, is_causal=False), "both directions"),
+        (BertModel(BertConfig(**SIZES)), "both directions"),
         (other(MistralForCausalLM, MistralConfig, sliding_window=8), "sliding-window"),
         (
             other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=8, max_window_layers=1),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile, merge, row_terms, select
+from lightseq.kernels import KERNELS, KernelSpec, backward_tile, forward_tile, merge, row_terms, select, torch_native
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.schedule import Mask
+from lightseq.schedule.table import Mask
 
 CASES = [(Mask.FULL, 64, 64), (Mask.FULL, 48, 80), (Mask.CAUSAL, 64, 64), (Mask.CAUSAL, 32, 96), (Mask.CAUSAL, 1, 1),
          (Mask.STRICT, 64, 64), (Mask.STRICT, 1, 1), (Mask.CAUSAL, 72, 200)]  # fmt: skip
@@ -188,3 +188,18 @@ def test_loading_fa4_at_every_call_repeats_no_warning(monkeypatch: pytest.Monkey
             FlashAttention4()._load()
             warnings.warn("once", stacklevel=1)
     assert [str(w.message) for w in heard] == ["once"]
+
+
+def test_the_flash_kernels_of_torch_are_deterministic_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def backward(*_: object, **__: object) -> tuple[()]:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return ()
+
+    monkeypatch.setattr(torch_native, "aten", types.SimpleNamespace(_flash_attention_backward=backward))
+    x, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
+    for deterministic in (False, True):
+        spec = KernelSpec("cuda", (8, 0), torch.bfloat16, 8, deterministic)
+        select("aten", spec).kernel.backward(x, x, x, x, x, lse, True, 1.0)
+    assert asked == [False, True] and not torch.are_deterministic_algorithms_enabled()

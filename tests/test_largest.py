@@ -8,7 +8,7 @@ from benchmarks import largest, longest
 from benchmarks.largest import Search, main, parameters
 from benchmarks.longest import Probe
 from benchmarks.training.records import Machine
-from lightseq.metrics import read_records
+from lightseq.training.metrics import read_records
 
 
 @pytest.fixture(autouse=True)

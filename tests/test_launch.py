@@ -181,7 +181,7 @@ def test_stages_run_and_their_scaling_is_in_the_model_that_is_saved(tmp_path: Pa
     from transformers import AutoConfig, LlamaForCausalLM
 
     from data_gen.__main__ import main as data_gen
-    from lightseq.family import preset_config
+    from lightseq.models.family import preset_config
     from llama3 import FAMILY
 
     torch.manual_seed(0)

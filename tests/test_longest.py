@@ -9,7 +9,7 @@ from benchmarks import longest
 from benchmarks.longest import Probe, Search, main, next_length
 from benchmarks.training.launch import Failed
 from benchmarks.training.records import Machine
-from lightseq.metrics import read_records
+from lightseq.training.metrics import read_records
 
 
 @pytest.mark.parametrize("limit", [1, 1023, 1024, 5000, 131072, 999_999, 12_345_678])

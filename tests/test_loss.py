@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
-from lightseq.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
+from lightseq.layers.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
@@ -104,6 +104,20 @@ def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, wor
     labels = torch.randint(words, (2, 300), generator=g, device="cuda")
     labels[:, ::3] = IGNORE_INDEX
     check_half_precision((hidden, weight, labels), 256)
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_what_divides_the_sum_is_not_rounded_to_the_hidden_states_dtype() -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 300, 256, generator=g, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(512, 256, generator=g, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(512, (2, 300), generator=g, device="cuda")
+    targets = torch.tensor(2040.0, device="cuda")  # 1 / 2040 in bfloat16 is too large by 0.39%
+    whole, mean = (
+        torch.autograd.grad(cross_entropy_sum(hidden, weight, labels) * factor, hidden)[0].double()
+        for factor in (torch.ones_like(targets), 1 / targets)
+    )
+    assert ((mean * whole).sum() / whole.square().sum() * 2040 - 1).abs() < 5e-4
 
 
 def test_the_gradient_of_the_weight_adds_up_over_many_chunks_in_float32() -> None:

@@ -9,8 +9,8 @@ import forked
 import pytest
 from forked import Done
 
-from lightseq.meeting import STATUS, Meeting, verdict
-from lightseq.mesh import start
+from lightseq.ranks.meeting import STATUS, Meeting, verdict
+from lightseq.ranks.mesh import start
 
 TIMEOUT = 5.0
 
@@ -19,8 +19,8 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightseq import mesh
-from lightseq.watchdog import Watchdog
+from lightseq.ranks import mesh
+from lightseq.ranks.watchdog import Watchdog
 when, culprits, stacks = sys.argv[1], sys.argv[2].split(","), Path(sys.argv[3])
 def reach(moment):
     if moment == when and os.environ["RANK"] in culprits:

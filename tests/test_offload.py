@@ -12,16 +12,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import endings, hf, offload, weights
-from lightseq.mesh import World
-from lightseq.mlp import tile_mlps
-from lightseq.offload import HostMemory, Kept, Offload
-from lightseq.optimization import local_part
-from lightseq.pinned import PinnedMemory
-from lightseq.policies import KEEP_LINEARS, KEEPING_MLP
-from lightseq.projections import keep_projections
-from lightseq.remat import apply_remat
-from lightseq.terminal import Terminal
+from lightseq import hf
+from lightseq.layers.mlp import tile_mlps
+from lightseq.layers.projections import keep_projections
+from lightseq.memory import offload
+from lightseq.memory.offload import HostMemory, Kept, Offload
+from lightseq.memory.pinned import PinnedMemory
+from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.memory.remat import apply_remat
+from lightseq.models import weights
+from lightseq.ranks.mesh import World
+from lightseq.training import endings
+from lightseq.training.optimization import local_part
+from lightseq.training.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
 

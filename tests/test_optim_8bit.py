@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq import engine, optimization
-from lightseq.optimization import check_optimizer
+from lightseq.training import engine, optimization
+from lightseq.training.optimization import check_optimizer
 
 pytest.importorskip("torchao")
 # States of fewer than 4096 values on a rank stay as they are.
@@ -37,6 +37,8 @@ def run(rank: int, runs: list[str]) -> tuple[list[Ended], int]:
 
     engine.make_optimizer = remember  # type: ignore[assignment]
     ends = [program(rank, "llama3", line) for line in runs]
+    tag = f"rank {rank} of {torch.distributed.get_world_size()}"
+    assert torch.compiler.config.cache_key_tag == tag, "ranks whose parts differ would share what is compiled for one"
     states = (value for state in optimizers[-1].state.values() for value in state.values())
     return ends, sum(x.numel() * x.element_size() for x in plain(states) if x.ndim)
 

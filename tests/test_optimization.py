@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
 from worlds import spawn
 
-from lightseq.config import TrainConfig
-from lightseq.config_checks import CHOICES
-from lightseq.mesh import World, use_host_cores
-from lightseq.optimization import (
+from lightseq.config.checks import CHOICES
+from lightseq.config.train_config import TrainConfig
+from lightseq.ranks.mesh import World, use_host_cores
+from lightseq.training.optimization import (
     LearningRate,
     LocalAdamW,
     LossScaler,

@@ -15,18 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 import llama3
-from lightseq import hf, weights
-from lightseq.config import TrainConfig
-from lightseq.data import BatchStream, permutation
-from lightseq.documents import balance, packed_schedule
-from lightseq.examples import IGNORE_INDEX
-from lightseq.family import preset_config
-from lightseq.mesh import World
-from lightseq.packing import PackedExamples, best_fit, open_packed
-from lightseq.prepare import prepare
-from lightseq.schedule import SCHEDULES, make_schedule
-from lightseq.tokens import write_token_directory
-from lightseq.trainer import Trainer
+from lightseq import hf
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import BatchStream, permutation
+from lightseq.data.examples import IGNORE_INDEX
+from lightseq.data.packing import PackedExamples, best_fit, open_packed
+from lightseq.data.tokens import write_token_directory
+from lightseq.models import weights
+from lightseq.models.family import preset_config
+from lightseq.ranks.mesh import World
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
+from lightseq.schedule.documents import balance, packed_schedule
+from lightseq.training.prepare import prepare
+from lightseq.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

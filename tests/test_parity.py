@@ -21,15 +21,18 @@ from worlds import GPU_WORLDS, spawn
 
 import llama2
 import llama3
-from lightseq import adapters, loss, mlp, offload, parallelize, weights
-from lightseq.config import TrainConfig
-from lightseq.data import permutation
-from lightseq.engine import Update
-from lightseq.family import preset_config
-from lightseq.mesh import World
-from lightseq.prepare import prepare
-from lightseq.schedule import SCHEDULES
-from lightseq.trainer import Trainer
+from lightseq import parallelize
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import permutation
+from lightseq.layers import loss, mlp
+from lightseq.memory import offload
+from lightseq.models import adapters, weights
+from lightseq.models.family import preset_config
+from lightseq.ranks.mesh import World
+from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.training.engine import Update
+from lightseq.training.prepare import prepare
+from lightseq.training.trainer import Trainer
 
 LENGTH = 61  # divides by no number of chunks
 # With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.bundles import form
-from lightseq.placement import Arena, arenas, local_place
-from lightseq.schedule import SCHEDULES, Schedule, make_schedule
-from lightseq.schedule_proof import InvalidSchedule, validate
+from lightseq.attention.bundles import form
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
+from lightseq.schedule.placement import Arena, arenas, local_place
+from lightseq.schedule.proof import InvalidSchedule, validate
+from lightseq.schedule.table import Schedule
 
 
 def _schedules(name: str) -> list[Schedule]:

@@ -16,12 +16,11 @@ from test_plan_training import planned_run
 from transformers import LlamaConfig, Phi3Config
 
 from lightseq.__main__ import BOTH, main
-from lightseq.family import preset_config
-from lightseq.flops import total_parameters
-from lightseq.memory import GIB
-from lightseq.plan import Plan, _changes, _without_a_table, faster, longest, make_plan, placement_of, remedies, usable
-from lightseq.plan_attention import attention_memory
-from lightseq.plan_layers import (
+from lightseq.models.family import preset_config
+from lightseq.models.flops import total_parameters
+from lightseq.plan.attention import attention_memory
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.layers import (
     AWAY,
     KEEP,
     OFFLOAD,
@@ -33,11 +32,22 @@ from lightseq.plan_layers import (
     in_order,
     place,
 )
-from lightseq.plan_memory import host_bytes, moments
-from lightseq.plan_rates import CHIPS, HOST_UPDATE_WEIGHTS, PROCESS_BYTES, chip_named, chip_of_device
-from lightseq.schedule_choice import Choice, cheapest, choices, priced
-from lightseq.schedule_cost import AttentionShape
-from lightseq.schedule_time import RATES
+from lightseq.plan.memory import host_bytes, moments
+from lightseq.plan.plan import (
+    Plan,
+    _changes,
+    _without_a_table,
+    faster,
+    longest,
+    make_plan,
+    placement_of,
+    remedies,
+    usable,
+)
+from lightseq.plan.rates import CHIPS, HOST_UPDATE_WEIGHTS, PROCESS_BYTES, chip_named, chip_of_device
+from lightseq.schedule.choice import Choice, cheapest, choices, priced
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.timing import RATES
 
 LLAMA = preset_config(BOTH, "llama3-8b")
 SIZES = (
@@ -128,6 +138,13 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
 )
 def test_a_transport_without_overlap_takes_the_same_memory(asked: str, taken: str) -> None:
     assert planned_run(LLAMA, f"--bf16 --transport {asked}", 4).transport == taken
+
+
+def test_the_schedule_of_packed_sequences_is_the_one_that_training_takes() -> None:
+    asked = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 512K", 4)
+    assert asked.choice[:1] + asked.choice[2:] == ("prefix", 2)
+    unpacked = planned_run(LLAMA, "--bf16 --remat none --model_max_length 16K", 4)
+    assert unpacked.choice.schedule == "ulysses"
 
 
 def test_states_are_those_of_float32_masters_and_adamw_over_all_ranks() -> None:
@@ -282,7 +299,7 @@ def test_every_remedy_makes_the_run_fit() -> None:
 def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[int] = []
     monkeypatch.setattr(
-        "lightseq.plan_run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
+        "lightseq.plan.run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
     )
     assert remedies(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
     assert max(tables) == 8

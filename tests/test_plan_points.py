@@ -13,15 +13,15 @@ from benchmarks.plan_points import Point, line, main, take
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
-from lightseq.accumulate import Home
-from lightseq.bundles import Form
-from lightseq.command_line import parse
-from lightseq.metrics import read_records
-from lightseq.plan import Plan, make_plan
-from lightseq.plan_attention import attention_memory
-from lightseq.plan_rates import GIB, PROCESS_BYTES, chip_of_device
-from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.schedule_choice import Choice
+from lightseq.attention.accumulate import Home
+from lightseq.attention.bundles import Form
+from lightseq.config.command_line import parse
+from lightseq.plan.attention import attention_memory
+from lightseq.plan.plan import Plan, make_plan
+from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.schedule.choice import Choice
+from lightseq.training.metrics import read_records
 
 RESULTS = Path(plan_points.__file__).parent / "results"
 MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]

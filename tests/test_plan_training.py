@@ -10,16 +10,16 @@ from small import LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
 
-from lightseq import offload
-from lightseq.command_line import parse
-from lightseq.config import TrainConfig
-from lightseq.memory import GIB
-from lightseq.mesh import World
-from lightseq.plan_layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.plan_memory import at_backward_begin, host_by_layer, kept_by_layer
-from lightseq.plan_rates import CHIPS, OUTSIDE_BYTES, SLACK
-from lightseq.plan_run import Hardware, PlannedRun
-from lightseq.plan_training import out_of_memory, planned
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory import offload
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from lightseq.plan.memory import at_backward_begin, host_by_layer, kept_by_layer
+from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, SLACK
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.this_run import out_of_memory, planned
+from lightseq.ranks.mesh import World
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -80,7 +80,7 @@ def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.
     words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 2000000"
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
-    monkeypatch.setattr("lightseq.plan_training.planned", lambda *_: _h200(model, asked))
+    monkeypatch.setattr("lightseq.plan.this_run.planned", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here, None)
     assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy

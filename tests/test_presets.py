@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama2
 import llama3
-from lightseq import family, hub
-from lightseq.command_line import parse
-from lightseq.family import apply_rope, check_config, context_warning, preset_config, resolve
-from lightseq.flops import total_parameters
+from lightseq.config.command_line import parse
+from lightseq.models import family, hub
+from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
+from lightseq.models.flops import total_parameters
 
 FAMILIES = (llama2.FAMILY, llama3.FAMILY)
 # preset: hidden, intermediate, layers, heads, KV heads, head dim, vocabulary, positions, parameters

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from lightseq.low_rank import Linear
-from lightseq.mlp import tile_mlps
-from lightseq.policies import KEEP_LINEARS
-from lightseq.projections import PROJECTIONS, keep_projections
-from lightseq.remat import apply_remat
+from lightseq.layers.low_rank import Linear
+from lightseq.layers.mlp import tile_mlps
+from lightseq.layers.projections import PROJECTIONS, keep_projections
+from lightseq.memory.policies import KEEP_LINEARS
+from lightseq.memory.remat import apply_remat
 
 LAYERS, WIDTH = 3, 16
 CONFIG = {
@@ -69,3 +69,14 @@ def test_projections_that_are_something_else_are_refused() -> None:
     model = LlamaModel(LlamaConfig(**CONFIG, attention_bias=True))
     with pytest.raises(ValueError, match="LlamaDecoderLayer has no four plain linears around its attention"):
         keep_projections(model.layers)
+
+
+def test_a_second_backward_pass_through_what_was_kept_is_refused_in_words() -> None:
+    model, trained, loss = made()
+    keep_projections(model.layers)
+    tile_mlps(model.layers, keep=True)
+    apply_remat(model.layers, KEEP_LINEARS)
+    total = loss()
+    torch.autograd.grad(total, trained, retain_graph=True)
+    with pytest.raises(RuntimeError, match="is gone after its backward pass; a second one needs --remat none"):
+        torch.autograd.grad(total, trained)

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from worlds import spawn
 
-from lightseq import endings
 from lightseq.__main__ import BOTH
-from lightseq.attention import attention
-from lightseq.command_line import parse
-from lightseq.config import TrainConfig
-from lightseq.context import make_context
-from lightseq.family import preset_config
+from lightseq.attention.context import make_context
+from lightseq.attention.operator import attention
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
 from lightseq.kernels import KernelSpec
-from lightseq.loss import cross_entropy_sum
-from lightseq.memory import Breakdown, advice, kept_activations, loss_bytes
-from lightseq.mlp import Linear, gated_mlp
-from lightseq.rehearsal import STAGES
-from lightseq.schedule_cost import AttentionShape
+from lightseq.layers.loss import cross_entropy_sum
+from lightseq.layers.mlp import Linear, gated_mlp
+from lightseq.models.family import preset_config
+from lightseq.plan.breakdown import Breakdown, advice, kept_activations, loss_bytes
+from lightseq.plan.rehearsal import STAGES
+from lightseq.schedule.cost import AttentionShape
+from lightseq.training import endings
 
 REQUIRED = "--model_name_or_path tiny-llama3 --random_init --data_path d --output_dir o"
 
@@ -118,23 +118,26 @@ def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: di
 OUT_OF_MEMORY = """
 import sys, torch
 import llama3
-from lightseq import endings, trainer, training
+from lightseq.training import endings
+from lightseq.training import trainer
+from lightseq.training import command
 endings.RANK_0_SECONDS = 1.0
 def fail(self, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 trainer.Trainer._step = fail
-training.main(llama3.FAMILY, sys.argv[1:])
+command.main(llama3.FAMILY, sys.argv[1:])
 """
 
 
 OUT_OF_MEMORY_BUILDING = """
 import sys, torch
 import llama3
-from lightseq import engine, training
+from lightseq.training import engine
+from lightseq.training import command
 def fail(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 engine.make_optimizer = fail
-training.main(llama3.FAMILY, sys.argv[1:])
+command.main(llama3.FAMILY, sys.argv[1:])
 """
 
 
@@ -150,7 +153,8 @@ def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> N
 
 OUT_OF_MEMORY_REHEARSING = """
 import sys, torch
-from lightseq import optimization, rehearsal
+from lightseq.training import optimization
+from lightseq.plan import rehearsal
 from lightseq.__main__ import BOTH
 def fail(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")

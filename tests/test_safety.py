@@ -13,14 +13,15 @@ import torch
 from torch.distributed.checkpoint import metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightseq import state_files, weights
-from lightseq.config import TrainConfig
-from lightseq.environment import keep_compiled_kernels
-from lightseq.family import resolve
-from lightseq.masking import is_secret_name, masked
-from lightseq.metrics import RUN, write_run
-from lightseq.presets import Family
-from lightseq.weights import INDEX, WEIGHTS
+from lightseq.checkpoint import state_files
+from lightseq.config.masking import is_secret_name, masked
+from lightseq.config.train_config import TrainConfig
+from lightseq.models import weights
+from lightseq.models.family import resolve
+from lightseq.models.presets import Family
+from lightseq.models.weights import INDEX, WEIGHTS
+from lightseq.ranks.environment import keep_compiled_kernels
+from lightseq.training.metrics import RUN, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = LlamaConfig(
@@ -29,7 +30,7 @@ TINY = LlamaConfig(
 )  # fmt: skip
 PROGRAM_FOLDERS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples")
 # Whoever unpickles does it with a reader that builds what is listed there and nothing else.
-UNPICKLERS = {"lightseq/state_files.py", "lightseq/pickles.py"}
+UNPICKLERS = {"lightseq/checkpoint/state_files.py", "lightseq/data/pickles.py"}
 
 
 def calls() -> list[tuple[str, ast.Call, str]]:
@@ -166,7 +167,7 @@ def test_a_checkpoint_keeps_no_secret_of_its_flags() -> None:
 
 
 def test_deepspeed_files_build_nothing_strange(tmp_path: Path) -> None:
-    from lightseq.deepspeed_engine import check_harmless
+    from lightseq.training.deepspeed_engine import check_harmless
 
     class Hostile:
         def __reduce__(self) -> tuple[object, ...]:

@@ -11,9 +11,9 @@ from programs import program
 from small import losses, words, write_inputs
 from worlds import spawn
 
-from lightseq import endings
-from lightseq.checkpoint import checkpoints
-from lightseq.watchdog import STATUS, Unanswered
+from lightseq.checkpoint.checkpoints import listed
+from lightseq.ranks.watchdog import STATUS, Unanswered
+from lightseq.training import endings
 
 FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 8"
 
@@ -21,7 +21,8 @@ FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 8"
 PROGRAM = """
 import os, signal, sys, time
 import llama3
-from lightseq import state_files, training
+from lightseq.checkpoint import state_files
+from lightseq.training import command
 what, culprit = sys.argv[1], sys.argv[2]
 write, saves = state_files.write, []
 def planted(*arguments):
@@ -32,7 +33,7 @@ def planted(*arguments):
             os._exit(9) if what == "dies" else os.kill(os.getpid(), signal.SIGSTOP)
     return write(*arguments)
 state_files.write = planted
-training.main(llama3.FAMILY, sys.argv[3:])
+command.main(llama3.FAMILY, sys.argv[3:])
 """
 
 
@@ -75,7 +76,7 @@ def test_a_rank_that_ends_over_the_last_save_is_named(name: str, ends: dict[str,
     if CASES[name].what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
         assert line.startswith(f"error: {folder}/run/checkpoint-4 could not be saved: no sign of life")
         assert line.endswith("; go on with --resume_from_checkpoint auto")
-    assert [path.name for path in checkpoints(folder / "run")] == ["checkpoint-2"]
+    assert [path.name for path in listed(folder / "run")] == ["checkpoint-2"]
 
 
 def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, Done]]) -> None:

@@ -8,11 +8,13 @@ import torch
 from schedules import fitting
 
 from lightseq.__main__ import main
-from lightseq.layout import KINDS, Layout, shard, unshard
-from lightseq.schedule import SCHEDULES, Mask, Schedule, Step, Tile, check_heads, make_schedule
-from lightseq.schedule_cost import AttentionShape, cheapest_by_count, cost
-from lightseq.schedule_proof import InvalidSchedule, validate
-from lightseq.schedule_render import render
+from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
+from lightseq.schedule.choice import cheapest_by_count
+from lightseq.schedule.cost import AttentionShape, cost
+from lightseq.schedule.layout import KINDS, Layout, shard, unshard
+from lightseq.schedule.proof import InvalidSchedule, validate
+from lightseq.schedule.render import render
+from lightseq.schedule.table import Mask, Schedule, Step, Tile
 
 WORLDS = range(1, 33)
 SOME_WORLDS = (1, 2, 3, 4, 5, 8, 13, 32)
@@ -156,7 +158,7 @@ def test_bytes_are_counted_as_a_hand_would() -> None:
 
 def test_auto_never_picks_an_unbalanced_schedule() -> None:
     for world in (2, 3, 4, 8, 16):
-        assert _busy(cheapest_by_count(world, SHAPE), world) > 0.99
+        assert _busy(cheapest_by_count(world, SHAPE).schedule, world) > 0.99
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,9 +184,11 @@ REFUSED: list[tuple[str, int, dict[str, int], str]] = [
     ("ring", 4, {"head_groups": 2}, r"ring computes all heads at once; head groups \(2\)"),
     ("usp", 3, {}, "usp needs more than one place and more than one rank in each: 3 ranks"),
     ("usp", 2, {}, "usp needs more than one place and more than one rank in each: 2 ranks"),
-    ("usp", 4, {"ulysses_size": 4}, "4 ranks with ulysses_size 4 are ulysses"),
-    ("usp", 4, {"ulysses_size": 1}, "4 ranks with ulysses_size 1 are prefix"),
+    ("usp", 4, {"ulysses_size": 4}, "4 ranks with ulysses_size 4 have not; use ulysses"),
+    ("usp", 4, {"ulysses_size": 1}, "4 ranks with ulysses_size 1 have not; use prefix"),
     ("ulysses", 4, {"ulysses_size": 2}, "ulysses splits heads over all 4 ranks, not 2; usp splits them over a part"),
+    ("usp", 1, {}, "one rank in each: 1 ranks have not; use prefix"),
+    ("usp", 2, {"ulysses_size": 3}, r"ulysses_size 3 does not divide 2 ranks; choose one of \[1, 2\]"),
     ("zigzag", 4, {"ulysses_size": 3}, r"ulysses_size 3 does not divide 4 ranks; choose one of \[1, 2, 4\]"),
     ("usp", 6, {"ulysses_size": 4}, r"ulysses_size 4 does not divide 6 ranks; choose one of \[1, 2, 3, 6\]"),
 ]

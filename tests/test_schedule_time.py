@@ -9,13 +9,14 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lightseq.calibration import Point, fit, fit_transports, read_points
-from lightseq.context import _choose
-from lightseq.schedule import SCHEDULES, Schedule, Step, Tile, make_schedule, outline
-from lightseq.schedule_choice import Choice, cheapest, choices, refusal
-from lightseq.schedule_cost import AttentionShape, cheapest_by_count, tile_flops
-from lightseq.schedule_load import Load, load
-from lightseq.schedule_time import H200_NCCL, H200_SYMMETRIC, RATES, estimate, kernel_seconds
+from lightseq.attention.context import _choose
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule, outline
+from lightseq.schedule.calibration import Point, fit, fit_transports, read_points
+from lightseq.schedule.choice import Choice, cheapest, cheapest_by_count, choices, refusal
+from lightseq.schedule.cost import AttentionShape, tile_flops
+from lightseq.schedule.load import Load, load
+from lightseq.schedule.table import Schedule, Step, Tile
+from lightseq.schedule.timing import H200_NCCL, H200_SYMMETRIC, RATES, estimate, kernel_seconds
 
 WORLDS = (*range(1, 13), 16, 32)
 ITEMS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
@@ -349,5 +350,12 @@ def test_a_context_chooses_what_was_left_open() -> None:
     assert _choose(64, shape, "nccl", 8, auto) == cheapest(64, shape, H200_NCCL, 8)
     assert _choose(3, shape, "nccl", 1, Choice("prefix")).head_groups in (2, 4, 8)
     assert _choose(4, shape, "symmetric", 4, Choice("usp", 2, 4)) == ("usp", 2, 4)
-    assert _choose(4, shape, "gloo", 4, auto) == (cheapest_by_count(4, shape), None, None)
+    assert _choose(4, shape, "gloo", 4, auto) == cheapest_by_count(4, shape)
     assert _choose(4, shape, "gloo", 4, Choice("prefix")) == ("prefix", None, None)
+
+
+def test_auto_between_cpu_processes_keeps_to_what_was_asked_for_beside_it() -> None:
+    assert _choose(6, AttentionShape(1024, 12, 3, 64), "gloo", 6, Choice(ulysses_size=3))[1:] == (3, 1)
+    assert _choose(4, _shape(K), "gloo", 4, Choice(head_groups=2)).head_groups == 2
+    with pytest.raises(ValueError, match="ulysses_size 3 does not divide 4 ranks"):
+        _choose(4, _shape(K), "gloo", 4, Choice(ulysses_size=3))

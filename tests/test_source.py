@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightseq import source
+from lightseq.training import source
 
 
 @pytest.fixture

@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq import executor, hf, offload, symmetric
-from lightseq.gathered import Gathered, gathered_elements
-from lightseq.layout import shard
-from lightseq.offload import HostMemory, Offload
-from lightseq.remat import apply_remat, checkpoint_groups
-from lightseq.symmetric import SymmetricTransport
+from lightseq import hf
+from lightseq.attention import executor
+from lightseq.attention.gathered import Gathered, gathered_elements
+from lightseq.comm import symmetric
+from lightseq.comm.symmetric import SymmetricTransport
+from lightseq.memory import offload
+from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.schedule.layout import shard
 
 HEADS = 12, 6  # which two and three ranks can share out
 NONE: tuple[set[str], set[str]] = (set(), set())
@@ -68,7 +71,7 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
-            stack.enter_context(patch("lightseq.context.make_transport", return_value=transport))
+            stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
             if without:
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))

@@ -27,7 +27,7 @@ TRAINER = f"""#!{sys.executable}
 import json, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from lightseq.command_line import parse
+from lightseq.config.command_line import parse
 place = next(i for i, word in enumerate(sys.argv) if word.endswith("/train.py"))
 config = parse(sys.argv[place + 1 :], "stand-in")
 output = Path(config.output_dir)

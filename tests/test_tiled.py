@@ -25,12 +25,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightseq import hf, mlp
-from lightseq.flops import attention_forward_flops, recompute_flops
-from lightseq.plan_attention import _Live
-from lightseq.plan_rates import TILED_MOMENTS
-from lightseq.remat import checkpoint_groups
-from lightseq.tiled import _Sums, tile_layers
+from lightseq import hf
+from lightseq.layers import mlp
+from lightseq.layers.tiled import _Sums, tile_layers
+from lightseq.memory.remat import checkpoint_groups
+from lightseq.models.flops import attention_forward_flops, recompute_flops
+from lightseq.plan.attention import _Live
+from lightseq.plan.rates import TILED_MOMENTS
 
 SIZES: dict[str, Any] = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,

@@ -28,18 +28,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
-from lightseq import journal, trainer, watched, weights
-from lightseq.checkpoint import read_facts
-from lightseq.command_line import parse
-from lightseq.engine import FsdpEngine, Update
-from lightseq.memory import Breakdown
-from lightseq.mesh import World
-from lightseq.metrics import MetricsFile, read_records
-from lightseq.pickles import read_pickle
-from lightseq.preemption import StopRequest
-from lightseq.prepare import lock
-from lightseq.profiling import StepProfile
-from lightseq.source import commit
+from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.config.command_line import parse
+from lightseq.data.pickles import read_pickle
+from lightseq.models import weights
+from lightseq.plan.breakdown import Breakdown
+from lightseq.profiling.recorder import StepProfile
+from lightseq.ranks.mesh import World, make_meshes
+from lightseq.ranks.preemption import StopRequest
+from lightseq.training import journal, trainer, watched
+from lightseq.training.engine import FsdpEngine, Update
+from lightseq.training.metrics import MetricsFile, read_records
+from lightseq.training.prepare import lock
+from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
@@ -173,6 +174,18 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert list(files.losses("killed")) == [1, 2, 3, 4, 5, 6]
     assert files.losses("killed") == files.losses("unbroken")
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
+    (said,) = train(2, "llama2", words + " --resume_from_checkpoint True")
+    assert "nothing to train: " in said.out and "checkpoint-6 is after step 6 of 6" in said.out
+
+
+def uneven_hosts(rank: int) -> str:
+    with pytest.raises(ValueError) as refusal:
+        make_meshes(World(rank, 3, rank % 2, 1 if rank == 2 else 2, torch.device("cpu")), 1, "hybrid_shard")
+    return str(refusal.value)
+
+
+def test_hosts_of_unequal_numbers_of_ranks_are_refused_on_every_rank() -> None:
+    assert all("of which hosts here have 1 to 2; start as many on each" in line for line in spawn(3, uneven_hosts))
 
 
 def test_two_runs_never_write_into_one_directory(files: Files) -> None:
@@ -210,6 +223,27 @@ def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
     assert [r["skipped_steps"] for r in records] == [0, 1, 0, 0] and records[1]["grad_norm"] is None
     losses = list(files.losses("sick").values())
     assert all(isinstance(x, float) and x < 10 for x in losses)
+
+
+def sums_over_ranks(rank: int, family: str, words: str) -> int:
+    """How many tensors as large as gradients a program sums over its ranks."""
+    found, all_reduce = [], torch.distributed.all_reduce
+
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(x.numel() > 1000)
+        return all_reduce(x, *args, **kwargs)
+
+    torch.distributed.all_reduce = noted
+    assert program(rank, family, words).status == 0
+    return sum(found)
+
+
+def test_copies_sum_their_gradients_once_an_update(files: Files) -> None:
+    flags = '--max_steps 2 --save_strategy no --fsdp "" --gradient_accumulation_steps'
+    once, often = (
+        spawn(2, sums_over_ranks, "llama2", files.words("llama2", f"summed-{n}", f"{flags} {n}")) for n in (1, 3)
+    )
+    assert once == often and all(n > 0 for n in once)
 
 
 def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
@@ -330,7 +364,7 @@ def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files
 
 LAUNCHED = """
 import sys
-from lightseq.mesh import start
+from lightseq.ranks.mesh import start
 with start(60) as world, open(sys.argv[1], "a") as file:
     file.write(f"{world.launch}\\n")
 sys.exit(world.restarts < int(sys.argv[2]))
@@ -352,14 +386,15 @@ def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: 
 KILLED = """
 import os, signal, sys
 import llama2
-from lightseq import trainer, training
+from lightseq.training import trainer
+from lightseq.training import command
 step = trainer.Trainer._step
 def dying(self, index):
     if index == 3 and self.world.rank == 1 and not self.world.restarts:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, index)
 trainer.Trainer._step = dying
-training.main(llama2.FAMILY, sys.argv[1:])
+command.main(llama2.FAMILY, sys.argv[1:])
 """
 
 

@@ -20,32 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import (
-    attention,
-    bundles,
-    comm,
-    context,
-    hf,
-    mlp,
-    offload,
-    sharding,
-    trainer,
-    verify,
-    verify_model,
-    weights,
-)
+from lightseq import hf
 from lightseq.__main__ import BOTH
-from lightseq.context import SequenceContext
+from lightseq.attention import bundles, context
+from lightseq.attention import operator as attention
+from lightseq.attention.context import SequenceContext
+from lightseq.comm import transport as comm
+from lightseq.data.tokens import write_token_directory
 from lightseq.kernels.torch_native import CpuKernel
-from lightseq.layout import Layout
-from lightseq.mesh import World
-from lightseq.schedule import Schedule, make_schedule
-from lightseq.tokens import write_token_directory
-from lightseq.verify_machines import differences
-from lightseq.verify_model import misplaced, misplaced_positions
-from lightseq.verify_plain import cut, made_up
-from lightseq.verify_report import PASS, Row, write
-from lightseq.verify_transport import slow_ranks
+from lightseq.layers import mlp
+from lightseq.memory import offload
+from lightseq.models import weights
+from lightseq.ranks.mesh import World
+from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.layout import Layout
+from lightseq.schedule.table import Schedule
+from lightseq.training import sharding, trainer
+from lightseq.verify import command as verify
+from lightseq.verify import model as verify_model
+from lightseq.verify.machines import differences
+from lightseq.verify.model import misplaced, misplaced_positions
+from lightseq.verify.plain import cut, made_up
+from lightseq.verify.report import PASS, Row, write
+from lightseq.verify.transport import slow_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -193,16 +190,16 @@ def _another_seed(rank: int) -> Any:
 def _corrupt_a_byte(rank: int) -> Any:
     right, calls = comm.SendRecvTransport.exchange, iter(range(10**9))
 
-    def wrong(self: Any, sends: Any, receives: Any, then: Any = None, *more: Any, **named: Any) -> Callable[[], None]:
-        hit = rank == 1 and next(calls) % 8 == 5 and bool(receives)
+    def wrong(self: Any, asked: comm.Exchange) -> Callable[[], None]:
+        hit = rank == 1 and next(calls) % 8 == 5 and bool(asked.receives)
 
         def spoil(received: list[Tensor]) -> None:
             if hit:
                 received[0].view(-1).view(torch.uint8)[7] ^= 16
-            if then is not None:
-                then(received)
+            if asked.then is not None:
+                asked.then(received)
 
-        return right(self, sends, receives, spoil, *more, **named)
+        return right(self, asked._replace(then=spoil))
 
     return mock.patch.object(comm.SendRecvTransport, "exchange", wrong)
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 import llama2
-from lightseq import journal, state_files, trainer, training
-from lightseq.engine import FsdpEngine, Update
+from lightseq.checkpoint import state_files
+from lightseq.training import journal, trainer
+from lightseq.training.command import main as train_family
+from lightseq.training.engine import FsdpEngine, Update
 
 
 def train(command: list[str]) -> None:
     torch.set_num_threads(1)
-    training.main(llama2.FAMILY, command)
+    train_family(llama2.FAMILY, command)
 
 
 def slow(rank: int, seconds: float) -> None:

@@ -27,13 +27,16 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq import manifest, randomness, state_files, training, watched, weights
-from lightseq.checkpoint import FACTS, STATE, read_facts
-from lightseq.config import TrainConfig
-from lightseq.config_checks import CHOICES
-from lightseq.data import open_examples
-from lightseq.family import resolve
-from lightseq.mesh import World
+from lightseq.checkpoint import manifest, randomness, state_files
+from lightseq.checkpoint.checkpoints import FACTS, STATE, read_facts
+from lightseq.config.checks import CHOICES
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import open_examples
+from lightseq.models import weights
+from lightseq.models.family import resolve
+from lightseq.ranks.mesh import World
+from lightseq.training import watched
+from lightseq.training.command import main as train
 
 if TYPE_CHECKING:
     from benchmarks.faults.trials import Bench, Record
@@ -168,7 +171,7 @@ def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
         said, status = io.StringIO(), 0
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             try:
-                training.main(llama2.FAMILY, words)
+                train(llama2.FAMILY, words)
             except SystemExit as end:
                 status = int(end.code or 0)
             except BaseException:

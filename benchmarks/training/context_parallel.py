@@ -22,7 +22,7 @@ from benchmarks.training.peer import (
     sdpa_facts,
     whole_model,
 )
-from lightseq.data import Batch
+from lightseq.data.batches import Batch
 
 
 def prepare(job: Job) -> Peer:

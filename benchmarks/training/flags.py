@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.flags import Flag, Parser, add_groups, length, listed, one_of, positive, seconds
-from lightseq.command_line import parse as parse_training
+from lightseq.config.command_line import parse as parse_training
 
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # by lightseq's trainer, whatever else is given
 IMPLEMENTATIONS = ("lightseq", "plain", "accelerate", "deepspeed")

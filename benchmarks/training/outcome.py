@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.training.launch import Failed
 from benchmarks.training.trials import OURS, Trial
-from lightseq.metrics import METRICS, RUN, read_records
+from lightseq.training.metrics import METRICS, RUN, read_records
 
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile")
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from lightseq import weights
-from lightseq.data import Batch
-from lightseq.mesh import World
+from lightseq.data.batches import Batch
+from lightseq.models import weights
+from lightseq.ranks.mesh import World
 
 CLIP_NORM = 1.0  # as lightseq's default is
 

@@ -31,7 +31,7 @@ from benchmarks.training.peer import (
     positions,
     whole_model,
 )
-from lightseq.data import Batch
+from lightseq.data.batches import Batch
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, select
 
 NAME = "plain_ulysses"

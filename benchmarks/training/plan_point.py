@@ -27,12 +27,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from analysis.profile import account_of, read
 from lightseq.__main__ import BOTH
-from lightseq.command_line import parse
-from lightseq.config import TrainConfig
-from lightseq.mesh import World, agree, start
-from lightseq.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
-from lightseq.trainer import Trainer
-from lightseq.window import Moment
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.ranks.mesh import World, agree, start
+from lightseq.training.trainer import Trainer
+from lightseq.training.window import Moment
 
 
 class MeasuredTrainer(Trainer):

@@ -15,9 +15,9 @@ from rich.table import Table
 from benchmarks.report import libraries, packages
 from benchmarks.training.outcome import FACTS, Outcome
 from benchmarks.training.trials import Trial
-from lightseq.flops import mfu, model_flops, peak_flops_per_second
-from lightseq.lengths import shown
-from lightseq.metrics import hardware, versions
+from lightseq.config.lengths import shown
+from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
+from lightseq.training.metrics import hardware, versions
 
 MEASURED = (
     *("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest", "step_seconds"),
@@ -87,7 +87,7 @@ def record(trial: Trial, outcome: Outcome | None, skipped: str | None, provenanc
 
 
 def numbers(trial: Trial, outcome: Outcome, machine: Machine) -> dict[str, Any]:
-    """Medians past the warm-up. One formula for everybody's operations: lightseq/flops.py."""
+    """Medians past the warm-up. One formula for everybody's operations: lightseq/models/flops.py."""
     s = trial.setting
     seconds = outcome.step_seconds[s.warmup :]
     median = statistics.median(seconds)

@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 import llama2
 import llama3
 from data_gen.synthetic import Synthetic, document
-from lightseq.family import resolve
-from lightseq.lengths import shown
-from lightseq.presets import Family
-from lightseq.tokens import write_token_directory
+from lightseq.config.lengths import shown
+from lightseq.data.tokens import write_token_directory
+from lightseq.models.family import resolve
+from lightseq.models.presets import Family
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "lightseq"

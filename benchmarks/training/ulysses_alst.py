@@ -31,8 +31,8 @@ from benchmarks.training.peer import (
     positions,
     sdpa_facts,
 )
-from lightseq import weights
-from lightseq.data import Batch
+from lightseq.data.batches import Batch
+from lightseq.models import weights
 
 LOGIT_BYTES = 2**30
 

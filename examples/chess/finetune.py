@@ -9,25 +9,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import games
 import torch
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
-from lightseq import training
 from lightseq.__main__ import BOTH
-from lightseq.command_line import underscored
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))  # said once, not on every rank
+from lightseq.commands import Parser
+from lightseq.config.command_line import underscored
+from lightseq.training.command import main as train
 
 
 def parser() -> argparse.ArgumentParser:
-    out = _Parser(
+    out = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="All other flags are those of training: python3 -m lightseq train --help",
     )  # fmt: skip
@@ -104,7 +99,7 @@ def main() -> int:
     for line in (said, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
-    training.main(BOTH, command, "examples/chess/finetune.py")
+    train(BOTH, command, "examples/chess/finetune.py")
     return 0
 
 

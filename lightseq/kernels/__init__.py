@@ -1,7 +1,7 @@
 """Attention kernels behind one interface: they compute a tile and know nothing of ranks."""
 
 from lightseq.kernels.base import Kernel, KernelSpec
-from lightseq.kernels.launches import Launches, where
+from lightseq.kernels.launches import Launches, addresses
 from lightseq.kernels.merge import merge, merge_into
 from lightseq.kernels.rows import row_terms
 from lightseq.kernels.segments import VarlenKernel, backward_tile, forward_tile
@@ -20,5 +20,5 @@ __all__ = [
     "merge_into",
     "row_terms",
     "select",
-    "where",
+    "addresses",
 ]

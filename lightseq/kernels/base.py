@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.merge import merge_into
-from lightseq.schedule import Mask
+from lightseq.schedule.table import Mask
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Kernel(Protocol):
 
     @property
     def needs_out(self) -> bool:
-        """False: its backward also takes dout for out and what `row_terms` makes for lse, of which less must travel."""
+        """False: less must travel with queries. Its backward also takes dout in the place of out, and then a complex64
+        lse (B, H, S) that `row_terms` made: the log-sum-exp, and what out would have been needed for."""
         ...
 
     def why_not(self, spec: KernelSpec) -> str | None:
@@ -114,7 +115,7 @@ def backward_dense(
         for x, gradient in zip(room[1:], made[1:], strict=True):
             if x is not gradient:
                 x.copy_(gradient)
-    return torch.add(*of_queries, out=dq), dk, dv  # in float32, rounded once
+    return torch.add(*of_queries, out=dq), dk, dv  # each rounded by its kernel, their sum once more
 
 
 # A strict tile is the causal tile of all queries but the first against all keys but the last.

@@ -41,6 +41,8 @@ def _cross_entropy(
             for start in range(0, VOCABULARY, BLOCK):
                 tl.store(at + start + block, tl.zeros((BLOCK,), tl.float32), mask=start + block < VOCABULARY)
     else:
+        # Before the reductions, at whose barriers warps wait for one another: below some write where others would read.
+        target = tl.load(at + label).to(tl.float32)
         highest = -3.0e38  # finite, so that a difference of two such is no NaN
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, VOCABULARY, BLOCK):
@@ -49,7 +51,7 @@ def _cross_entropy(
             total = total * tl.exp(highest - higher) + tl.exp(x - higher)
             highest = higher
         lse = highest + tl.log(tl.sum(total, 0))
-        tl.store(losses + row, lse - tl.load(at + label).to(tl.float32))
+        tl.store(losses + row, lse - target)
         if GRADIENT:
             for start in range(0, VOCABULARY, BLOCK):
                 inside = start + block < VOCABULARY

@@ -43,7 +43,7 @@ class Launch:
 
 
 class Launches:
-    """`key` stands for all that a call touches, as `where` describes it; only for a new key is `build` called."""
+    """`key` stands for all that a call touches, as `addresses` describes it; only for a new key is `build` called."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Launch] = {}
@@ -84,7 +84,7 @@ class Launches:
         self._known[key] = launch
 
 
-def where(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+def addresses(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """A key: where tensors lie, and how."""
     return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
 

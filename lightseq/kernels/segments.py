@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.base import GradientRoom, Kernel, backward_dense, forward_dense, gradient_room
-from lightseq.schedule import Mask
-from lightseq.segments import KEYS, ROWS, Round, Segments
+from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
+from lightseq.schedule.table import Mask
 
 
 class Lengths(NamedTuple):

@@ -13,7 +13,7 @@ KERNELS: dict[str, Callable[[KernelSpec], Kernel]] = {
     "fa3": lambda spec: FlashAttention3(spec.deterministic),
     "fa2": lambda spec: FlashAttention2(spec.deterministic),
     "cudnn": lambda spec: CudnnKernel(),
-    "aten": lambda spec: AtenKernel(),
+    "aten": lambda spec: AtenKernel(spec.deterministic),
     "cpu": lambda spec: CpuKernel(),
     "reference": lambda spec: ReferenceKernel(),
 }

@@ -3,6 +3,8 @@
 They are called at the aten level, where the backward accepts an lse that spans more keys than the tile.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -69,6 +71,9 @@ class AtenKernel:
     causal_alignment: Literal["bottom_right"] = "bottom_right"
     needs_out = True
 
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+
     def why_not(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
             return reason
@@ -90,11 +95,7 @@ class AtenKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal,
-            no_dropout, torch.empty(0, device=q.device), scale=scale,
-        )  # fmt: skip
+        return self._backward((dout, q, k, v, out, lse), (None, None, q.shape[1], k.shape[1]), causal, scale)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
@@ -106,11 +107,28 @@ class AtenKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
         scale: float, into: GradientRoom = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, no_dropout, torch.empty(0, device=q.device),
-            scale=scale,
-        )  # fmt: skip
+        return self._backward((dout, q, k, v, out, lse), lengths, causal, scale)
+
+    def _backward(
+        self, tensors: tuple[Tensor, ...], lengths: Sequence[Tensor | int | None], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *others, lse = tensors
+        state = (torch.zeros(2, dtype=torch.uint64, device=lse.device), torch.empty(0, device=lse.device))  # no dropout
+        with _deterministic(self._deterministic):
+            return aten._flash_attention_backward(*others, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale)
+
+
+@contextmanager
+def _deterministic(asked: bool) -> Iterator[None]:
+    """torch's own kernels look at a switch of the whole process."""
+    if not asked or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class CudnnKernel:

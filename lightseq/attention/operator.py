@@ -1,0 +1,255 @@
+"""Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from lightseq.attention import executor
+from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
+from lightseq.attention.gathered import Gathered, gathered_elements
+from lightseq.memory.keeping import results_of
+from lightseq.schedule.algorithms import check_heads
+from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.table import Schedule
+
+LONG_FLOPS = 1e15  # of a pass of attention on one rank: a second or two
+
+
+def attention(
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    context: SequenceContext,
+    scale: float | None = None,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the local queries over the whole sequence that the group's ranks hold together.
+
+    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
+    log-sum-exp of the scaled scores (B, H, S), at least float32, through which no gradient flows. `scale` defaults to
+    D ** -0.5. With `documents`, in whose layout the parts then are, no query sees a key of another document. Raises
+    ValueError for shapes that do not fit together.
+    """
+    _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
+    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = map(_readable, (q_BSHD, k_BSKD, v_BSKD))
+    call = _attention if _is_watched(q) else _Attention.apply
+    out, lse, _ = call(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
+    return out, lse
+
+
+def attention_backward(
+    dout_BSHD: Tensor,
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    out_BSHD: Tensor,
+    lse_BHS: Tensor,
+    context: SequenceContext,
+    scale: float | None = None,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
+    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    boundaries = None if documents is None else documents.boundaries
+    own = [*map(_readable, (q_BSHD, k_BSKD, v_BSKD))]
+    return _differentiate(dout_BSHD, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether somebody wants to see the operator: a compiler, a checkpoint that keeps its results, a profile."""
+    traced = type(x) is not Tensor or torch.compiler.is_compiling()
+    return traced or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled()
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As kernels read it: the gradient of a sum, say, is one number expanded."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
+    if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = _shapes(q, k, v)
+        raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one dtype")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"as many keys as queries are needed: {_shapes(q, k, v)}; turn the key/value cache off (use_cache=False)"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
+    check_heads(context.schedule, q.shape[2], k.shape[2])
+    if documents is not None:
+        _check_packed(q, context, documents)
+    elif q.shape[1] % context.layout.chunks_per_rank:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "
+            "shard the padded sequence with lightseq.schedule.layout.shard"
+        )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> None:
+    if q.shape[0] != 1:
+        raise ValueError(f"{q.shape[0]} packed sequences in a batch; documents need a batch of one, so lengthen that")
+    expected = context.layout.world * q.shape[1]
+    if not torch.compiler.is_compiling() and int(documents.boundaries[-1]) != expected:
+        raise ValueError(
+            f"{q.shape[1]} local tokens on {context.layout.world} ranks are not the {int(documents.boundaries[-1])} "
+            "that the documents have; shard the sequence by their layout"
+        )
+
+
+def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
+    """The schedule, for several documents limited to them."""
+    return context.schedule if documents is None else packed_schedule(context.schedule, without_repeats(documents))
+
+
+def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
+    """Raises ValueError on every rank if they differ, for else some would wait for ever.
+
+    Asks once a shape, for to ask is to wait: of two ranks with shapes that both have been seen, neither asks again.
+    """
+    shape = (*q.shape, k.shape[2], int(documents is not None))
+    if shape in context.shapes or context.transport.name == "none":  # which waits for nobody
+        return
+    mine = (shape, None if documents is None else without_repeats(documents))
+    everyone = [mine] * context.schedule.world
+    dist.all_gather_object(everyone, mine, group=context.group)
+    if len({theirs for theirs, _ in everyone}) > 1:
+        found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, (x, _) in enumerate(everyone))
+        raise ValueError(f"the ranks pass different shapes to attention: {found}; shard one padded sequence for all")
+    if len({boundaries for _, boundaries in everyone}) > 1:
+        raise ValueError("the ranks pass different documents to attention; pack the same sequence on all of them")
+    context.shapes.add(shape)
+
+
+def _advance(context: SequenceContext, q: Tensor) -> None:
+    """Counts a pass. The host waits for one that takes seconds, which costs the GPU nothing that could be measured.
+
+    Otherwise it runs ahead until the queue of launches is full (about a thousand), and then waits at the next launch.
+    Some of torch's hold the interpreter there, those of compiled kernels among them: for as long as attention takes no
+    signal would be seen and no beat sent, and others would take the rank for dead.
+    """
+    context.progress.passes += 1
+    batch, tokens, heads, dim = q.shape
+    if q.is_cuda and 2 * batch * tokens**2 * context.schedule.world * heads * dim >= LONG_FLOPS:
+        torch.cuda.current_stream().synchronize()
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, its log-sum-exp, and what was gathered: for the backward pass alone, empty where it is not kept."""
+    c = find(context)
+
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
+        _agree_on_shapes(c, q, k, documents)
+        table, kernel = _table(c, documents), c.selection.kernel
+        kept = Gathered(_room_to_keep(c, q, k), k.shape[2])
+        out, lse = executor.attention_forward(
+            q, k, v, table, c.rank, kernel, c.transport, scale, kept if c.keeps else None
+        )
+        _advance(c, q)
+        return out, lse, kept.memory
+
+    out, lse, kept = results_of(compute)
+    return out, lse, kept
+
+
+def _room_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
+    return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps else 0)
+
+
+_attention = torch.library.custom_op("lightseq::attention", _forward, mutates_args=())
+
+
+@_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse, _room_to_keep(find(context), q, k)
+
+
+def _gradients(
+    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`tensors`: the rank's own q, k and v, or alone what the forward pass gathered."""
+    c = find(context)
+    table, kernel = _table(c, documents), c.selection.kernel
+    own: tuple[Tensor, Tensor, Tensor] | Gathered
+    if len(tensors) == 1:
+        table, own = table.keeping, Gathered(tensors[0], kv_heads)
+    else:
+        own = (tensors[0], tensors[1], tensors[2])
+    gradients = executor.attention_backward(dout, own, out, lse, table, c.rank, kernel, c.transport, scale)
+    _advance(c, dout)
+    return gradients
+
+
+_attention_backward = torch.library.custom_op("lightseq::attention_backward", _gradients, mutates_args=())
+
+
+@_attention_backward.register_fake
+def _(
+    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_keys = (*dout.shape[:2], kv_heads, dout.shape[3])
+    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, ctx.scale, ctx.context, documents = inputs
+    out, lse, kept = output
+    ctx.kv_heads = k.shape[2]
+    ctx.save_for_backward(documents, out, lse, *((kept,) if find(ctx.context).keeps else (q, k, v)))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # type: ignore[no-untyped-def]
+    if dlse is not None:
+        raise ValueError("no gradient flows through the log-sum-exp; detach it")
+    assert dout is not None, "autograd calls the backward only where some gradient arrives"
+    documents, out, lse, *tensors = ctx.saved_tensors
+    gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
+    return (*gradients, None, None, None)
+
+
+def _differentiate(dout: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # The operator refuses gradients of gradients, for which autograd records what runs here.
+    call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
+    return call(_readable(dout), *more)
+
+
+def _no_second_backward(_ctx, *_gradients):  # type: ignore[no-untyped-def]
+    raise ValueError("no gradients of gradients through distributed attention; leave create_graph out")
+
+
+_attention_backward.register_autograd(_no_second_backward)
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator where nobody watches: past the dispatcher, which takes the host longer than a launch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names

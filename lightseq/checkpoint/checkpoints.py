@@ -1,0 +1,221 @@
+"""What a checkpoint is: a run as it was after a step, beside the model as a Hugging Face directory.
+
+checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
+states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits
+in a line; manifest.json the SHA-256 of every file. A directory of that name was whole when it got it.
+"""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedModel
+
+from lightseq.checkpoint import manifest, randomness, state_files
+from lightseq.ranks.mesh import World, agree
+from lightseq.training.optimization import set_rate
+
+STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
+PARTIAL, DELETED, BROKEN = ".partial", ".deleted", ".broken"  # after the name of what is not a checkpoint, or no more
+NEWEST = ("True", "auto")  # what asks for the newest one
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from, and what is wrong with the later ones, which it does not take."""
+
+    path: Path | None
+    passed_over: tuple[tuple[Path, str], ...] = ()
+
+
+ANEW = Found(None)
+
+
+def listed(output_dir: Path) -> list[Path]:
+    """Those of a run, oldest first; whether they are still whole is not looked at."""
+    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def find(output_dir: Path, asked: str | None, world: World) -> Found:
+    """The checkpoint that --resume_from_checkpoint names, each file of it read. Every rank calls it.
+
+    Ends the run with one line if there is none that is whole; with `auto`, only where there are some.
+    """
+    if asked is None:
+        return ANEW
+    if asked not in NEWEST:
+        agree(world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one"))
+        broken = _complaint(Path(asked), world)
+        agree(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
+        return Found(Path(asked))
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    candidates = agree(world, lambda: listed(output_dir))
+    for path in reversed(candidates):
+        broken = _complaint(path, world)
+        if broken is None:
+            return Found(path, passed_over)
+        passed_over += ((path, broken),)
+    line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
+    if passed_over:
+        why = "; ".join(f"{path.name}: {broken}" for path, broken in passed_over)
+        line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
+    agree(world, lambda: _require(asked == "auto" and not passed_over, line))
+    return ANEW
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / FACTS).is_file() or (path / manifest.MANIFEST).is_file()
+
+
+def _require(holds: bool, line: str) -> None:
+    if not holds:
+        raise ValueError(f"--resume_from_checkpoint {line}")
+
+
+def _complaint(path: Path, world: World) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; each reads a share of its files."""
+    found: list[str | None] = [None] * world.size
+    dist.all_gather_object(found, manifest.complaint(path, world.rank, world.size))
+    return next((line for line in found if line is not None), None)
+
+
+def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
+    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
+    facts = read_facts(directory)
+    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
+    if saved == engine and (engine is None or saved_ranks == ranks):
+        return
+    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
+    raise ValueError(
+        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
+        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
+        f"with --model_name_or_path {directory}"
+    )
+
+
+def best(output_dir: Path) -> Path | None:
+    """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
+    losses = {path: _eval_loss(path) for path in listed(output_dir)}
+    known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
+    return min(known, key=lambda path: known[path]) if known else None
+
+
+def _eval_loss(path: Path) -> float:
+    try:
+        loss = read_facts(path).get(LOSS)
+    except (ValueError, OSError):  # a damaged one is the best of nothing
+        return math.nan
+    return float(loss) if isinstance(loss, int | float) else math.nan
+
+
+def prune(output_dir: Path, keep: int | None, keep_best: bool) -> None:
+    """Of the checkpoints the newest `keep` stay, and with `keep_best` the one of the lowest evaluation loss."""
+    kept = best(output_dir) if keep_best else None
+    for old in listed(output_dir)[: -keep if keep else 0]:
+        if old != kept:
+            set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
+    sweep(output_dir)
+
+
+def set_aside(path: Path, why: str) -> None:
+    aside = path.with_name(path.name + why)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def sweep(output_dir: Path, also: str = DELETED) -> None:
+    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish."""
+    for end in {DELETED, also}:
+        for left in output_dir.glob(f"checkpoint-*{end}"):
+            shutil.rmtree(left)
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """Raises ValueError where they are no facts."""
+    try:
+        facts = json.loads((directory / FACTS).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{directory / FACTS} is damaged; name another checkpoint") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
+        raise ValueError(f"{directory / FACTS} does not say after which step it was; name another checkpoint")
+    return facts
+
+
+def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Fills weights and optimizer state in place, each rank its own part. Raises ValueError for another model's."""
+    _make_state(optimizer)
+    reader = state_files.Reader(directory / STATE)
+    saved = state_files.shapes(reader)
+    if _before_the_first_update(directory, saved):
+        optimizer.state.clear()
+    tensors = tensors_of(model, optimizer)
+    _check_fit(directory, saved, tensors)
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:  # on all ranks alike
+        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
+            raise
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
+            "cut apart; resume on as many ranks as it was saved on"
+        ) from error
+
+
+def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
+    """Whether the optimizer had no state yet: float16 skips the first steps, and a signal may end a run after them."""
+    optim = (read_facts(directory).get("config") or {}).get("optim", "sgd")
+    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
+
+
+def restore_randomness(directory: Path, world: World) -> None:
+    """Random states go on where this rank's were; on another number of ranks there is no such place."""
+    if read_facts(directory).get("ranks") == world.size:
+        randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
+
+
+def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, Tensor]) -> None:
+    remedy = "resume with the model and the optimizer that it was saved with"
+    for name, tensor in tensors.items():
+        if saved.get(name) != list(tensor.shape):
+            found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
+            raise ValueError(
+                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
+            )
+    without_place = [name for name in saved if name not in tensors]
+    if without_place:
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
+        )
+
+
+def tensors_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that a run changes, by name; parameters that are tied appear once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+    return found
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        set_rate(group, 0.0)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_rate(group, rate)

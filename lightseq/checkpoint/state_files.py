@@ -1,0 +1,229 @@
+"""Tensors that ranks hold together as files of torch.distributed.checkpoint, read without running what a file says.
+
+What is written is hashed on its way. The index of such files is a pickle: it is read by an unpickler that knows the
+classes an index is made of and no others, and its file names may not leave the directory.
+"""
+
+import hashlib
+import io
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightseq.data.pickles import MALFORMED
+from lightseq.words import first_line, is_plain_name
+
+INDEX: Final = ".metadata"
+# To hash and to write are one thread's work by turns: four of them keep a disk busy.
+THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
+MADE_OF: Final = frozenset(  # what an index may build
+    [("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )]
+    + [("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("collections", "OrderedDict")]
+    + [("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")]
+)  # fmt: skip
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """getattr as an index may use it: some versions of Python (3.11.2 is one) name an enum's members so."""
+    if kind is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
+        return _MEM_FORMAT_ENCODING[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index of tensors is made of")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
+        if (module, name) in MADE_OF or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks to build {module}.{name}, which no index of tensors is made of")
+
+
+class Hashed:
+    """A file that hashes what is written to it, in order."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.failure: OSError | None = None  # torch.save says only that writing failed
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._hash.update(data)
+        return written
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "seek", "what is written out of order would not be hashed"
+        return getattr(self._file, name)
+
+
+class _HashingFiles(FileSystem):
+    """Files whose hashes are known by name as soon as they are closed."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, str] = {}
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        hashed = None
+        try:
+            with Path(path).open("wb") as file:
+                hashed = Hashed(file)
+                yield cast(io.IOBase, hashed)
+        except OSError as error:
+            self.failure = error
+            raise
+        finally:
+            self.failure = (hashed.failure if hashed else None) or self.failure
+        self.written[Path(path).name.removesuffix(".tmp")] = hashed.hexdigest()
+
+
+class Writer(dcp.FileSystemWriter):
+    """Knows afterwards which files this rank wrote, with their SHA-256. Much goes into several files at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        # Nothing is on a device any more; copying ahead would wait for what the device does for others.
+        super().__init__(directory, per_thread_copy_ahead=0)
+        self.fs: _HashingFiles = _HashingFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write_part(part: SavePlan) -> list[WriteResult]:
+            return super(Writer, self).write_data(part, planner).wait()
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            results = list(threads.map(write_part, _parts(plan)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for part in results for result in part])
+        return done
+
+    @property
+    def written(self) -> Mapping[str, str]:
+        return self.fs.written
+
+
+def _parts(plan: SavePlan) -> list[SavePlan]:
+    """What one rank writes, for files about as large as each other."""
+    sizes = {item.index: _bytes_of(item) for item in plan.items}
+    parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
+    if len(parts) == 1:
+        return [plan]
+    filled = [0] * len(parts)
+    for item in sorted(plan.items, key=lambda item: sizes[item.index], reverse=True):
+        least = filled.index(min(filled))
+        parts[least].append(item)
+        filled[least] += sizes[item.index]
+    names = plan.storage_data
+    return [
+        replace(plan, items=part, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))
+        for i, part in enumerate(parts)
+    ]
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads tensors, and runs nothing. Raises ValueError for an index that is none, or that points elsewhere."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = read_index(Path(self.path))
+        return self._index
+
+
+def read_index(directory: Path) -> Metadata:
+    path = directory / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; name another checkpoint") from error
+    except (*MALFORMED, ImportError) as error:
+        raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ValueError(f"{path} is no index of tensors; name another checkpoint")
+    for name, tensor in index.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise ValueError(f"{path}: {name} is no tensor; name another checkpoint")
+    for place in index.storage_data.values():
+        if not is_plain_name(place.relative_path) or place.transform_descriptors:
+            raise ValueError(f"{path} names the file {place.relative_path!r}; name another checkpoint")
+    index.storage_meta = index.storage_meta or StorageMeta()
+    return index
+
+
+def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Mapping[str, str]:
+    """Every rank's part of the tensors; the files that this rank wrote, with their SHA-256.
+
+    Raises OSError on the rank whose disk failed it, RuntimeError on the others.
+    """
+    writer = Writer(directory)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # on all ranks alike
+        if writer.fs.failure is not None:
+            raise writer.fs.failure from error
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank}: {first_line(failure)}") from error
+    return writer.written
+
+
+def shapes(reader: Reader) -> dict[str, list[int]]:
+    """Of every tensor, by name."""
+    return {name: list(stored.size) for name, stored in _stored(reader).items()}
+
+
+def whole_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors whose names begin with `prefix`, one after the other, whole, by the rest of the name."""
+    reader = Reader(directory)
+    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+    for name, stored in _stored(reader).items():
+        if name.startswith(prefix):
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner({name: tensor}, reader.read_metadata(), is_coordinator=True)
+            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+            yield name.removeprefix(prefix), tensor
+
+
+def _stored(reader: Reader) -> dict[str, TensorStorageMetadata]:
+    return cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)  # read_index has looked

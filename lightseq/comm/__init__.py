@@ -1,0 +1,1 @@
+"""Moves bytes between the ranks of a group, and knows nothing of attention."""

@@ -1,0 +1,162 @@
+"""Moves bytes between the GPUs of one host through memory that all of them map."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from lightseq.comm.transport import Copy, Exchange, Outbox, Receive
+
+ENGINE_BYTES = 2**20  # a copy engine takes some 5 microseconds for a copy, and the host as long, however small
+
+
+class SymmetricTransport:
+    """Ranks of one host read each other's memory: copy engines fetch on a side stream while kernels compute.
+
+    The outbox is torch symmetric memory. All waiting is done by the devices, at barriers through that memory; NVLink
+    multicast is not used.
+    """
+
+    name = "symmetric"
+    passed_over = ""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.bytes_sent = 0
+        self.buffer_bytes = 0
+        self._group, self._device, self._rank = group, device, dist.get_rank(group)
+        self._world = dist.get_world_size(group)
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._grow(1 << 20)
+        self._all_read = self._side.record_event()  # nobody reads the outbox any more
+        self._last_barrier = self._all_read
+
+    def _grow(self, size: int) -> None:
+        torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
+        self._peers: list[Tensor] = []
+        for old in ("_outbox", "_handle", "_memory"):  # or it would be there beside the new one, at the worst moment
+            vars(self).pop(old, None)
+        self.buffer_bytes = 0
+        self._memory = self._allocate(size)
+        self._handle = symmetric_memory.rendezvous(self._memory, self._group)
+        self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
+        self._outbox = Outbox(self._memory)
+        self.buffer_bytes = size
+
+    def _allocate(self, size: int) -> Tensor:
+        """The driver's memory, not torch's: for what torch only caches the driver does not ask, and fails instead."""
+        for cached in (True, False):
+            try:
+                return symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                if not cached:
+                    asked = f"Tried to allocate {size / 2**30:.2f} GiB for what ranks send each other"
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. {asked}") from error
+                torch.cuda.empty_cache()
+        raise AssertionError("it returns or raises")
+
+    @contextmanager
+    def outbox(self, size: int) -> Iterator[Outbox]:
+        if size > self.buffer_bytes:
+            self._grow(size)
+        current = self._current()
+        current.wait_event(self._all_read)
+        yield self._outbox
+        with self._side:
+            self._handle.barrier()
+        self._all_read = self._side.record_event()
+
+    def exchange(self, asked: Exchange) -> Callable[[], None]:
+        receives, then, copy = asked.receives, asked.then, asked.copy
+        current = self._current()
+        self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
+        own = [r for r in receives if r.src == self._rank]  # lies there already
+        self._side.wait_stream(current)
+        with self._side:
+            if not asked.idle:  # or beside the barrier and what comes from others
+                _fetch(own, copy)
+            if asked.fresh:
+                self._handle.barrier()
+                current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
+                self._last_barrier = self._side.record_event()
+            _fetch([r for r in receives if r.src != self._rank], copy)
+            if then is not None:
+                then([there if into is None else into for _, there, into in receives])
+        done = self._side.record_event()
+        if asked.idle:
+            _fetch(own, copy)
+        in_use = [then]  # and all that it holds: freed before, its memory could be written to while still being read
+
+        def wait() -> None:
+            current.wait_event(done)
+            in_use.clear()
+
+        return wait
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device.index)  # asked without a number, torch looks for devices first
+
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        start = here.data_ptr() - self._memory.data_ptr()
+        flat = self._peers[rank][start : start + here.nbytes]
+        return flat.view(here.dtype).view(here.shape)
+
+
+def _fetch(receives: list[Receive], copy: Copy | None) -> None:
+    """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
+    large: list[tuple[Tensor, Tensor]] = []
+    small: list[tuple[Tensor, Tensor]] = []
+    for _, there, into in receives:
+        if into is not None:
+            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, there))
+    if small and copy is not None:
+        copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
+    for into, there in large:
+        into.copy_(there)  # contiguous on both sides
+
+
+def make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
+    """The transport, or why the ranks of a group cannot read each other's memory: on every rank alike."""
+    reason = _first(group, _why_no_peers(group, device)) or _first(group, _why_no_memory(device))
+    made = None
+    if not reason:
+        try:
+            made = SymmetricTransport(group, device)
+        except RuntimeError as error:  # what a container or a driver forbids shows only now
+            reason = str(error).splitlines()[0]
+        reason = _first(group, reason)
+    return (None, reason) if reason else (made, "")
+
+
+def _why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    everyone: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (socket.gethostname(), index), group=group)
+    hosts = len({host for host, _ in everyone})
+    if len(everyone) == 1:
+        return "one rank has nobody to read from"
+    if hosts > 1:
+        return f"the ranks are on {hosts} hosts"
+    strangers = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    return f"GPU {index} cannot access GPU {strangers[0]}" if strangers else ""
+
+
+def _why_no_memory(device: torch.device) -> str:
+    """Asked before ranks meet over it, where those that have some would wait for one that has none."""
+    try:
+        symmetric_memory.empty(1, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _first(group: dist.ProcessGroup, reason: str) -> str:
+    """The first reason that any rank has."""
+    reasons = [""] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), "")

@@ -1,0 +1,231 @@
+"""Which flags, alone and together, a training run can honour; any other is one line that says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from lightseq.memory.policies import KEEPING_MLP, POLICIES
+
+if TYPE_CHECKING:  # which is made of these checks
+    from lightseq.config.train_config import TrainConfig
+
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "eval_strategy": ("no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch"),
+    "report_to": ("none", "tensorboard", "wandb"),
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_torch_8bit", "sgd"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
+    "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
+    "transport": (
+        *("auto", "nccl", "gloo", "symmetric"),
+        *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
+    ),
+    "fp8": ("tensorwise", "rowwise"),
+    "remat": POLICIES,
+    "scaling_strategy": ("all", "n_layers"),
+    "offload": ("none", "activations", "optimizer", "both", "auto"),
+    "packing": ("none", "best_fit"),
+}
+
+FSDP_MODES: Final = ("full_shard", "hybrid_shard")
+FSDP_REFUSED: Final[Mapping[str, str]] = {
+    "shard_grad_op": "parameters are gathered anew for the backward pass, so that memory stays small",
+    "offload": "parameters stay on the device",
+}
+
+AT_LEAST_ONE: Final = (
+    *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
+    "max_train_samples",
+)
+POSITIVE: Final = (
+    *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
+)
+NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
+
+
+def check(config: TrainConfig) -> None:
+    """Raises ValueError with the value and the remedy."""
+    for holds in CHECKS:
+        holds(config)
+
+
+def _defaults(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(config)}
+
+
+def words_of(fsdp: str) -> list[str]:
+    """What --fsdp is made of."""
+    return fsdp.replace(",", " ").split()
+
+
+def _check_names(config: TrainConfig) -> None:
+    for flag in CHOICES:
+        value = getattr(config, flag)
+        if value is not None and value not in CHOICES[flag]:
+            raise ValueError(f"--{flag} {value!r} is unknown; choose from {', '.join(CHOICES[flag])}")
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    least: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+        (AT_LEAST_ONE, "give at least 1", lambda value: value >= 1),
+        (POSITIVE, "give a number above 0", lambda value: 0 < value < math.inf),
+        (NOT_NEGATIVE, "give a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    )
+    for flags, remedy, holds in least:
+        for flag in flags:
+            value = getattr(config, flag)
+            if value is not None and not holds(value):
+                optional = ", or leave it out" if _defaults(config)[flag] is None else ""
+                raise ValueError(f"--{flag} {value}: {remedy}{optional}")
+    if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
+        first, last = config.profile_steps
+        raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, as 10:12")
+    if config.profile_memory and config.profile_steps is None:
+        raise ValueError("--profile_memory is of the steps that --profile_steps names; give both")
+
+
+def _check_packing(config: TrainConfig) -> None:
+    for flag in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        count = getattr(config, flag)
+        if config.packing != "none" and count != 1:
+            remedy = "give a longer --model_max_length, or --gradient_accumulation_steps"
+            raise ValueError(f"--packing {config.packing} fills one sequence, not the {count} of --{flag}; {remedy}")
+
+
+def _check_scaling(config: TrainConfig) -> None:
+    for flag in ("scaling_factor", "scaling_strategy"):
+        if getattr(config, flag) != _defaults(config)[flag] and config.model_name_or_path != "scaled":
+            given = f"--{flag} {getattr(config, flag)} sizes the model scaled"
+            raise ValueError(f"{given}, not {config.model_name_or_path}; give --model_name_or_path scaled")
+
+
+def _check_fused_attention(config: TrainConfig) -> None:
+    fused, kernel = config.fused_attention, config.kernel
+    if (fused is True and kernel == "reference") or (fused is False and kernel not in ("auto", "reference")):
+        raise ValueError(f"--fused_attention {fused} contradicts --kernel {kernel}; leave one of them out")
+
+
+def _check_precision(config: TrainConfig) -> None:
+    if config.bf16 and config.fp16:
+        raise ValueError("--bf16 and --fp16 exclude each other; give one, or neither for float32")
+    if config.fp8 and not config.bf16:
+        given = "--fp16" if config.fp16 else "float32"
+        raise ValueError(f"--fp8 {config.fp8} works within bfloat16, not {given}; add --bf16")
+    if config.fp8_emulate and not config.fp8:
+        raise ValueError("--fp8_emulate has nothing to emulate; name a recipe with --fp8, or leave it out")
+
+
+def _check_learning_rate(config: TrainConfig) -> None:
+    if config.warmup_ratio > 1:
+        raise ValueError(f"--warmup_ratio {config.warmup_ratio}: give a share of all steps between 0 and 1")
+    if config.warmup_ratio and config.warmup_steps:
+        given = f"--warmup_ratio {config.warmup_ratio} and --warmup_steps {config.warmup_steps}"
+        raise ValueError(f"{given} both set the warm-up; give one")
+    if config.lr_scheduler_type == "constant" and (config.warmup_ratio or config.warmup_steps):
+        raise ValueError("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup, or leave it out")
+
+
+def _check_fsdp(config: TrainConfig) -> None:
+    words = words_of(config.fsdp)
+    for word in words:
+        if word in FSDP_REFUSED:
+            raise ValueError(f"--fsdp {word} is refused: {FSDP_REFUSED[word]}; choose from {', '.join(FSDP_MODES)}")
+        if word not in (*FSDP_MODES, "auto_wrap"):
+            raise ValueError(f'--fsdp {word!r} is unknown; choose from {", ".join(FSDP_MODES)}, or "" for DDP')
+    if words and sum(word in FSDP_MODES for word in words) != 1:
+        raise ValueError(f"--fsdp {config.fsdp!r}: name one of {', '.join(FSDP_MODES)}")
+
+
+def _check_deepspeed(config: TrainConfig) -> None:
+    if config.deepspeed is None:
+        return
+    if config.fsdp != _defaults(config)["fsdp"]:
+        raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both hold the weights; give one")
+    if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
+    if config.fp8:
+        raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
+    if config.offload in ("optimizer", "both", "auto"):
+        raise ValueError(
+            f"--offload {config.offload} moves what DeepSpeed holds; use offload_optimizer in {config.deepspeed}, "
+            "and --offload activations for the rest"
+        )
+    if config.layers_per_checkpoint > 1:
+        raise ValueError(
+            f"--layers_per_checkpoint {config.layers_per_checkpoint} does not run under --deepspeed, which gathers "
+            "weights layer by layer; leave one of them out"
+        )
+    if config.tile_layers:
+        raise ValueError("--tile_layers does not run under --deepspeed; leave one of them out")
+
+
+def _check_lora(config: TrainConfig) -> None:
+    if config.lora_rank is None:
+        for flag in ("lora_alpha", "lora_target_modules"):
+            if getattr(config, flag) != _defaults(config)[flag]:
+                raise ValueError(f"--{flag} {getattr(config, flag)} has no adapters to shape; add --lora_rank")
+        return
+    given = f"--lora_rank {config.lora_rank}"
+    if config.deepspeed:
+        raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
+    if config.fp8:
+        raise ValueError(f"{given} and --fp8 {config.fp8} both replace the layers' linears; leave one of them out")
+    if config.random_init and config.save_strategy != "no":
+        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
+
+
+def _check_memory(config: TrainConfig) -> None:
+    implied = {None: config.remat, True: "attention", False: "none"}[config.gradient_checkpointing]
+    if config.remat is not None and config.remat != implied:
+        given = f"--gradient_checkpointing {config.gradient_checkpointing}"
+        raise ValueError(f"{given} means --remat {implied}, but --remat {config.remat} was given too; give one")
+    if config.layers_per_checkpoint > 1 and config.remat_policy == "none":
+        given = f"--layers_per_checkpoint {config.layers_per_checkpoint} recomputes layers"
+        raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
+    if config.tile_layers and config.remat_policy == "none":
+        raise ValueError(
+            "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
+        )
+    if config.remat in KEEPING_MLP and (config.tile_layers or config.fp8):
+        given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
+        raise ValueError(
+            f"--remat {config.remat} keeps what the MLP makes, which {given} does not; give --remat attention"
+        )
+    if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
+        given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
+        raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
+    if config.device_memory_budget is not None and config.offload != "auto":
+        given = f"--device_memory_budget {config.device_memory_budget:g} is what --offload auto plans for"
+        raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
+    if config.offload == "auto" and (config.remat_policy != "attention" or config.layers_per_checkpoint > 1):
+        given = f"--remat {config.remat_policy} --layers_per_checkpoint {config.layers_per_checkpoint}"
+        raise ValueError(f"--offload auto chooses what each layer recomputes, but {given} was given; leave these out")
+
+
+def _check_evaluation(config: TrainConfig) -> None:
+    if config.keep_best:
+        _check_keep_best(config)
+    if config.eval_strategy != "no" and not config.eval_data_path:
+        raise ValueError(f"--eval_strategy {config.eval_strategy} has nothing to evaluate; give --eval_data_path too")
+
+
+def _check_keep_best(config: TrainConfig) -> None:
+    """Every checkpoint needs the evaluation loss of its own step."""
+    both = f"--eval_strategy {config.eval_strategy} and --save_strategy {config.save_strategy}"
+    if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:
+        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {both}; give both alike")
+    if config.eval_strategy == "steps" and config.save_steps % config.eval_steps:
+        steps = f"--save_steps {config.save_steps} is no multiple of --eval_steps {config.eval_steps}"
+        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {steps}; make it one")
+
+
+CHECKS: Final = (
+    *(_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory),
+    *(_check_scaling, _check_fused_attention, _check_packing, _check_deepspeed, _check_lora, _check_evaluation),
+)

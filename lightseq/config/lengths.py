@@ -1,0 +1,29 @@
+"""Lengths as people write them: 128K is 131,072 tokens."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Final
+
+UNITS: Final[Mapping[str, int]] = {"M": 2**20, "K": 2**10}
+
+
+def tokens(text: str, flag: str = "") -> int:
+    """131072, 128K or 1M. Raises ValueError for anything else, with the flag that it was given for."""
+    digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1M".lstrip())
+    return int(digits) * unit
+
+
+def length_flag(text: str) -> int:
+    """A length on a command line, for argparse; numbers below one are left to who knows what they would mean."""
+    try:
+        return tokens(text) if text[-1:].upper() in UNITS else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; write 131072, 128K or 1M") from None
+
+
+def shown(length: int) -> str:
+    """131072 is 128K; what is no multiple of a thousand tokens stays."""
+    unit = next((unit for unit, size in UNITS.items() if length and length % size == 0), "")
+    return f"{length // UNITS.get(unit, 1)}{unit}"

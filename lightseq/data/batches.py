@@ -1,0 +1,206 @@
+"""What a training run reads: whatever holds its examples, opened, and batches that depend on their index alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightseq.data.corpus import open_rows
+from lightseq.data.examples import IGNORE_INDEX, STORIES, Example, Examples, open_pickle, open_windows
+from lightseq.data.lazy_texts import open_lazily
+from lightseq.data.rows import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
+from lightseq.data.tokenizer import Tokenizer, load_tokenizer
+from lightseq.data.tokens import META, Reading
+
+SAMPLED = 16  # examples that tell data from other data
+
+
+def open_examples(
+    path: str | Path,
+    length: int,
+    vocab_size: int,
+    tokenizer: str | Tokenizer | None = None,
+    lazy: bool = True,
+    progress: bool = True,
+    reading: Reading | None = None,
+) -> Examples:
+    """Opens a token directory, a .pkl, or rows; whatever is wrong with it is one line of ValueError, here and now."""
+    assert length > 0, length
+    reading = reading or Reading()
+    if holds_rows(path):
+        if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
+            raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+        if tokenizer is None:
+            raise ValueError(
+                f"{path} holds rows, and there is no tokenizer; give --tokenizer a directory, a hub id, or byte (which "
+                "rows of input_ids never ask)"
+            )
+        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        if lazy and Path(path).is_file():
+            return open_lazily(Path(path), length, vocab_size, loaded, reading)
+        return open_rows(path, length, vocab_size, loaded, reading, progress)
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+    if reading.limit is not None or reading.text_column != "text":
+        given = f"--max_train_samples {reading.limit}" if reading.limit else f"--text_column {reading.text_column}"
+        raise ValueError(f"{given} is about rows, and {path} holds none; leave it out")
+    if path.is_dir() and not (path / META).exists():
+        holds = ", ".join(passed_over(path)[:STORIES]) or "nothing"
+        raise ValueError(
+            f"{path} is no token directory, for it has no {META}, and no folder of {' or '.join(IN_FOLDERS)}: it holds "
+            f"{holds}; name a file, or make tokens with python3 -m data_gen"
+        )
+    if path.is_dir():
+        return open_windows(path, length, vocab_size)
+    if path.suffix == ".pkl":
+        return open_pickle(path, length, vocab_size)
+    kinds = ", ".join(ROW_SUFFIXES)
+    raise ValueError(
+        f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
+    )
+
+
+def require_target(examples: Examples, path: str | Path) -> None:
+    """Raises ValueError if no example has a token to predict; the first of most data has."""
+    if not any(bool((examples[i].labels != IGNORE_INDEX).any()) for i in range(len(examples))):
+        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
+
+    input_ids: torch.Tensor  # [batch_size, length] int64
+    labels: torch.Tensor  # [batch_size, length] int64
+    valid_tokens: int
+    boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+
+    @property
+    def squares(self) -> int:
+        """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
+        if self.boundaries is None:
+            return self.input_ids.shape[0] * self.input_ids.shape[1] ** 2
+        return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
+
+
+@lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
+def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    order = np.random.default_rng((seed, epoch)).permutation(count)
+    order.setflags(write=False)
+    return order
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """An endless line of examples, epoch after epoch; a batch is a place in that line: all that resuming needs.
+
+    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them. A run
+    that resumes after `first_step` steps with another number of sequences a step goes on from `first_place`. Bounded by
+    epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    """
+
+    examples: Examples
+    length: int
+    batch_size: int  # sequences of one data rank in one forward
+    data_ranks: int = 1
+    accumulation: int = 1
+    epochs: float | None = None  # None: endless, the trainer counts steps
+    seed: int = 0
+    shuffle: bool = True
+    packed: bool = False  # examples hold several documents; then batch_size is 1
+    first_step: int = 0
+    first_place: int = 0
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.accumulation * self.data_ranks * self.batch_size
+
+    @property
+    def end(self) -> int | None:
+        """The first place past the last epoch."""
+        return None if self.epochs is None else max(1, round(self.epochs * len(self.examples)))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that read every epoch to its end."""
+        assert self.end is not None, "an endless stream has no number of steps"
+        return self.first_step - (self.first_place - self.end) // self.sequences_per_step
+
+    def state(self, step: int) -> dict[str, int]:
+        """What a checkpoint keeps: how far the line was read, by how many a step, and what decides its order."""
+        return {
+            "places": self.places_after(step),
+            "examples": len(self.examples),
+            "seed": self.seed,
+            "length": self.length,
+            "sequences_per_step": self.sequences_per_step,
+            "fingerprint": self.fingerprint,
+        }
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of a sample of the examples, evenly spaced: the same wherever the data lies and however it was stored."""
+        seen, last = hashlib.sha256(), len(self.examples) - 1
+        for index in np.linspace(0, last, min(SAMPLED, last + 1)).astype(int).tolist():
+            example = self.examples[index]
+            seen.update(example.input_ids.tobytes() + example.labels.tobytes())
+        return int.from_bytes(seen.digest()[:6])
+
+    def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
+        """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
+        now = self.state(step)
+        if other := [key for key in ("examples", "seed", "length") if state[key] != now[key]]:
+            was = f"{other[0]} {state[other[0]]:,}, not {now[other[0]]:,}"
+            raise ValueError(
+                f"--resume_from_checkpoint was trained on data of {was}; resume with the data, --seed and "
+                "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
+            )
+        if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
+            raise ValueError(
+                "--resume_from_checkpoint was trained on other data, of as many examples; resume with the data that it "
+                "was saved with, or begin anew from its weights with --model_name_or_path"
+            )
+        stream = replace(self, first_step=step, first_place=state["places"])
+        before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say
+        if before == self.sequences_per_step:
+            return stream, ()
+        goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
+        return stream, (f"resumed with another number of sequences a step: {goes_on}",)
+
+    def places_after(self, steps: int) -> int:
+        """Examples read in so many steps of the run, those before it was resumed among them."""
+        return self.first_place + (steps - self.first_step) * self.sequences_per_step
+
+    def epochs_after(self, steps: int) -> float:
+        places = self.places_after(steps)
+        return (places if self.end is None else min(places, self.end)) / len(self.examples)
+
+    def example(self, place: int) -> Example | None:
+        if self.end is not None and place >= self.end:
+            return None
+        epoch, index = divmod(place, len(self.examples))
+        return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
+
+    def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
+        assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
+        row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
+        first = self.places_after(step) + row_of_step
+        input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
+        labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
+        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding
+        for row in range(self.batch_size):
+            if (example := self.example(first + row)) is not None:
+                input_ids[row, : len(example.input_ids)] = example.input_ids
+                labels[row, : len(example.labels)] = example.labels
+                boundaries = example.boundaries
+        valid = int((labels != IGNORE_INDEX).sum())
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), valid, boundaries)

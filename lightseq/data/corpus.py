@@ -1,0 +1,213 @@
+"""Rows made tokens once and kept: a token directory in a cache, named by all that decides what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from lightseq.data.examples import STORIES, WindowExamples, check_ids, open_windows
+from lightseq.data.progress import with_bar
+from lightseq.data.rows import IN_FOLDERS, Named, identity, passed_over, rows_of
+from lightseq.data.samples import Kind, encode, kind_of
+from lightseq.data.tokenizer import Targets, Tokenizer
+from lightseq.data.tokens import IntArray, Reading, write_token_directory
+from lightseq.words import plural
+
+T = TypeVar("T")
+BATCH: Final = 256  # rows that a tokenizer gets at once
+HEAD_START: Final = 0.5  # seconds
+VERSION: Final = 3  # of what these modules make of a row
+
+
+@dataclass
+class Skipped:
+    """Rows that were left out: counted by reason, the first few by name; and padding that was."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: list[str] = field(default_factory=list)
+    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
+
+    def add(self, reason: str, where: str) -> None:
+        self.counts[reason] += 1
+        if len(self.rows) < STORIES:
+            self.rows.append(f"{where}: {reason}")
+
+    def facts(self) -> dict[str, object]:
+        """What meta.json says of them."""
+        return {"skipped": dict(self.counts), "skipped_rows": self.rows}
+
+
+@dataclass
+class LongestPrompts:
+    """The documents with the longest runs of tokens that are no targets: a whole window may lie in such a run."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, document: int, where: str, targets: Targets) -> None:
+        edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # a first token is nobody's target
+        if longest := int(np.diff(edges).max()) - 1:
+            row = {"document": document, "row": where, "tokens": longest}
+            self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:STORIES]
+
+
+def open_rows(
+    source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool
+) -> WindowExamples:
+    """Windows of the rows' tokens, from the cache where they are. Raises ValueError naming the row that is wrong."""
+    directory = tokenised(source, vocab_size, tokenizer, reading, progress)
+    examples = open_windows(directory, length, vocab_size)
+    meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
+    notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
+    notes += left_out(str(source), meta)
+    notes += _not_read(str(source), meta)
+    if long := int((sizes > length + 1).sum()):
+        split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
+        notes.append(f"{source}: {split}; no target is lost at a border")
+    return dataclasses.replace(examples, notes=(*notes, *examples.notes))
+
+
+def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
+    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > STORIES else ''})"
+    return [f"{source}: left out: {counts}{shown}"] if counts else []
+
+
+def _not_read(source: str, meta: Mapping[str, Any]) -> list[str]:
+    """What to say of a folder's other files, and of padding."""
+    said = []
+    if files := meta["passed_over"]["files"]:
+        shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > STORIES else "")
+        said.append(
+            f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, {' and '.join(IN_FOLDERS)} are read"
+        )
+    if meta["padding"]["rows"]:
+        padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
+        said.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
+    return said
+
+
+def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
+    """The token directory of a source; of several processes that want the same one, one writes and the others wait.
+
+    Those that show no bar let the one that does go first.
+    """
+    about: dict[str, Any] = {
+        "rows": identity(source),
+        "tokenizer": tokenizer.fingerprint,
+        "column": reading.text_column,
+    }
+    about |= {"limit": reading.limit, "version": VERSION}
+    fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    directory = reading.cache / fingerprint
+    if not directory.exists():
+        time.sleep(0 if progress else HEAD_START)
+        with _locked(reading.cache, fingerprint):
+            if not directory.exists():
+                _write(
+                    directory, source, vocab_size, tokenizer, reading, {**about, "fingerprint": fingerprint}, progress
+                )
+    return directory
+
+
+@contextmanager
+def _locked(cache: Path, fingerprint: str) -> Iterator[None]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        held = (cache / f"{fingerprint}.lock").open("w")
+    except OSError as error:
+        raise ValueError(
+            f"--data_cache {cache} cannot be written ({error.strerror}); name another directory"
+        ) from error
+    with held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _write(
+    directory: Path,
+    source: str | Path,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    made: Mapping[str, Any],
+    progress: bool,
+) -> None:
+    rows = rows_of(source, reading.limit)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{source} holds no row, so nothing to predict")
+    kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
+    prompts, others = LongestPrompts(), passed_over(source)
+
+    def about() -> dict[str, object]:
+        return {
+            "tokenizer": tokenizer.name,
+            "source": str(source),
+            "seed": None,
+            "kind": kind.name,
+            **skipped.facts(),
+            "padding": dict(skipped.padding),
+            "passed_over": {"files": len(others), "first": others[:STORIES]},
+            "longest_prompts": prompts.rows,
+            "made": made,
+        }
+
+    documents = _documents(itertools.chain([first], rows), kind, vocab_size, tokenizer, skipped, prompts)
+    shown = with_bar(documents, progress=progress)
+    try:
+        write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
+    except ValueError as error:
+        if skipped.counts and "no document to write" in str(error):
+            said = left_out(str(source), skipped.facts())[0]
+            raise ValueError(f"{source} has nothing to learn from; {said}") from error
+        raise
+
+
+def _documents(
+    rows: Iterable[Named],
+    kind: Kind,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    prompts: LongestPrompts,
+) -> Iterator[tuple[IntArray, Targets | None]]:
+    written = itertools.count()
+    for batch in batches(rows):
+        read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
+        for where, sample in read:
+            if sample.skipped is not None:
+                skipped.add(sample.skipped, where)
+            if sample.padding:
+                skipped.padding.update(rows=1, tokens=sample.padding)
+        kept = [(where, sample) for where, sample in read if sample.skipped is None]
+        encoded = encode([sample for _, sample in kept], kind, tokenizer)
+        for (where, _), (ids, targets) in zip(kept, encoded, strict=True):
+            check_ids(ids, vocab_size, where)
+            if len(ids) < 2:
+                skipped.add("of one token", where)
+            elif targets is not None and not kind.masked and not targets[1:].all():
+                raise ValueError(f"{where} has labels, and the first row has none; give every row labels")
+            else:
+                number = next(written)
+                if targets is not None:
+                    prompts.add(number, where, targets)
+                yield ids, targets
+
+
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """Of as many as a tokenizer gets at once, to share among the cores."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, BATCH)):
+        yield batch

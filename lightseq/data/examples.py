@@ -1,0 +1,220 @@
+"""What a run learns from: tokens with labels shifted once, in windows of documents or one example a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.data.pickles import read_pickle
+from lightseq.data.tokens import META, IntArray, TokenDirectory, open_token_directory
+from lightseq.words import plural
+
+IGNORE_INDEX = -100
+STORIES = 5  # documents that a note names
+CHUNK = 1 << 24  # tokens looked through at once
+Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
+
+
+@dataclass(frozen=True)
+class Example:
+    """At most `length` tokens; labels[i] is the token after input_ids[i], or IGNORE_INDEX."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    boundaries: tuple[int, ...] | None = None  # of packed documents: where each begins, and the end
+
+
+class Examples(Protocol):
+    """Random access to examples; `notes` says in sentences what was cut or left out."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
+    """Tokens start to start + length of a document; labels come aligned with ids and are shifted here, nowhere else."""
+    stop = min(start + length, len(ids))
+    shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
+    targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
+    shifted[: len(targets)] = targets
+    return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
+
+
+def window_counts(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Of documents of these sizes. n tokens have n - 1 targets: a last window of one token alone would have none."""
+    return np.maximum(0, -(-(sizes - 1) // length))
+
+
+def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Tokens of every window of every document."""
+    windows = window_counts(sizes, length)
+    found = np.full(int(windows.sum()), length, dtype=np.int64)
+    some = windows > 0
+    last = sizes[some] - (windows[some] - 1) * length
+    found[np.cumsum(windows[some]) - 1] = np.minimum(last, length)
+    return found
+
+
+def first_windows(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """The index of each document's first window, and the number of windows."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
+
+
+def place_of(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
+    """The document that a window is of, and where in it the window starts."""
+    if not 0 <= index < first[-1]:
+        raise IndexError(index)
+    document = int(np.searchsorted(first, index, side="right")) - 1
+    return document, (index - int(first[document])) * length
+
+
+def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"{where} holds the token id {int(outside[0])}, outside the model's vocabulary of {vocab_size}; "
+            "tokenize with the model's tokenizer or take a model with a larger vocabulary"
+        )
+
+
+@dataclass(frozen=True)
+class WindowExamples:
+    """Windows of a token directory; none crosses a document, and none is without a target."""
+
+    source: TokenDirectory
+    length: int
+    vocab_size: int
+    first_window: NDArray[np.int64]
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return int(self.first_window[-1])
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return window_sizes(np.diff(self.source.offsets), self.length)
+
+    def __getitem__(self, index: int) -> Example:
+        document, start = place_of(self.first_window, index, self.length)
+        here = slice(start, start + self.length + 1)  # with the target past the border
+        ids, targets = self.source.document(document)[here], self.source.targets_of(document)
+        check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
+        labels = ids if targets is None else np.where(targets[here], ids.astype(np.int64), IGNORE_INDEX)
+        return window(ids, labels, 0, self.length)
+
+
+def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
+    """Raises ValueError naming the first document with an id outside the vocabulary, if the meta data knows of one."""
+    if source.meta["max_token_id"] < vocab_size:
+        return
+    for start in range(0, len(source.tokens), CHUNK):
+        outside = np.flatnonzero(source.tokens[start : start + CHUNK] >= vocab_size)
+        if outside.size:
+            document = int(np.searchsorted(source.offsets, start + outside[0], side="right")) - 1
+            check_ids(source.document(document), vocab_size, f"{source.path} document {document}")
+    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
+
+
+def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
+    if source.targets is None or not first[-1]:
+        return np.zeros(len(first) - 1, np.int64)
+    windows = np.diff(first)
+    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # in its document
+    starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
+    ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
+    edges = np.stack([starts, ends], axis=1).ravel()
+    counts = np.add.reduceat(source.targets, edges[: -1 if edges[-1] == len(source.targets) else None], dtype=np.int64)
+    return np.bincount(np.repeat(np.arange(len(windows)), windows), counts[::2] == 0, len(windows)).astype(np.int64)
+
+
+def targetless(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
+    """What to say of windows without a target: how many they are, and which documents have most of them."""
+    barren = windows_without_target(source, first, length)
+    if not barren.any():
+        return ()
+    rows = {prompt["document"]: prompt["row"] for prompt in source.meta.get("longest_prompts", ())}
+    most = [document for document in np.argsort(-barren, kind="stable")[:STORIES].tolist() if barren[document]]
+    shown = "; ".join(f"{rows.get(i, f'document {i}')}: {int(barren[i]):,}" for i in most)
+    more = "; …" if int((barren > 0).sum()) > STORIES else ""
+    windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
+    return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)
+
+
+def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
+    source = open_token_directory(path)
+    _check_vocabulary(source, vocab_size)
+    sizes = np.diff(source.offsets)
+    first = first_windows(sizes, length)
+    short = int((sizes < 2).sum())
+    notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
+    if not first[-1]:
+        raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
+    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless(source, first, length)))
+
+
+@dataclass(frozen=True)
+class SequenceExamples:
+    """One example a sequence, cut at the length."""
+
+    sequences: Sequence[Aligned]
+    length: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> Example:
+        ids, labels = self.sequences[index]
+        return window(ids, labels, 0, self.length)
+
+
+def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> SequenceExamples:
+    """Leaves out what has no target, and counts that and what the length cuts off."""
+    kept: list[Aligned] = []
+    short = targetless = cut_sequence_count = cut_token_count = 0
+    for ids, labels in pairs:
+        if len(ids) < 2:
+            short += 1
+            continue
+        if labels is not ids and not bool((labels[1 : length + 1] != IGNORE_INDEX).any()):
+            targetless += 1
+            continue
+        cut_sequence_count += len(ids) > length
+        cut_token_count += max(0, len(ids) - length)
+        kept_ids = ids[: length + 1].astype(np.int32)  # a copy: a view would keep the tokens that are cut
+        kept.append((kept_ids, kept_ids if labels is ids else labels[: length + 1].astype(np.int32)))
+    if not kept and targetless:
+        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
+    if not kept:
+        raise ValueError(f"{path} has no sequence of at least two tokens, so nothing to predict")
+    notes = []
+    if short:
+        notes.append(f"{path}: {plural(short, 'sequence')} of fewer than two tokens left out")
+    if targetless:
+        notes.append(
+            f"{path}: {plural(targetless, 'sequence')} without a target in the first {length:,} tokens left out"
+        )
+    if cut_sequence_count:
+        cut = f"{plural(cut_sequence_count, 'sequence')} of {len(kept):,} cut at {length:,} tokens"
+        notes.append(f"{path}: {cut}, {plural(cut_token_count, 'token')} dropped")
+    return SequenceExamples(kept, length, tuple(notes))
+
+
+def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
+    def checked() -> Iterator[Aligned]:
+        for index, (ids, labels) in enumerate(read_pickle(path)):
+            check_ids(ids, vocab_size, f"{path} sequence {index}")
+            check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
+            yield ids, labels
+
+    return cut_sequences(path, checked(), length)

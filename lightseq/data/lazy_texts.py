@@ -1,0 +1,51 @@
+"""Texts tokenised on access: a run begins at once, and what is longer than a sequence is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightseq.data.corpus import Skipped, left_out
+from lightseq.data.examples import Example, check_ids, window
+from lightseq.data.rows import rows_of, text_in
+from lightseq.data.samples import EMPTY
+from lightseq.data.tokenizer import Tokenizer
+from lightseq.data.tokens import Reading
+
+
+@dataclass(frozen=True)
+class TextExamples:
+    """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
+
+    texts: Sequence[tuple[str, str]]  # where each stands, and what it says
+    tokenizer: Tokenizer
+    length: int
+    vocab_size: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        where, text = self.texts[index]
+        ids = self.tokenizer.encode(text)
+        check_ids(ids, self.vocab_size, where)
+        return window(ids, ids, 0, self.length)
+
+
+def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading) -> TextExamples:
+    rows = ((where, text_in(row, reading.text_column, where)) for where, row in rows_of(path, reading.limit))
+    texts, skipped = list[tuple[str, str]](), Skipped()
+    for where, text in rows:
+        if text:
+            texts.append((where, text))
+        else:
+            skipped.add(EMPTY, where)
+    if not texts:
+        raise ValueError(f"{path} holds no text")
+    cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
+    notes = (*left_out(str(path), skipped.facts()), cut)
+    examples = TextExamples(texts, tokenizer, length, vocab_size, notes)
+    examples[0]  # a tokenizer too large for the model shows here, not hours later
+    return examples

@@ -1,0 +1,163 @@
+"""Several documents in one example: windows of documents, fitted into sequences as best they go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.data.batches import open_examples
+from lightseq.data.examples import (
+    Aligned,
+    Example,
+    Examples,
+    SequenceExamples,
+    WindowExamples,
+    first_windows,
+    place_of,
+    window,
+    window_counts,
+    window_sizes,
+)
+from lightseq.data.tokenizer import Tokenizer
+from lightseq.data.tokens import Reading
+from lightseq.words import plural
+
+WHOLE = 1 << 62  # a length that cuts nothing
+
+
+class Windows(Examples, Protocol):
+    """Examples none of which crosses a document, and how long each is, without reading any."""
+
+    @property
+    def sizes(self) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class SequenceWindows:
+    """Windows of sequences held in memory; the first token of each is a target of the one before."""
+
+    sequences: Sequence[Aligned]
+    length: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, index: int) -> Example:
+        sequence, start = place_of(self._first, index, self.length)
+        return window(*self.sequences[sequence], start, self.length)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        return window_sizes(self._sizes, self.length)
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        return np.array([len(ids) for ids, _ in self.sequences])
+
+    @cached_property
+    def _first(self) -> NDArray[np.int64]:
+        return first_windows(self._sizes, self.length)
+
+
+@dataclass(frozen=True)
+class PackedExamples:
+    """Each example is some windows side by side: `order[first[i] : first[i + 1]]`."""
+
+    windows: Windows
+    order: NDArray[np.int64]
+    first: NDArray[np.int64]
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        parts = [self.windows[int(i)] for i in self.order[self.first[index] : self.first[index + 1]]]
+        ids, labels = (np.concatenate(x) for x in zip(*((p.input_ids, p.labels) for p in parts), strict=True))
+        return Example(ids, labels, (0, *np.cumsum([len(p.input_ids) for p in parts]).tolist()))
+
+
+def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Best-fit decreasing: longest first, each into the sequence that it leaves least room in.
+
+    Returns the windows in the order of the sequences, and where each sequence begins among them.
+    """
+    sequences: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # sequences by the room that they have left
+    rooms: list[int] = []  # those that occur, rising
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        assert 0 < size <= length, f"a window of {size} tokens in sequences of {length}"
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            room, sequence = length, len(sequences)
+            sequences.append([])
+        else:
+            room = rooms[place]
+            sequence = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        sequences[sequence].append(piece)
+        left = room - size
+        if left:
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(sequence)
+    counts = [len(pieces) for pieces in sequences]
+    order = np.array([piece for pieces in sequences for piece in pieces], dtype=np.int64)
+    return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def open_packed(
+    path: str | Path,
+    length: int,
+    vocab_size: int,
+    tokenizer: str | Tokenizer | None = None,
+    lazy: bool = False,
+    progress: bool = True,
+    reading: Reading | None = None,
+) -> PackedExamples:
+    """Opens what `open_examples` opens. Raises ValueError where lengths are not known beforehand."""
+    first_cut = WHOLE if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
+    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, reading)
+    windows: Windows
+    if isinstance(opened, SequenceExamples):
+        windows = SequenceWindows(opened.sequences, length, opened.notes)
+        documents = windows._sizes
+    elif isinstance(opened, WindowExamples):
+        windows, documents = opened, np.diff(opened.source.offsets)
+    else:
+        raise ValueError(f"--packing best_fit fits {path} by length, known once tokenised; leave --lazy_preprocess out")
+    order, first = best_fit(windows.sizes, length)
+    notes = _notes(path, windows.sizes, documents, first, length)
+    return PackedExamples(windows, order, first, (*windows.notes, *notes))
+
+
+def _notes(
+    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], first: NDArray[np.int64], length: int
+) -> list[str]:
+    """What packing made of the documents, what it cut and what it left empty."""
+    sequences, tokens = len(first) - 1, int(sizes.sum())
+    empty = sequences * length - tokens
+    share = f"{100 * empty / (sequences * length):.2f}%"
+    kept = int((documents > 1).sum())
+    notes = [
+        f"{path}: {plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens, "
+        f"{plural(empty, 'token')} of padding ({share})"
+    ]
+    split = documents > length + 1
+    if split.any():
+        pieces = int(window_counts(documents[split], length).sum())
+        cut = f"{plural(int(split.sum()), 'document')} longer than that cut into {plural(pieces, 'piece')}"
+        notes.append(f"{path}: {cut}; no target is lost, and no piece attends to another")
+    return notes

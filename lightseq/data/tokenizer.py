@@ -1,0 +1,197 @@
+"""What makes ids of text: bytes, or a Hugging Face tokenizer, and which of the ids are targets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.data.tokens import IntArray
+from lightseq.models.hub import unreachable
+from lightseq.words import first_line
+
+Turns = list[dict[str, Any]]
+Part = tuple[str, bool]  # of a text, and whether it is a target
+Targets = NDArray[np.bool_]
+
+
+class Tokenizer(Protocol):
+    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`.
+
+    `encode_parts` makes ids of texts in parts, and says which of them are targets. A chat template writes turns as
+    text, with what asks for an answer at the end or without.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+
+    @property
+    def end(self) -> tuple[int, ...]: ...
+
+    @property
+    def chat_template(self) -> Callable[[Turns, bool], str] | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def special_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> IntArray: ...
+
+    def encode_part(self, text: str) -> IntArray: ...
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document."""
+
+    name: str = "byte"
+    vocab_size: int = 257
+    end_of_document: int = 256
+    begin: tuple[int, ...] = ()
+    chat_template: Callable[[Turns, bool], str] | None = None
+    fingerprint: str = "byte"
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return (self.end_of_document,)
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return (self.end_of_document,)
+
+    def encode(self, text: str) -> IntArray:
+        return np.append(self.encode_part(text), np.uint16(self.end_of_document))
+
+    def encode_part(self, text: str) -> IntArray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
+        return [self.encode(text) if whole else self.encode_part(text) for text in texts]
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
+        return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer; its end-of-sequence id ends every document, whether or not it adds one itself."""
+
+    name: str
+    vocab_size: int
+    backend: Any
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        first = self.backend.bos_token_id
+        return (first,) if first is not None and self.backend("a")["input_ids"][:1] == [first] else ()
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return (self.backend.eos_token_id,) if self.backend.eos_token_id is not None else ()
+
+    @property
+    def chat_template(self) -> Callable[[Turns, bool], str] | None:
+        return self._render if getattr(self.backend, "chat_template", None) else None
+
+    def _render(self, turns: Turns, asks: bool) -> str:
+        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that decides what a text becomes, whatever the tokenizer's name."""
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
+        made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
+        return hashlib.sha256(repr(made).encode()).hexdigest()
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return tuple(self.backend.all_special_ids)
+
+    def encode_part(self, text: str) -> IntArray:
+        return self.encode_batch([text], whole=False)[0]
+
+    def encode(self, text: str) -> IntArray:
+        return self.encode_batch([text], whole=True)[0]
+
+    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
+        """Whole documents, or parts of one; a fast tokenizer takes all cores for them."""
+        if not texts:
+            return []
+        found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
+        closed = [ids if not whole or tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in found]
+        return [np.asarray(ids, dtype=np.int64) for ids in closed]
+
+    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
+        """As if in one piece, as readers of a prompt get it; an id that reaches into a target is one."""
+        if not texts:
+            return []
+        if not self.backend.is_fast:
+            return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+        whole = ["".join(text for text, _ in parts) for parts in texts]
+        found = self.backend(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            (np.asarray(ids, dtype=np.int64), _reaching(np.asarray(spans).reshape(-1, 2), parts))
+            for ids, spans, parts in zip(found["input_ids"], found["offset_mapping"], texts, strict=True)
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def _joined(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, Targets]:
+    ids = np.concatenate([ids for ids, _ in pieces])
+    return ids, np.concatenate([np.full(len(ids), target) for ids, target in pieces])
+
+
+def _reaching(spans: NDArray[np.integer[Any]], parts: tuple[Part, ...]) -> Targets:
+    """Which of the ids, by their characters, reach into a part that is a target."""
+    found, end = np.zeros(len(spans), dtype=np.bool_), 0
+    for text, target in parts:
+        start, end = end, end + len(text)
+        if target:
+            found |= (spans[:, 1] > start) & (spans[:, 0] < end)
+    return found
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`byte`, or whatever AutoTokenizer knows: a local directory or a hub id. Code that ships with it is never run."""
+    if name == "byte":
+        return ByteTokenizer()
+    if not Path(name).exists() and (reason := unreachable(name, "tokenizer_config.json")):
+        raise ValueError(
+            f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
+            "the network, or give a directory, or byte"
+        )
+    from transformers import AutoTokenizer  # seconds to import, and not needed for bytes
+
+    try:
+        backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
+    # not len(backend): ids may have gaps
+    return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend)

@@ -1,0 +1,167 @@
+"""What a corpus is on disk: a token directory, how one is written, and how it is opened.
+
+A token directory:
+tokens.bin     every token, little-endian uint16 or uint32
+documents.bin  int64: where each document starts, and the end of the last
+targets.bin    uint8, perhaps: 1 for a token that is a target, 0 for one that is only read; without it all are
+meta.json      dtype, counts, vocabulary, tokenizer, source, seed, what was skipped
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.words import first_line
+
+IntArray = NDArray[np.integer[Any]]
+
+FORMAT_VERSION = 1
+TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+OFFSET: np.dtype[Any] = np.dtype("<i8")
+FLAG: np.dtype[Any] = np.dtype("u1")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read that are not tokens yet."""
+
+    text_column: str = "text"
+    limit: int | None = None  # rows; None: all
+    cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
+
+
+@contextmanager
+def written_whole(path: Path, force: bool) -> Iterator[Path]:
+    """Gives a temporary sibling to write, a file or a directory; it takes the name `path` when all went well."""
+    path = path.resolve()
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists; give another path, or --force to replace it")
+    if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - {TOKENS, DOCUMENTS, TARGETS, META}):
+        raise ValueError(
+            f"{path} holds {min(strangers)}, so it is no token directory and is not replaced; move it away"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (path.with_name(f".{path.name}.{word}-{os.getpid()}") for word in ("partial", "old"))
+    try:
+        yield partial
+        if path.exists() and (path.is_dir() or partial.is_dir()):  # a directory is never renamed over another
+            path.rename(old)
+        partial.rename(path)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        for leftover in (partial, old):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def write_token_directory(
+    path: Path,
+    documents: Iterable[IntArray | tuple[IntArray, NDArray[np.bool_] | None]],
+    vocab_size: int,
+    about: Callable[[], Mapping[str, object]],
+    force: bool = False,
+    with_targets: bool = False,
+) -> dict[str, Any]:
+    """Streams documents to disk; `about` adds to the meta data after the last one, when counts are known.
+
+    A document may bring along which of its tokens are targets.
+    """
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    count = tokens = 0
+    max_token_id = -1
+    with written_whole(path, force) as partial, ExitStack() as files:
+        partial.mkdir()
+        token_file, document_file = (files.enter_context((partial / name).open("wb")) for name in (TOKENS, DOCUMENTS))
+        target_file = files.enter_context((partial / TARGETS).open("wb")) if with_targets else None
+        document_file.write(np.int64(0).astype(OFFSET).tobytes())
+        for document in documents:
+            ids, targets = document if isinstance(document, tuple) else (document, None)
+            if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+                raise ValueError(f"document {count}: {_extent(ids)}, not ids of a vocabulary of {vocab_size}")
+            token_file.write(ids.astype(DTYPES[dtype]).tobytes())
+            if target_file is not None:
+                target_file.write((np.ones(len(ids), FLAG) if targets is None else targets.astype(FLAG)).tobytes())
+            count, tokens, max_token_id = count + 1, tokens + ids.size, max(max_token_id, int(ids.max()))
+            document_file.write(np.int64(tokens).astype(OFFSET).tobytes())
+        if count == 0:
+            raise ValueError(f"no document to write to {path}; the sources hold no text")
+        meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
+        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **about()}
+        (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        files.close()
+    return meta
+
+
+def _extent(ids: IntArray) -> str:
+    return f"ids from {ids.min()} to {ids.max()}" if ids.size else "no token"
+
+
+@dataclass(frozen=True)
+class TokenDirectory:
+    """Memory-mapped tokens; document i is tokens[offsets[i] : offsets[i + 1]]."""
+
+    path: Path
+    tokens: IntArray
+    offsets: NDArray[np.int64]
+    meta: Mapping[str, Any]
+    targets: IntArray | None = None
+
+    def document(self, index: int) -> IntArray:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def targets_of(self, index: int) -> IntArray | None:
+        """For every token of a document, whether it is a target; None: all are."""
+        return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
+
+
+def open_token_directory(path: Path) -> TokenDirectory:
+    """Maps a token directory after checking that its three files agree."""
+    meta = _read_meta(path / META)
+    tokens = _map_numbers(path / TOKENS, DTYPES[meta["dtype"]], meta["tokens"])
+    offsets = _map_numbers(path / DOCUMENTS, OFFSET, meta["documents"] + 1)
+    if offsets[0] != 0 or offsets[-1] != meta["tokens"] or bool((offsets[1:] < offsets[:-1]).any()):
+        raise ValueError(
+            f"{path / DOCUMENTS} is corrupt: its borders do not rise from 0 to {meta['tokens']}; make it again"
+        )
+    targets = _map_numbers(path / TARGETS, FLAG, meta["tokens"]) if meta.get("targets") else None
+    return TokenDirectory(path, tokens, offsets, meta, targets)
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {META}, so it is no token directory; make one with python3 -m data_gen")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
+    if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")
+    counts_hold = all(isinstance(meta.get(key), int) and meta[key] > 0 for key in ("tokens", "documents"))
+    if not counts_hold or not isinstance(meta.get("max_token_id"), int) or meta.get("dtype") not in DTYPES:
+        raise ValueError(
+            f"{path} is corrupt: dtype, tokens, documents or max_token_id is missing or wrong; make it again"
+        )
+    return meta
+
+
+def _map_numbers(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    size_bytes = path.stat().st_size if path.is_file() else 0
+    if size_bytes != count * dtype.itemsize:
+        raise ValueError(
+            f"{path} is corrupt: {size_bytes} bytes where {META} says {count * dtype.itemsize}; make it again"
+        )
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -1,0 +1,1 @@
+"""How far a model looks: loss by position, and needles in haystacks."""

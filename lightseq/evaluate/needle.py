@@ -1,0 +1,164 @@
+"""A needle in a haystack: texts of any length with a number hidden at some depth, and the question at their end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.data.examples import check_ids
+from lightseq.data.tokenizer import Tokenizer
+
+SENTENCE: Final = "\nThe pass key is {number}. Remember it: {number} is the pass key.\n"
+QUESTION: Final = "\nWhat is the pass key? The pass key is"
+ANSWER: Final = " {number}"
+# The haystack of those who have none (Mohtashami and Jaggi, arXiv 2305.16300).
+FILLER: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+SMALLEST, LARGEST = 10_000, 100_000  # five digits
+DRAWS = 1000  # of a number, until it has as many tokens as the right one
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden, what is asked for at the end, and answers of equal length, the right one first."""
+
+    sentence: Ids
+    question: Ids
+    answers: tuple[Ids, ...]
+    absent: Ids  # from the haystack, or the answer would not be one
+
+
+class Needles(Protocol):
+    """Draws needles in the language of a model, and says what an answer reads like."""
+
+    @property
+    def begin(self) -> Ids: ...
+
+    def draw(self, generator: np.random.Generator, choices: int) -> Needle: ...
+
+    def hay(self, generator: np.random.Generator, count: int) -> Ids: ...
+
+    def show(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class TextNeedles:
+    """A number of five digits in a sentence."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def begin(self) -> Ids:
+        return np.asarray(self.tokenizer.begin, dtype=np.int64)
+
+    def draw(self, generator: np.random.Generator, choices: int) -> Needle:
+        right = int(generator.integers(SMALLEST, LARGEST))
+        question, answer = self._ending(right)
+        answers, numbers = [answer], {right}
+        for number in map(int, generator.integers(SMALLEST, LARGEST, DRAWS)):
+            asked, answer = self._ending(number)
+            alike = len(answer) == len(answers[0]) and np.array_equal(asked, question)
+            if len(answers) < choices and number not in numbers and alike:
+                answers.append(answer)
+                numbers.add(number)
+        if len(answers) < choices:
+            raise ValueError(f"tokenizer {self.tokenizer.name} makes too few numbers of equal length; fewer --choices")
+        return Needle(self._ids(SENTENCE.format(number=right)), question, tuple(answers), np.zeros(0, np.int64))
+
+    def hay(self, generator: np.random.Generator, count: int) -> Ids:
+        return self._ids(FILLER * 8)
+
+    def show(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids).strip()
+
+    def _ending(self, number: int) -> tuple[Ids, Ids]:
+        """Question and answer; encoded as one, as they would be in a text, and cut where the number begins."""
+        asked, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
+        shorter = min(len(asked), len(whole) - 1)
+        same = asked[:shorter] == whole[:shorter]
+        cut = shorter if same.all() else int(same.argmin())
+        return whole[:cut], whole[cut:]
+
+    def _ids(self, text: str) -> Ids:
+        return self.tokenizer.encode_part(text).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class IdNeedles:
+    """A key and its value, ids of the upper half of the vocabulary; the key again asks for the value.
+
+    As in `data_gen synthetic --kind needle`, on which a model without a tokenizer can learn to find them.
+    """
+
+    vocab_size: int
+
+    @property
+    def begin(self) -> Ids:
+        return np.zeros(0, np.int64)
+
+    def draw(self, generator: np.random.Generator, choices: int) -> Needle:
+        upper = np.arange(self.vocab_size // 2, self.vocab_size)
+        if len(upper) < choices + 1:
+            raise ValueError(
+                f"--choices {choices} and a key are more than half of the {self.vocab_size} ids; give fewer"
+            )
+        key, *values = generator.choice(upper, choices + 1, replace=False)
+        answers = tuple(np.array([value], dtype=np.int64) for value in values)
+        return Needle(np.array([key, values[0]]), np.array([key]), answers, np.array([key, *values]))
+
+    def hay(self, generator: np.random.Generator, count: int) -> Ids:
+        return generator.integers(0, max(1, self.vocab_size // 2), count)
+
+    def show(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is asked of a model. A needle and its place in the haystack are the same at every depth and length."""
+
+    needles: tuple[Needle, ...]
+    hay: Ids
+    begin: Ids
+    seed: int
+
+    def text(self, trial: int, depth: float, length: int) -> Ids:
+        """All but the answer, which makes `length` tokens of it: the needle after the share `depth` of the hay."""
+        needle = self.needles[trial]
+        hay = self.hay[~np.isin(self.hay, needle.absent)]
+        around = length - self._least(needle)
+        first = int(np.random.default_rng((self.seed, trial, 1)).integers(len(hay)))
+        hay = hay.take(np.arange(first, first + around), mode="wrap")
+        before = round(depth * around)
+        return np.concatenate([self.begin, hay[:before], needle.sentence, hay[before:], needle.question])
+
+    @property
+    def least_length(self) -> int:
+        """The fewest tokens that every needle and its question fit into."""
+        return max(map(self._least, self.needles))
+
+    def _least(self, needle: Needle) -> int:
+        return sum(map(len, (self.begin, needle.sentence, needle.question, needle.answers[0])))
+
+
+def make_search(
+    needles: Needles, hay: Ids | None, trials: int, choices: int, seed: int, lengths: Sequence[int], vocab_size: int
+) -> Search:
+    """Raises ValueError for what does not fit into a length, or the model's vocabulary."""
+    drawn = tuple(needles.draw(np.random.default_rng((seed, trial)), choices) for trial in range(trials))
+    if hay is None:
+        hay = needles.hay(np.random.default_rng((seed, trials)), max(lengths))
+    search = Search(drawn, hay, needles.begin, seed)
+    for needle in drawn:
+        for ids in (needle.sentence, needle.question, *needle.answers, search.begin):
+            check_ids(ids, vocab_size, "the needle")
+        if np.isin(hay, needle.absent).all():
+            raise ValueError("the haystack has no token besides keys and values; give another --data_path, or none")
+    check_ids(hay, vocab_size, "the haystack")
+    if min(lengths) < search.least_length:
+        least = search.least_length
+        raise ValueError(f"--lengths {min(lengths)}: the needle and its question take {least} tokens; give {least}")
+    return search

@@ -1,0 +1,128 @@
+"""What the backward pass recomputes: nothing, all of a layer but attention (and its linears), or everything."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from lightseq.attention.operator import ATTENTION_OP
+from lightseq.layers.mlp import KEEPING_MLP_OP
+from lightseq.layers.projections import KEEPING_LINEAR_OP
+from lightseq.memory.keeping import Results, instead
+from lightseq.memory.offload import Offload
+from lightseq.memory.policies import POLICIES
+
+
+def apply_remat(
+    layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
+) -> None:
+    """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
+    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept, and under
+    `attention+linears` what its projections do, which `keep_projections` has told.
+
+    The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
+    is for a forward that torch.compile shall see; `offload` takes what is kept.
+    """
+    assert policy in POLICIES, policy
+    if policy == "none":
+        return
+    options: dict[str, Any] = {}
+    if policy != "full":
+        # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
+        by_policy = partial(create_selective_checkpoint_contexts, _keep_results)
+        options["context_fn"] = by_policy if compiled else partial(_keep_contexts, offload)
+    for layer in layers:
+        layer.forward = partial(  # type: ignore[method-assign]
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,  # no dropout anywhere
+            **options,
+        )
+
+
+def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | None = None) -> None:
+    """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
+
+    The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
+    the host, given `inner`). The first layer's forward runs them all, and the others hand on what it returns, so that
+    the model that calls them need not know.
+    """
+    for group in groups:
+        if inner is not None and len(group) > 1:
+            inner.wrap(group[:-1], group[-1])
+        first, *others = group
+        first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
+        for layer in others:
+            layer.forward = _hand_on  # type: ignore[method-assign, assignment]
+
+
+def _run_group(forwards: list[Callable[..., Tensor]], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(hidden: Tensor) -> Tensor:
+        for forward in forwards:
+            hidden = forward(hidden, *args, **kwargs)
+        return hidden
+
+    if not torch.is_grad_enabled():
+        return run(hidden)
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # weights want gradients even if hidden does not
+    return _Group.apply(hidden, anchor, run)
+
+
+class _Group(torch.autograd.Function):
+    """A checkpoint with checkpoints inside, and hooks for saved tensors between the two.
+
+    torch's own, not reentrant, counts what is saved inside, and would miss what such hooks take.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(hidden)
+        ctx.run = run
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            edge = get_gradient_edge(ctx.run(hidden))  # of the output itself nothing is needed any more
+        torch.autograd.backward(edge, dout)
+        return hidden.grad, None, None
+
+
+def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden
+
+
+def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = op in (ATTENTION_OP, KEEPING_MLP_OP, KEEPING_LINEAR_OP)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_contexts(offload: Offload | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
+    kept: deque[list[Any]] = deque()
+    keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
+    fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
+
+    def keeping(compute: Callable[[], Results]) -> Results:
+        results = compute()
+        kept.append([keep(x.detach()) for x in results])
+        return results
+
+    def taking(_compute: Callable[[], Results]) -> Results:
+        if not kept:
+            raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
+        return tuple(fetch(x).detach() for x in kept.popleft())
+
+    return instead(keeping), instead(taking)

@@ -1,0 +1,195 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and in peft's files.
+
+The model keeps its class and the names of its modules; its own weights stay as they were read, in the compute dtype.
+"""
+
+import json
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.layers.low_rank import adapted, linear_of
+from lightseq.models.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
+from lightseq.words import first_line
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ROPE: Final = "adapter_rope.json"  # what a run changed in the config of its model; peft's files have no place for it
+ALL: Final = "all-linear"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What `--lora_rank`, `--lora_alpha` and `--lora_target_modules` ask for."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # names of linears in the layers, as q_proj
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
+    """Raises ValueError for what cannot be met."""
+    if config.lora_rank is None:
+        return None
+    if find_spec("peft") is None:
+        raise ValueError(f"--lora_rank {config.lora_rank} is peft's, which is not installed; pip install peft")
+    linears = sorted({name.split(".")[-1] for name, _ in _ends_of_linears(model_config)})
+    asked = config.lora_target_modules.replace(",", " ").split()
+    targets = linears if asked == [ALL] else asked
+    if unknown := [name for name in targets if name not in linears]:
+        raise ValueError(
+            f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is no linear of the model's layers; "
+            f"choose from {', '.join(linears)}, or {ALL}"
+        )
+    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets))
+
+
+def adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
+    """How many weights train; 0: all of the model's."""
+    if lora is None:
+        return 0
+    ends = _ends_of_linears(model_config)
+    return sum(lora.rank * both for name, both in ends if name.split(".")[-1] in lora.targets)
+
+
+def _ends_of_linears(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Inputs and outputs together of every linear, by name."""
+    return _known_ends(cast(Hashable, type(model_config)), model_config.to_json_string())
+
+
+@lru_cache(maxsize=16)  # a plan asks for every length that it tries
+def _known_ends(kind: Any, text: str) -> list[tuple[str, int]]:
+    linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
+    return [(name, linear.in_features + linear.out_features) for name, linear in linears]
+
+
+def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    layers: Any = model.base_model.layers
+    return [(name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+
+
+def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
+    """Puts adapters beside the linears of a model without memory; freezes all else, in the dtype that computes."""
+    if lora is None:
+        return
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(ADAPTER in name)
+        if ADAPTER not in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+@cache
+def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
+    """peft's layer, the adapter's product and the weight's made as one. In two, as peft has them, what an adapter adds
+    to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out = adapted(x.flatten(0, -2), linear_of(self, x.dtype)).view(*x.shape[:-1], -1)
+        return out if self.base_layer.bias is None else out + self.base_layer.bias
+
+    return type(f"RoundedOnce{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _peft_config(lora: Lora, base: str | None = None) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0, bias="none",
+        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=base is not None,
+    )  # fmt: skip
+
+
+def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
+    """As peft does, and the same for every number of ranks: A uniform within 1/√inputs either way, B zero."""
+    for name, parameter in trained(model):
+        shape, on = tuple(parameter.shape), device or parameter.device
+        whole = torch.zeros(shape, device=on)
+        if "lora_A" in name:
+            bound = 1 / math.sqrt(shape[1])
+            whole.uniform_(-bound, bound, generator=named_generator(name, seed, on))
+        fill(parameter, whole.__getitem__)
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if ADAPTER in name)
+
+
+def rope_of(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What a run's flags made of its model's RoPE, as config.json has it; None where they left it alone."""
+    if config.rope_theta is None and config.rope_scaling is None:
+        return None
+    found = model_config.to_dict()
+    return {key: found[key] for key in ("rope_parameters", "max_position_embeddings")}
+
+
+def save(
+    whole: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    lora: Lora,
+    base: str,
+    tokenizer_from: Path | None,
+    rope: Mapping[str, Any] | None,
+) -> None:
+    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name; `rope` beside."""
+    tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    source = str(Path(base).resolve()) if Path(base).is_dir() else base
+    _peft_config(lora, source).save_pretrained(str(directory))
+    if rope is not None:
+        (directory / ROPE).write_text(json.dumps(rope, indent=2) + "\n")
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of a saved adapter. Raises ValueError for one that `merge` cannot apply."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
+    found = read_object(path)
+    plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
+    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
+    for key, value in plain.items():
+        if found.get(key, value) != value:
+            raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA is merged here, use peft for others")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(found.get(key), int | float) or found[key] <= 0:
+            raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
+    return found
+
+
+def read_rope(directory: Path) -> dict[str, Any] | None:
+    """What `save` was given; None where the run left its model's RoPE alone."""
+    return read_object(directory / ROPE) if (directory / ROPE).is_file() else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds. Raises ValueError that names it where that is no object."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); copy it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object; copy it again")
+    return found

@@ -1,0 +1,244 @@
+"""What a causal language model is made of, asked of the model itself: built without memory and run once on no numbers.
+
+Nothing is told by its name. What training here could honour only in part is a ValueError of one line.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.layers.mlp import is_gated
+from lightseq.layers.projections import has_projections
+from lightseq.models.weights import build_on_meta
+from lightseq.words import first_line
+
+PROBE: Final = "lightseq_probe"
+TOKENS: Final = 4
+# What some models and data collators pass to attention, and what a kernel that dropped it would get wrong.
+NOT_HONOURED: Final = ("softcap", "s_aux", "cu_seq_lens_q")
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    key_value: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Counts are of parameters, and of the whole model."""
+
+    name: str
+    window: int | None  # tokens that a token of some layer sees at most; None: all
+    layer_class: str
+    gated_mlp: bool  # down(silu(gate) * up) of plain linears
+    mlp_is_last: bool  # no backward pass needs what an MLP gives: nothing but a sum follows, say, and no norm
+    plain_projections: bool  # of attention: four linears without bias
+    layers: int
+    heads: Heads
+    total: int  # each once, however often it is used
+    sizes: tuple[int, ...]  # of the tensors that the parameters are in
+    layer_linears: int  # weights of the linears in all layers
+    ending_linears: int  # of them, those with which a layer ends: a backward pass never needs what they give out
+    head: int  # weights of the LM head, tied or not
+
+    @property
+    def can_keep_mlp(self) -> bool:
+        """Whether a checkpoint may keep the gate and up of its MLPs and make no product of them again."""
+        return self.gated_mlp and self.mlp_is_last
+
+
+def heads_of(config: PreTrainedConfig) -> Heads:
+    query = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query
+    return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A copy with the first few layers alone; what the config lists for each layer is cut, too."""
+    before, few = config.num_hidden_layers, copy.deepcopy(config)
+    few.num_hidden_layers = min(before, layers)
+    for key, value in vars(few).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(few, key, value[: few.num_hidden_layers])
+    return few
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
+
+
+def check_attention(model: PreTrainedModel, length: int) -> None:
+    """Raises ValueError for models whose attention over `length` tokens could only be honoured in part."""
+    config, name = model.config, type(model).__name__
+    if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"{name} does not use the attention interface of transformers")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in the model's config")
+    if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
+        raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
+    window = sliding_window(config)
+    known = {"full_attention", *(["sliding_attention"] if window else [])}
+    if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
+        raise ValueError(f"{name} has layers of {kinds[0]}, for which there is no kernel; use a full-attention model")
+    _check_window(name, window, length)
+
+
+def _check_window(name: str, window: int | None, length: int) -> None:
+    if window is not None and length > window:
+        raise ValueError(
+            f"{name} has sliding-window attention over {window} tokens, for which there is no kernel at {length}; "
+            f"give at most {window}, where it is full attention, or a full-attention model"
+        )
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Keys that a token of the layer that looks back least can see, itself among them; None where all can."""
+    kinds = getattr(config, "layer_types", None)
+    asked = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if asked else None
+    return None if window is None else int(window)
+
+
+def examine(config: PreTrainedConfig, length: int | None = None) -> Architecture:
+    """The architecture behind a config. Raises ValueError for one that cannot be trained here, at a length if given."""
+    found = _examine(cast(Hashable, type(config)), config.to_json_string())
+    _check_window(found.name, found.window, length or 1)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _examine(kind: Any, text: str) -> Architecture:
+    config = kind.from_dict(json.loads(text))
+    try:
+        model = build_on_meta(config)
+    except (ValueError, KeyError, AttributeError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{config.model_type!r} is no causal language model here: {first_line(error)}") from error
+    check_attention(model, 1)
+    name, base = type(model).__name__, model.base_model
+    layers, head = getattr(base, "layers", None), model.get_output_embeddings()
+    if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
+        raise ValueError(f"{name} is not built of embeddings, layers, a norm and a linear head; use a model that is")
+    if head.bias is not None:
+        raise ValueError(f"{name} has a bias in its head, which the loss over chunks leaves out; use another model")
+    _check_parts(model, layers)
+    heads, ends, mlp_is_last = _run(model, layers)
+    _check_head(model, head)
+    return Architecture(
+        name=name,
+        window=sliding_window(config),
+        layer_class=type(layers[0]).__name__,
+        gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
+        mlp_is_last=mlp_is_last,
+        plain_projections=all(map(has_projections, layers)),
+        layers=len(layers),
+        heads=heads,
+        total=sum(p.numel() for p in model.parameters()),
+        sizes=tuple(p.numel() for p in model.parameters()),
+        layer_linears=sum(linear.weight.numel() for linear in _linears(layers)),
+        ending_linears=sum(linear.weight.numel() for linear in ends),
+        head=head.weight.numel(),
+    )
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [m for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
+    name = type(model).__name__
+    rates = {
+        key: rate for key, rate in model.config.to_dict().items() if "drop" in key and isinstance(rate, float) and rate
+    }
+    if rates:  # what is recomputed would drop something else
+        raise ValueError(
+            f"{name} drops out ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
+        )
+    known = {id(linear.weight) for linear in _linears(layers)}
+    if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
+        raise ValueError(f"{name} has {strange[0]}, weights of no linear layer (experts, perhaps); use a dense model")
+    if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
+        raise ValueError(f"{name} has layers of several kinds, {', '.join(sorted(kinds))}; use a model of one")
+    computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
+    if left := [n for n, buffer in model.named_buffers() if id(buffer) not in computed]:
+        raise ValueError(f"{name} has buffers that cannot be computed anew, {', '.join(left[:3])}; use another model")
+
+
+def _run(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, list[nn.Linear], bool]:
+    """What attention is called with in every layer, the linear that each layer runs last, and whether none saves
+    anything for its backward pass behind its MLP."""
+    name, calls, ran = type(model).__name__, list[tuple[Heads, dict[str, Any]]](), list[nn.Linear]()
+
+    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **others: Any) -> Any:
+        if q.shape[-1] != v.shape[-1]:
+            raise ValueError(f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]}; use a model of one size")
+        calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others))
+        return q.transpose(1, 2).contiguous(), None
+
+    ends: list[nn.Linear] = []
+    hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in _linears(layers)]
+    hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
+    behind: list[Tensor] = []  # what a layer has saved since its MLP
+    saved_by_layers: list[int] = []
+
+    def save(x: Tensor) -> Tensor:
+        behind.append(x)
+        return x
+
+    mlps = [mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None]
+    hooks += [mlp.register_forward_hook(lambda *_: behind.clear()) for mlp in mlps]
+    hooks += [layer.register_forward_hook(lambda *_: saved_by_layers.append(len(behind))) for layer in layers]
+    for rope in [m for m in model.modules() if hasattr(m, "inv_freq")]:
+        rope.rope_type = "default"  # type: ignore[assignment]  # others look at how long the sequence is
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    with _attending_by(model, probe), saved_tensors_hooks(save, lambda x: x):
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
+        raise ValueError(f"{name} has layers whose attention differs; use a model of one kind of layer")
+    for _, others in calls:
+        if asked := [what for what in NOT_HONOURED if others.get(what) is not None]:
+            raise ValueError(f"{name} passes {asked[0]} to attention, for which there is no kernel; use another model")
+    return calls[0][0], ends, len(mlps) == len(layers) and not any(saved_by_layers)
+
+
+@contextmanager
+def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
+    model.set_attn_implementation(PROBE)
+    yield
+    model.set_attn_implementation("eager")
+
+
+def _check_head(model: PreTrainedModel, head: nn.Linear) -> None:
+    """The loss takes the head's weight and the layers' output: nothing may stand between, nor come after."""
+    hidden = torch.empty(1, TOKENS, model.config.hidden_size, device="meta")
+    seen: list[Tensor] = []
+
+    class Output(dict):
+        last_hidden_state, past_key_values, hidden_states, attentions = hidden, None, None, None
+
+    def run_head(given: Tensor) -> Tensor:
+        seen.extend([given, torch.empty(1, TOKENS, 1, device="meta")])
+        return seen[1]
+
+    stand_in: Any = run_head
+    model.base_model.forward, head.forward = lambda *_, **__: Output(), stand_in  # type: ignore[method-assign]
+    logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta")).logits
+    between = not seen or (seen[0] is not hidden and seen[0]._base is not hidden)
+    if between or logits is not seen[1]:
+        raise ValueError(
+            f"{type(model).__name__} scales or caps its logits, which the loss over chunks leaves out; use another"
+        )

@@ -1,0 +1,199 @@
+"""What a model name means within one family: a preset, the hub id of one, a local directory or any other hub id."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+
+from lightseq.data.pickles import MALFORMED
+from lightseq.models.architecture import examine, heads_of
+from lightseq.models.hub import unreachable
+from lightseq.models.presets import Family
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
+FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
+
+    config: PreTrainedConfig
+    weights: Path | str | None
+
+
+def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Source:
+    """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
+    name, directory = model_name_or_path, Path(model_name_or_path)
+    if family.preset(name) is not None:
+        if not random_init:
+            remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
+            raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
+        return Source(preset_config(family, name), None)
+    if random_init and name in family.aliases:
+        return Source(preset_config(family, family.aliases[name]), None)
+    if (directory / "config.json").is_file():
+        return Source(_read_config(directory), None if random_init else directory)
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
+            f"--adapter {name} --output_dir DIR"
+        )
+    if directory.is_dir():
+        raise ValueError(
+            f"--model_name_or_path {name} is a directory without config.json; give a saved model's directory"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise ValueError(_unknown_name(family, name))
+    _check_hub(family, name)
+    return Source(_read_config(name), None if random_init else name)
+
+
+def preset_config(family: Family, preset: str) -> LlamaConfig:
+    """A fresh config of a preset; changing it changes no other."""
+    arguments: dict[str, Any] = dict(family.preset(preset) or {})
+    assert arguments, preset
+    # transformers fills in the mapping it is given: hand it its own copy.
+    return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
+
+
+def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """The config, if every part of the architecture is one that training here honours."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        _check_rope_type(rope, name)
+    try:
+        heads = examine(config).heads
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if heads.key_value < 1 or heads.query % heads.key_value:
+        raise ValueError(
+            f"{name} has {heads.query} attention heads for {heads.key_value} key/value heads; "
+            "use a model where they divide"
+        )
+    return config
+
+
+def apply_rope(
+    config: PreTrainedConfig,
+    rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    length: int = 0,
+) -> PreTrainedConfig:
+    """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
+
+    Scaling starts from the context that the model has without its own. llama3, yarn and longrope keep that length
+    beside the one that they reach, which becomes the config's; the others are scaled from the config's. A larger base
+    has no length of its own: it is given for the one that is trained on, which becomes the config's where it is longer.
+    """
+    current = dict(getattr(config, "rope_parameters", None) or {})
+    published = config.max_position_embeddings
+    unscaled = current.get("original_max_position_embeddings", published)
+    context = published if rope_scaling is None else unscaled
+    frequencies = int(heads_of(config).dim * current.get("partial_rotary_factor", 1.0)) // 2
+    rope = current if rope_scaling is None else _scaled_rope(current, rope_scaling, unscaled, frequencies)
+    if rope_theta is not None:
+        if rope_scaling is not None and rope_scaling.get("rope_theta", rope_theta) != rope_theta:
+            raise ValueError(
+                f"--rope_theta {rope_theta} and rope_theta in --rope_scaling {rope_scaling} differ; give one"
+            )
+        if rope_scaling is None and rope_theta > current["rope_theta"]:
+            context = max(context, length)
+        rope["rope_theta"] = float(rope_theta)
+    if rope_scaling is not None and rope["rope_type"] in REACHING:
+        reached = int(rope["original_max_position_embeddings"] * rope["factor"])
+        context = max(reached, published) if rope["rope_type"] == "llama3" else reached
+    try:
+        changed = type(config).from_dict(
+            config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
+        )
+    except KeyError as error:  # transformers' own validation names the keys it misses
+        raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
+    return changed
+
+
+def context_warning(config: PreTrainedConfig, length: int) -> str | None:
+    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
+    covered = int(config.max_position_embeddings * factor)
+    if length <= covered:
+        return None
+    return (
+        f"model_max_length {length} is beyond the {covered} positions that the model covers; "
+        f"extend them with --rope_scaling, or give {covered} or less"
+    )
+
+
+def _check_factors(scaling: Mapping[str, Any], frequencies: int) -> None:
+    for key in FACTORS:
+        given = scaling.get(key)
+        numbers = isinstance(given, list) and all(isinstance(x, int | float) for x in given)
+        if not numbers or len(given) != frequencies:  # type: ignore[arg-type]
+            found = f"{len(given)} numbers" if isinstance(given, list) and numbers else f"{given!r:.40}"
+            raise ValueError(f"--rope_scaling: {key} of longrope is {found}; give a list of {frequencies} numbers")
+
+
+def _scaled_rope(
+    current: Mapping[str, Any], scaling: Mapping[str, Any], unscaled: int, frequencies: int
+) -> dict[str, Any]:
+    kept = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
+    rope = {**kept, **scaling}
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type")  # `type` is the older spelling
+    _check_rope_type(rope, f"--rope_scaling {dict(scaling)}")
+    if rope["rope_type"] == "longrope":
+        _check_factors(scaling, frequencies)
+    for key in sorted(scaling.keys() - {"rope_type", "type", *FACTORS}):
+        if not isinstance(scaling[key], int | float):
+            raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
+    if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
+        raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
+    if rope["rope_type"] in REACHING:
+        rope.setdefault("original_max_position_embeddings", unscaled)
+    return rope
+
+
+def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
+    if rope.get("rope_type") not in ROPE_TYPES:
+        raise ValueError(
+            f"{where}: rope_type {rope.get('rope_type')!r} is unknown; choose from {', '.join(ROPE_TYPES)}"
+        )
+
+
+def _read_config(source: Path | str) -> PreTrainedConfig:
+    try:
+        # Told nothing, it would ask whether to run the code that a config names.
+        config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
+    except (OSError, *MALFORMED, ArithmeticError, StrictDataclassError) as error:  # what its fields make of it
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"
+        ) from error
+    return check_config(config, f"--model_name_or_path {source}")
+
+
+def _check_hub(family: Family, hub_id: str) -> None:
+    reason = unreachable(hub_id, "config.json")
+    if reason is None:
+        return
+    if hub_id in family.aliases:
+        fresh = "add --random_init to train its architecture from fresh weights"
+    else:
+        fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
+    raise ValueError(
+        f"--model_name_or_path {hub_id} is no directory here and cannot be fetched from the hub "
+        f"({reason}); check the id and the network, or {fresh}"
+    )
+
+
+def _unknown_name(family: Family, name: str) -> str:
+    nearest = difflib.get_close_matches(name, family.presets, n=1)
+    guess = f"; did you mean {nearest[0]}?" if nearest else ""
+    presets = ", ".join(family.presets)
+    return f"--model_name_or_path {name} is no directory, hub id or preset of {family.name} ({presets}){guess}"

@@ -1,0 +1,107 @@
+"""How many parameters a model has, how many floating-point operations a step takes, and what share of the peak that is.
+
+A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads,
+D head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
+"""
+
+import re
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from lightseq.memory.policies import KEEP_LINEARS, KEEP_MLP, POLICIES
+from lightseq.models.architecture import examine
+
+# Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
+# by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
+# given with sparsity are halved, so that the FP8 peak is what the datasheet gives for bfloat16 with sparsity.
+PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
+    (r"\bB200\b", 2250e12, 4500e12),  # HGX B200 datasheet: 4.5 and 9 PFLOP/s with sparsity
+    (r"\bH100 PCIe\b", 756e12, 1513e12),  # H100 datasheet, PCIe column: 1513 and 3026 with sparsity
+    (r"\bH[12]00 NVL\b", 835e12, 1671e12),  # H100 and H200 datasheets, NVL columns: 1671 and 3341 with sparsity
+    (r"\b(H100|H200|GH200)\b", 989e12, 1979e12),  # H100 (SXM), H200, GH200 datasheets: 1979 and 3958 with sparsity
+    (r"\bA100\b", 312e12, None),  # A100 datasheet
+    (r"\bL40S\b", 362e12, 733e12),  # L40S datasheet: 733 with sparsity, rounded up; FP8 733, or 1466 with sparsity
+    (r"\bA10\b", 125e12, None),  # A10 datasheet
+    (r"\bV100-PCIE\b", 112e12, None),  # V100 datasheet; float16, it has no bfloat16
+    (r"\bV100\b", 125e12, None),  # V100 datasheet (SXM2); float16
+    # Ada architecture whitepaper, from its version 2.02 on; the laptop's and the D's differ
+    (r"\bRTX 4090$", 165e12, 330e12),
+)
+
+
+def matmul_parameters(config: PreTrainedConfig) -> int:
+    """N, the weights every token is multiplied by: the layers' linears and the LM head, tied or not; no lookup."""
+    found = examine(config)
+    return found.layer_linears + found.head
+
+
+def total_parameters(config: PreTrainedConfig) -> int:
+    """Every parameter, counted once: N, the biases, the norms, and the embeddings unless they are the LM head too."""
+    return examine(config).total
+
+
+def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
+    """Causal attention of one sequence over all layers, forward: QKᵀ and PV are 4·S²·H·D, half of which is masked."""
+    found = examine(config)
+    return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
+
+
+def model_flops(
+    config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float = 1.0
+) -> int:
+    """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
+
+    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. `attention_share` is what documents
+    packed into a sequence need of its attention: the squares of their lengths.
+    """
+    linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
+    attention = round(attention_share * 3 * attention_forward_flops(config, length))
+    return sequences * (linears * length + attention)
+
+
+def recompute_flops(
+    config: PreTrainedConfig,
+    length: int,
+    sequences: int,
+    remat: str,
+    grouped: bool = False,
+    tiled: bool = False,
+    attention_share: float = 1.0,
+) -> int:
+    """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
+
+    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's, and
+    `attention+linears` none. The down projection is never repeated: it ends its layer, and no gradient needs what it
+    gives out. What flash kernels repeat inside is not counted.
+    Layers that are `grouped` under one checkpoint run forward once more before that. Layers that are `tiled` repeat
+    their last product too, and the projections to q, k and v once more, for attention's backward pass.
+    """
+    assert remat in POLICIES, remat
+    found = examine(config)
+    repeated = 0 if remat in ("none", KEEP_LINEARS) else found.layer_linears - found.ending_linears
+    if remat == KEEP_MLP:
+        repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
+    attention = attention_forward_flops(config, length) if remat == "full" else 0
+    if tiled:
+        projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)
+        repeated += found.ending_linears + found.layers * projections * (2 if remat == "full" else 1)
+    if grouped:
+        repeated += found.layer_linears
+        attention += attention_forward_flops(config, length)
+    return sequences * (2 * repeated * length + round(attention_share * attention))
+
+
+def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:
+    """Dense peak of a device, in FP8 or in bfloat16, by the name torch gives it; None where it is not known."""
+    return next((peaks[fp8] for pattern, *peaks in PEAKS if re.search(pattern, device_name)), None)
+
+
+def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second: float | None) -> float | None:
+    """Share of the GPUs' joint peak that a step used, from 0 to 1; None where the peak is not known.
+
+    With `model_flops` it is the model's utilisation (MFU); with `recompute_flops` added, the hardware's (HFU).
+    """
+    if peak_flops_per_second is None:
+        return None
+    return step_flops / (step_seconds * gpus * peak_flops_per_second)

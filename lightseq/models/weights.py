@@ -1,0 +1,273 @@
+"""Weights in and out: Hugging Face directories (safetensors, whole or in shards), and fresh ones drawn per parameter.
+
+A model is built on the meta device and split before it has memory. Each rank then reads or draws its own part alone.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from lightseq.words import first_line, is_plain_name
+
+SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = ".lora_"  # in the names of parameters that no model has by itself
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
+
+
+Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
+
+
+def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
+    local, place = local_part(parameter)
+    if local.numel():
+        local.copy_(read(place))
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, sharing its memory, and where in the whole that lies."""
+    data = parameter.detach()
+    if isinstance(data, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
+        local = data.to_local()
+    else:
+        shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
+    return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape that a parameter has on all ranks together; ZeRO-3 leaves an empty tensor with a note of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model's structure without memory; parameters float32, the dtype of master weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def materialize(
+    model: PreTrainedModel,
+    device: torch.device,
+    parameters_on: torch.device | None = None,
+    made: Callable[[Tensor], object] | None = None,
+    root: nn.Module | None = None,
+) -> None:
+    """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
+
+    Parameters are made on `parameters_on`, where that is not the device that computes. `made` gets what this rank holds
+    of each, before anyone else does: FSDP2 copies what has to be page-locked and is not. `root` is the module around
+    the model that FSDP2 was applied to: of its own parameters, too, it then makes the copies that it needs now.
+    """
+
+    def empty(like: Tensor) -> Tensor:
+        new = torch.empty_like(like, device=parameters_on or device)
+        if made is not None and isinstance(like, nn.Parameter):
+            made(local_part(new)[0])
+        return new
+
+    (root or model)._apply(empty)
+    if model.config.tie_word_embeddings:  # the two ends of the tie got memory of their own
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    rebuild_buffers(model, device)
+
+
+def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Computes the buffers of a model that was built without memory; raises ValueError if they cannot be."""
+    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    for rope in ropes:  # its frequencies are computed, never stored; the module stays, for it may be patched
+        for name, buffer in type(rope)(config=model.config).named_buffers():
+            setattr(rope, name, buffer.to(device))
+    computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
+    left = [name for name, buffer in model.named_buffers() if id(buffer) not in computed]
+    if left:
+        raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
+
+
+def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The model's parameters by the names they are stored under: without adapters, and what these wrap as before."""
+    found = ((name, p) for name, p in model.named_parameters() if ADAPTER not in name)
+    return {name.replace(".base_layer.", "."): p for name, p in found}
+
+
+def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
+    """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
+
+    Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
+    parameter's own).
+    """
+    for name, parameter in own_parameters(model).items():
+        fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
+
+
+def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
+    shape, device = whole_shape(parameter), device or parameter.device
+    if name.endswith("bias"):
+        return torch.zeros(shape, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    return torch.empty(shape, device=device).normal_(0.0, spread, generator=named_generator(name, seed, device))
+
+
+def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
+    # Seed and name become one 32-bit number: of a larger one the generator of CPUs takes the lower half alone.
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+
+
+def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
+    """Reads each rank's part of every parameter from a local directory or, one download a host, from the hub.
+
+    Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
+    """
+    directory = source if isinstance(source, Path) else download(source)
+    files = tensor_files(directory, "save the model as safetensors, or add --random_init")
+    tied = model.config.tie_word_embeddings
+    parameters = own_parameters(model)
+    aliases = {"lm_head.weight"} if tied else set()
+    extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
+    missing = [n for n in parameters if n not in files]
+    if missing or extra:
+        raise ValueError(f"{directory}: missing {missing[:3] or 'nothing'}, without a place {extra[:3] or 'nothing'}")
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, parameter in parameters.items():
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            part = opened[file].get_slice(name)
+            if tuple(part.get_shape()) != whole_shape(parameter):
+                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(whole_shape(parameter))}")
+            fill(parameter, part.__getitem__)
+
+
+def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill = fill) -> None:
+    """`load`, with what is wrong with the files said as a refusal of a flag's value."""
+    try:
+        load(model, source, fill)
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"{flag} {source}: its weights cannot be read ({first_line(error)}); copy or download them again"
+        ) from error
+
+
+def download(hub_id: str) -> Path:
+    """The local copy of a hub repository's safetensors. Raises ValueError where it cannot be had."""
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+        raise ValueError(
+            f"{hub_id} cannot be fetched ({type(error).__name__}); give a local directory, or add --random_init to "
+            "train the architecture from fresh weights"
+        ) from error
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    directory: Path,
+    dtype: torch.dtype,
+    tokenizer_from: Path | None = None,
+    parameters: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
+    """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes.
+
+    `parameters` are the whole tensors by name, where they are not those that the model's own gather to.
+    """
+    main = dist.get_rank() == 0
+    written: dict[str, str] = {}
+    pending: dict[str, Tensor] = {}
+    if main:
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
+            old.unlink(missing_ok=True)  # an index left from an earlier model would be read in place of this one
+
+    def flush() -> None:
+        file = f"model-{len(set(written.values())) + 1:05d}.safetensors"
+        save_file(pending, directory / file, metadata={"format": "pt"})
+        written.update(dict.fromkeys(pending, file))
+        pending.clear()
+
+    for name, whole in whole_parameters(model) if parameters is None else parameters:
+        if main:
+            pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+            if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
+                flush()
+    if main:
+        if pending:
+            flush()
+        _write_index(directory, written)
+        config = model.config.__class__.from_dict(model.config.to_dict() | {"dtype": str(dtype).split(".")[1]})
+        config.architectures, config.use_cache = [type(model).__mro__[0].__name__.removeprefix("FSDP")], True
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        if tokenizer_from is not None:
+            copy_tokenizer(tokenizer_from, directory)
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter (tied ones once), gathered from all ranks; each rank goes through all of them."""
+    for name, parameter in model.named_parameters():
+        data = parameter.detach()
+        yield name, data.full_tensor() if isinstance(data, DTensor) else data
+
+
+def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
+    """Tensor name → file that holds it, whatever else lies there. Raises ValueError where that is not to be known."""
+    if (directory / INDEX).is_file():
+        names = _weight_map(directory / INDEX)
+        absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
+        if absent:
+            raise ValueError(f"{directory / INDEX} names {absent[0]}, which is not there; copy the whole directory")
+        return {name: directory / file for name, file in names.items()}
+    if (directory / WEIGHTS).is_file():
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
+    raise ValueError(f"{directory} holds no {WEIGHTS}; {remedy}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name → file name, as an index says."""
+    try:
+        names = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in names.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of weights and cannot be read; copy or download it again") from error
+
+
+def _write_index(directory: Path, written: dict[str, str]) -> None:
+    files = sorted(set(written.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / WEIGHTS)
+        return
+    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+    for file, name in names.items():
+        (directory / file).rename(directory / name)
+    size = sum((directory / name).stat().st_size for name in names.values())
+    index = {"metadata": {"total_size": size}, "weight_map": {k: names[f] for k, f in written.items()}}
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def has_tokenizer(weights: Path | str | None) -> bool:
+    """Whether the directory of a model's weights holds one; a repository of the hub is taken to."""
+    if isinstance(weights, Path):
+        return any(True for pattern in TOKENIZER_FILES for _ in weights.glob(pattern))
+    return weights is not None
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            (directory / file.name).write_bytes(file.read_bytes())

@@ -1,0 +1,125 @@
+"""Plans a training run from its own flags, without a GPU: whether it fits, how fast it is, how long it can be.
+
+python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
+    --offload activations --gpus 8 --chip h200 --host_memory 1900
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightseq.commands import Parser, refused
+from lightseq.config.command_line import parse, underscored
+from lightseq.models.architecture import examine
+from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.models.presets import Family
+from lightseq.plan import cluster_command
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.plan import faster, longest, make_plan, remedies
+from lightseq.plan.rates import CHIPS, HOST_UPDATE_WEIGHTS, chip_named
+from lightseq.plan.report import record, shown
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.training.prepare import check_layers
+
+PROGRAM, NOWHERE = "lightseq plan", "nowhere"
+UNKNOWN = {
+    "fp8": "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)",
+    "deterministic": "--deterministic is taken to cost nothing",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    out = Parser(
+        prog="python3 -m lightseq plan",
+        usage="python3 -m lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
+        description="Predicts memory by category, the seconds of a step by part, where each layer's tensors wait, and "
+        "the longest length that fits. Takes the flags of training (llama3/train.py --help) and these. With "
+        "--attention: one attention layer over clusters of many sizes (plan --attention --help).",
+        allow_abbrev=False,
+    )
+    out.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
+    out.add_argument("--gpus_per_host", type=int, default=8, help="(default: %(default)s)")
+    out.add_argument("--chip", default="h200", help=f"{', '.join(CHIPS)} (default: %(default)s)")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="of a GPU (default: the chip's)")
+    out.add_argument(
+        "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
+    )
+    out.add_argument("--host_cores", type=int, metavar="N", help="of a host, for all its ranks (default: one a rank)")
+    out.add_argument("--json", action="store_true", help="print an object instead of tables")
+    out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
+    return out
+
+
+def main(family: Family, words: Sequence[str]) -> int:
+    """Status 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
+    if "--attention" in words:
+        return cluster_command.main(words)
+    try:
+        mine, others = parser().parse_known_args([underscored(word) for word in words])
+        run = planned_run(family, mine, others)
+        plan = make_plan(run)
+        further, changes = longest(run), faster(run) if plan.fits else remedies(run)
+        found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
+        found["notes"] = notes(run)
+        if mine.output is not None:
+            _add_line(mine.output, found)
+    except (ValueError, OSError) as error:
+        return refused(error)
+    if mine.json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False).print(shown(plan, further, changes, found["notes"]))
+    return 0 if plan.fits else 1
+
+
+def _add_line(path: Path, found: dict[str, Any]) -> None:
+    """Raises OSError for a file that cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
+    """Raises ValueError for what training would refuse, and for hardware that cannot be."""
+    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *others], PROGRAM)
+    if config.deepspeed:
+        raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
+    source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
+    model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    check_layers(config, examine(model))
+    for name in ("gpus", "gpus_per_host", "host_cores"):
+        if (count := getattr(mine, name)) is not None and count < 1:
+            raise ValueError(f"--{name} {count}: give at least 1")
+    for name in ("gpu_memory", "host_memory"):
+        if (given := getattr(mine, name)) is not None and not 0 < given < math.inf:
+            raise ValueError(f"--{name} {given:g}: give a number of GiB above 0")
+    chip = chip_named(mine.chip)
+    gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
+    host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
+    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
+
+
+def notes(run: PlannedRun) -> list[str]:
+    found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+    if run.config.kernel_name == "reference":
+        found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
+    if run.state_on_host and run.config.optim in HOST_UPDATE_WEIGHTS:
+        name = f"--optim {run.config.optim} on the host"
+        found.append(f"{name} compiles in the first step, some seconds for every shape of a parameter: not counted")
+        if run.hardware.host_cores is None:
+            found.append(f"{name} is reckoned with one core a rank; say how many a host has with --host_cores")
+    if run.config.packing != "none":
+        found.append("packed documents need less attention than a sequence of one, which is what is counted")
+    if run.hardware.chip is not CHIPS["h200"]:
+        found.append(
+            f"rates were measured on H200; {run.hardware.chip.device} is taken to reach the same shares of its peaks"
+        )
+    if run.hardware.gpus > run.hardware.gpus_per_host:
+        found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
+    context = context_warning(run.model, run.config.model_max_length)
+    return found + ([context] if context else [])

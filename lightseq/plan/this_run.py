@@ -1,0 +1,69 @@
+"""The plan of the run that is about to begin, or that ran out of memory, on the hardware it found."""
+
+import dataclasses
+import math
+import os
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.plan.breakdown import GIB, Breakdown, advice
+from lightseq.plan.plan import Plan, make_plan, remedies
+from lightseq.plan.rates import CHIPS, chip_of_device
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.ranks.mesh import World, free_host_memory
+
+
+def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
+    """Without a GPU, or with one whose rates are not known, times are those of an H200."""
+    chip, memory = CHIPS["h200"], math.inf
+    if world.device.type == "cuda":
+        about = torch.cuda.get_device_properties(world.device)
+        chip, memory = chip_of_device(about.name) or chip, float(about.total_memory)
+    host = float(psutil.virtual_memory().total)
+    per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
+    cores = len(os.sched_getaffinity(0))
+    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host, cores))
+
+
+def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plan | None:
+    """With `--offload auto`, which needs the state of every layer: rank 0's plan, for the least memory of any rank."""
+    if config.offload != "auto":
+        return None
+    run = planned(config, model, world)
+    free = free_host_memory(world) / GIB if config.host_memory_budget is None else config.host_memory_budget
+    least = torch.tensor([run.hardware.gpu_memory, free], dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    gpu, host = least.tolist()
+    hardware = dataclasses.replace(run.hardware, gpu_memory=gpu)
+    config = dataclasses.replace(config, host_memory_budget=host)
+    found = [make_plan(PlannedRun(model, config, hardware))]
+    dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
+    return found[0]
+
+
+def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:
+    """What the memory was for by the plan, and what would make the run fit.
+
+    Where the plan does not know the engine, or sees room enough, what was measured so far decides.
+    """
+    if config.deepspeed:
+        return _by_measure(config, measured)
+    run = planned(config, model, world)
+    plan = make_plan(run)
+    room = f", {plan.usable_gpu_bytes / GIB:.1f} GiB usable" if math.isfinite(plan.usable_gpu_bytes) else ""
+    head = f"planned memory of a GPU at its peak ({plan.when}{room}):"
+    changes = [] if plan.fits else remedies(run)
+    if not changes:
+        return [head, *plan.parts.lines(), *_by_measure(config, measured or plan.parts)]
+    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB a GPU)" for change in changes]
+    return [head, *plan.parts.lines(), f"to fit: {', or '.join(words)}"]
+
+
+def _by_measure(config: TrainConfig, parts: Breakdown | None) -> list[str]:
+    if parts is None:
+        return ["to fit: more GPUs, or a smaller model"]
+    return [*(parts.lines() if config.deepspeed else []), f"to fit: {advice(parts, config)}"]

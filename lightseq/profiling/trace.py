@@ -1,0 +1,183 @@
+"""Where the time of a traced step went: every millisecond once, under the kind of what the device was busy with.
+
+Knows the files that torch.profiler writes, and nothing of torch.
+"""
+
+import bisect
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from lightseq.profiling.traffic import kinds_of
+
+# What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
+# that communication counts where nothing else runs, which is what it costs.
+KINDS: tuple[tuple[str, str], ...] = (
+    ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
+    ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
+    ("matrix products", r"nvjet|gemm|gemv|cutlass|cublas|splitKreduce|xmma|addmm|^mm$"),
+    ("loss", r"^_cross_entropy"),
+    ("MLP's product", r"^_(forward|backward)$"),
+    ("optimizer, norm, clip", r"adam|LpNorm|multi_tensor(?!.*Copy)|foreach"),
+    ("compiled layers' glue", r"^triton_"),
+    ("weights: cast and join", r"chunk_cat|split_with_sizes|multi_tensor.*Copy"),
+    ("other kernels", r"^(?!nccl|.*symmetric_memory|Mem|_copy$|_add$|_merge$)"),
+    ("attention's exchange", r"symmetric_memory|Memcpy (PtoP|DtoD)|^_copy$|^_add$|^_merge$"),
+    ("collectives", r"nccl"),
+    ("host copies", r"Memcpy|Memset"),
+)
+IDLE = "nothing runs"
+PHASES = ("forward", "backward", "update")
+MOST_KERNELS: Final = 60  # of a summary, those that took longest
+ON_HOST: Final = "host"  # the kind of all that a CPU does
+DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran on the device, in microseconds."""
+
+    kind: int  # its row of KINDS
+    name: str
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass
+class Account:
+    """Milliseconds of a step: `spent`, what the device was busy with, and `hidden`, what ran beside that."""
+
+    steps: int
+    step_ms: float
+    spent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # by kind and phase
+    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kind
+    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by kind, in all steps
+    names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kernel
+
+
+def read(path: Path) -> list[Mapping[str, Any]]:
+    """The events of a trace. Raises ValueError for a file that is no whole one."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        try:
+            events = json.load(file)["traceEvents"]
+        except (ValueError, KeyError, EOFError) as error:
+            raise ValueError(f"{path} is no whole trace ({error}); profile again") from error
+    return events
+
+
+def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
+    """Raises ValueError for a trace of a CPU."""
+    spans, steps = spans_of(events)
+    if not spans:
+        raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
+    begin, end = spans[0].start, max(span.end for span in spans)
+    account = Account(steps, (end - begin) / steps / 1e3)
+    for span in spans:
+        ms = (span.end - span.start) / steps / 1e3
+        account.launches[KINDS[span.kind][0]] += 1
+        account.hidden[KINDS[span.kind][0]] += ms
+        account.names[span.name] += ms
+    for us, busy, phase in moments(spans):
+        kind = KINDS[busy.kind][0] if busy else IDLE
+        account.spent[kind, phase] += us / steps / 1e3
+        if busy:
+            account.hidden[kind] -= us / steps / 1e3
+    return account
+
+
+def spans_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
+    """What ran on the device in order of time, and how many steps the trace holds."""
+    launched: dict[int, float] = {}
+    phases: list[tuple[float, float, str]] = []
+    device: list[Mapping[str, Any]] = []
+    steps: set[str] = set()
+    for event in events:
+        category, name = event.get("cat"), event.get("name", "")
+        if event.get("ph") != "X":
+            continue
+        if category in DEVICE_EVENTS:
+            device.append(event)
+        elif category in ("cuda_runtime", "cuda_driver"):
+            launched[event.get("args", {}).get("correlation", -1)] = event["ts"]
+        elif category == "user_annotation" and name in PHASES:
+            phases.append((event["ts"], event["ts"] + event["dur"], name))
+        elif category == "user_annotation" and re.fullmatch(r"step \d+", name):
+            steps.add(name)
+    phases.sort()
+    starts = [phase[0] for phase in phases]
+
+    def phase_of(event: Mapping[str, Any]) -> str:
+        at = launched.get(event.get("args", {}).get("correlation", -1), event["ts"])
+        i = bisect.bisect_right(starts, at) - 1
+        return phases[i][2] if i >= 0 and at <= phases[i][1] else ""
+
+    spans = [Span(kind_of(e["name"]), e["name"], phase_of(e), e["ts"], e["ts"] + e["dur"]) for e in device]
+    return sorted(spans, key=lambda span: span.start), max(1, len(steps))
+
+
+def kind_of(name: str) -> int:
+    return next(i for i, (_, pattern) in enumerate(KINDS) if re.search(pattern, name, re.IGNORECASE))
+
+
+def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
+    """(microseconds, what the device was busy with, phase), gapless; of spans side by side the first kind counts."""
+    edges = sorted(
+        [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
+    )
+    running: set[int] = set()
+    before = edges[0][0]
+    for at, starts, i in edges:
+        if at > before:
+            busy = min((spans[j] for j in running), key=lambda span: span.kind, default=None)
+            # While nothing runs, the device waits for what comes next.
+            yield at - before, busy, busy.phase if busy else spans[i].phase
+            before = at
+        if starts:
+            running.add(i)
+        else:
+            running.discard(i)
+
+
+def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is drawn of a traced run, and a person reads: milliseconds a step by kind and phase, the kernels that took
+    longest, bytes and GB/s of what moved. On a CPU the phases alone."""
+    try:
+        account = account_of(events)
+    except ValueError:
+        account = phases_of(events)
+    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
+    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    moved = [
+        {
+            "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
+            "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
+            "highest_gb_per_second": max(kind.rates) / 1e9,
+        }
+        for name, kind in kinds_of(events).items()
+    ]  # fmt: skip
+    return {
+        "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
+        "launches": {kind: count / account.steps for kind, count in account.launches.items()},
+        "kernels": [{"name": name, "ms": ms} for name, ms in longest], "moved": moved,
+    }  # fmt: skip
+
+
+def phases_of(events: Sequence[Mapping[str, Any]]) -> Account:
+    """By what the program says that it was at."""
+    said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
+    steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
+    count = max(1, len({e["name"] for e in steps}))
+    account = Account(count, sum(e["dur"] for e in steps) / count / 1e3)
+    for e in said:
+        if e["name"] in PHASES:
+            account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
+    return account

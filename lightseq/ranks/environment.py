@@ -1,0 +1,47 @@
+"""What stands in environment variables and is asked for before torch is there."""
+
+import fcntl
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from lightseq.config.masking import is_secret_name
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all, known before any of them has met another."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def secrets() -> tuple[str, ...]:
+    """What the environment holds under the name of a secret: nothing that is written down may contain it."""
+    return tuple(value for name, value in os.environ.items() if is_secret_name(name))
+
+
+def disable_multicast() -> None:
+    """Symmetric memory does without NVLink multicast, whose failures outlast the process. Before any is made."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def keep_compiled_kernels() -> None:
+    """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
+    that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
+    with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait
+        folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_ours_alone(folder):
+            return
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """No other user can write in it, nor put another in its place."""
+    about, parent = folder.lstat(), folder.parent.stat()
+    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))

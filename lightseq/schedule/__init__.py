@@ -1,0 +1,1 @@
+"""Who computes which tile when, as tables: layouts, schedules, their proofs and what they cost."""

@@ -1,0 +1,190 @@
+"""The schedules there are, each a function that says which tiles every rank computes at every step, and nothing else.
+
+To add one, write such a function and name it in `SCHEDULES`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightseq.schedule.layout import Kind, Layout
+from lightseq.schedule.table import Assignment, Mask, Rows, Schedule, Tile, steps_of
+
+
+def ring(layout: Layout) -> Assignment:
+    """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
+    shards = [layout.chunks(rank) for rank in range(layout.world)]
+    return Rows(
+        layout.world, lambda t: [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)]
+    )
+
+
+def striped(layout: Layout) -> Assignment:
+    """Striped attention (arXiv 2311.09431): every pair of ranks shares half a tile."""
+    world = layout.world
+
+    def tile(r: int, j: int) -> Tile:
+        return Tile((r,), (j,), Mask.CAUSAL if j <= r else Mask.STRICT)
+
+    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+
+
+def zigzag(layout: Layout) -> Assignment:
+    """Ring over the zigzag layout: after the local step every step is half a full tile for every rank."""
+    world = layout.world
+    held = [layout.chunks(rank) for rank in range(world)]
+
+    def tile(r: int, j: int) -> Tile:
+        mine, theirs = held[r], held[j]
+        if j == r:
+            return Tile(mine, mine, Mask.CAUSAL)
+        return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
+
+    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+
+
+def balanced(layout: Layout) -> Assignment:
+    """DistFlashAttn (arXiv 2310.03294): a rank whose own queries are done computes for one that still has work.
+
+    In an even world the last step has work for half of the ranks only. There the two ranks of a pair, the one with the
+    queries and the one with the keys, take one half of the queries each, so that even worlds balance too.
+    """
+    world = layout.world
+    shards = [layout.chunks(rank) for rank in range(world)]
+
+    def tile(t: int, r: int) -> Tile:
+        if 2 * t == world:
+            first, second = max(r, (r + t) % world), min(r, (r + t) % world)
+            return _tile(shards[first][:1] if r == first else shards[first][1:], shards[second])
+        return _tile(shards[r], shards[r - t]) if r >= t else _tile(shards[world + r - t], shards[r])
+
+    return Rows(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
+
+
+def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
+    """Every query chunk against its whole prefix in one kernel call: partial outputs are never merged.
+
+    The key/value chunks of a group of heads are fetched while the group before it computes.
+    """
+
+    def tiles(rank: int, heads: int) -> tuple[Tile, ...]:
+        return tuple(Tile((c,), tuple(range(c + 1)), Mask.CAUSAL, heads) for c in layout.chunks(rank))
+
+    return [[tiles(rank, heads) for rank in range(layout.world)] for heads in range(head_groups)]
+
+
+def whole(layout: Layout, head_groups: int = 1) -> Assignment:
+    """One place that holds the whole sequence: what is left of a schedule where all ranks share the heads."""
+    everything = layout.chunks(0)
+    return [[(Tile(everything, everything, Mask.CAUSAL, heads),)] for heads in range(head_groups)]
+
+
+def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
+    """The same tiles for `ulysses` ranks in each place, each with its own heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    Over a ring of several places this is the 2-D scheme of USP (arXiv 2405.07719).
+    """
+
+    def pieces(chunks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(chunk * ulysses + piece for chunk in chunks for piece in range(ulysses))
+
+    def split(tile: Tile, u: int) -> Tile:
+        return Tile(pieces(tile.q), pieces(tile.kv), tile.mask, tile.heads * ulysses + u)
+
+    return [[tuple(split(t, u) for t in tiles) for tiles in row for u in range(ulysses)] for row in assignment]
+
+
+def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
+    return Tile(q, kv, Mask.CAUSAL if q == kv else Mask.FULL)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table of schedules."""
+
+    kind: Kind
+    chunks_per_rank: int
+    assign: Callable[..., Assignment]
+    has_head_groups: bool = False
+
+
+SCHEDULES: dict[str, Algorithm] = {
+    "ring": Algorithm("contiguous", 1, ring),
+    "striped": Algorithm("striped", 1, striped),
+    "zigzag": Algorithm("zigzag", 2, zigzag),
+    "balanced": Algorithm("contiguous", 2, balanced),
+    "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True),
+    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True),
+    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True),
+}
+
+
+def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+    """The schedule of that name for a number of ranks.
+
+    `ulysses_size` ranks share a place of the sequence and split its heads: all of them under `ulysses`, half of them
+    under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
+    after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
+    """
+    empty = outline(name, world, head_groups, ulysses_size)
+    assignment = assign(empty)
+    if empty.ulysses_size > 1:
+        assignment = with_ulysses(assignment, empty.ulysses_size)
+    return replace(empty, forward=steps_of(empty.layout, assignment), backward=steps_of(empty.layout, assignment, True))
+
+
+def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+    """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"a schedule needs at least 1 as its {what}, not {number}")
+    algorithm = SCHEDULES[name]
+    if head_groups != 1 and not algorithm.has_head_groups:
+        raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
+    ulysses = _ulysses_size(name, world, ulysses_size)
+    layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank, ulysses)
+    can_keep = algorithm.assign is whole and world > 1
+    return Schedule(name, layout, head_groups * ulysses, (), (), can_keep=can_keep)
+
+
+def assign(schedule: Schedule) -> Assignment:
+    """The tiles of a schedule's places, before the ranks of a place share out its heads."""
+    algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
+    if not algorithm.has_head_groups:
+        return algorithm.assign(outer)
+    return algorithm.assign(outer, schedule.turns)
+
+
+def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
+    """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
+    groups = schedule.head_groups
+    if heads % groups or (kv_heads % groups and groups % kv_heads):
+        given = schedule.ulysses_size > 1 and schedule.name not in ("ulysses", "usp")
+        remedy = "leave --ulysses_size out" if given else "prefix takes any number"
+        remedy = "leave head_groups out" if schedule.turns > 1 else remedy
+        raise ValueError(
+            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {groups}, which {heads} query "
+            f"and {kv_heads} key/value heads do not allow; {remedy}"
+        )
+
+
+def _ulysses_size(name: str, world: int, asked: int | None) -> int:
+    if name == "ulysses":
+        if asked not in (None, world):
+            raise ValueError(
+                f"schedule ulysses splits heads over all {world} ranks, not {asked}; usp splits them over a part"
+            )
+        return world
+    if asked and world % asked:
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        raise ValueError(f"ulysses_size {asked} does not divide {world} ranks; choose one of {divisors}")
+    size = asked or (world // 2 if name == "usp" and world % 2 == 0 else 1)
+    if name == "usp" and not 1 < size < world:
+        sizes = "" if asked is None else f" with ulysses_size {asked}"
+        instead = "ulysses" if 1 < size == world else "prefix"
+        raise ValueError(
+            f"schedule usp needs more than one place and more than one rank in each: {world} ranks{sizes} have not; "
+            f"use {instead}"
+        )
+    return size

@@ -1,0 +1,114 @@
+"""Fits a machine's rates to measured attention layers, as `benchmarks/attention.py` records them."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.load import Load, load
+from lightseq.schedule.timing import Rates, estimate
+
+OURS, ONE_GPU = "lightseq", "single-gpu"  # implementations whose records are read
+ROUNDS = 40
+TYPICAL_ERROR = 0.02  # a point further off counts less and less
+PULL = 1e-2  # towards the rates to start from, so that what no point depends on stays as it is
+LARGEST_STEP = 1.0  # of a logarithm in one round
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured layer, forward and backward."""
+
+    load: Load
+    shape: AttentionShape
+    transport: str
+    kernel: str
+    seconds: float
+    keep_gathered: bool = False
+
+    def predicted(self, rates: Rates) -> float:
+        return estimate(self.load, self.shape, rates, self.keep_gathered).seconds
+
+
+def read_points(path: Path) -> list[Point]:
+    """The layers measured in a JSONL file; its header and what was skipped are passed over."""
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line) if line.strip() else {}
+            if record.get("seconds_median") and record.get("implementation") in (OURS, ONE_GPU):
+                points.append(point_of(record))
+        except KeyError as error:
+            raise ValueError(f"{path} line {number} has no {error}; give records of benchmarks/attention.py") from None
+        except (json.JSONDecodeError, TypeError, AttributeError):
+            raise ValueError(f"{path} line {number} is no record of benchmarks/attention.py") from None
+    if not points:
+        raise ValueError(f"{path} holds no times of lightseq's attention; give records of benchmarks/attention.py")
+    return points
+
+
+def point_of(record: Mapping[str, Any]) -> Point:
+    """Every measured world is one host, as the benchmark's symmetric transport asks for."""
+    alone = record["implementation"] == ONE_GPU
+    world = 1 if alone else record["world"]
+    size = None if alone or record["schedule"] == "ulysses" else record["ulysses_size"]
+    groups = 1 if alone else record["head_groups"] or 1
+    shape = AttentionShape(
+        record["length"], record["heads"], record["kv_heads"], record["head_dim"], record.get("batch", 1)
+    )
+    counted = load("ulysses" if alone else record["schedule"], world, world, groups, size)
+    seconds, keeps = float(record["seconds_median"]), bool(record.get("keep_gathered"))
+    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps)
+
+
+def fit(points: Sequence[Point], start: Rates) -> Rates:
+    """The rates that come closest to all points, in relative terms; far ones count less (Cauchy's weights).
+
+    Damped Gauss-Newton on the logarithms, which keeps rates positive.
+    """
+    origin = np.log(astuple(start))
+    x, damping = origin.copy(), 1e-3
+    wrong = _errors(points, x)
+    for _ in range(ROUNDS):
+        weight = 1 / (1 + (wrong / TYPICAL_ERROR) ** 2)
+        slope = np.stack([(_errors(points, x + step) - wrong) / 1e-4 for step in 1e-4 * np.eye(len(x))], axis=1)
+        square = slope.T @ (weight[:, None] * slope) + PULL**2 * np.eye(len(x))
+        down = slope.T @ (weight * wrong) + PULL**2 * (x - origin)
+        step = -np.linalg.solve(square + damping * np.diag(np.diag(square)), down)
+        step = np.clip(step, -LARGEST_STEP, LARGEST_STEP)
+        tried = _errors(points, x + step)
+        if _loss(tried, x + step - origin) < _loss(wrong, x - origin):
+            x, wrong, damping = x + step, tried, damping / 3
+        else:
+            damping *= 4
+    return Rates(*(float(value) for value in np.exp(x)))
+
+
+def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel: str | None) -> dict[str, Rates]:
+    """Rates for every transport of `starts` that the points know; one GPU's kernel belongs to all of them."""
+    points = list(points)
+    kernels = sorted({point.kernel for point in points})
+    if kernel is None and len(kernels) > 1:
+        raise ValueError(f"layers of kernels {', '.join(kernels)} were measured; choose one with --kernel")
+    if kernel not in (None, *kernels):
+        raise ValueError(f"no layer of kernel {kernel} was measured, only of {', '.join(kernels)}")
+    mine = [point for point in points if kernel in (None, point.kernel)]
+    found = {name for point in mine if (name := point.transport) in starts}
+    if not found:
+        raise ValueError(f"no layer over {' or '.join(starts)} was measured; give records taken on several GPUs")
+    return {name: fit([p for p in mine if p.transport in (name, "")], starts[name]) for name in starts if name in found}
+
+
+def _errors(points: Sequence[Point], x: np.ndarray) -> np.ndarray:
+    """Relative errors, as logarithms."""
+    rates = Rates(*np.exp(x))
+    return np.array([np.log(p.predicted(rates) / p.seconds) for p in points])
+
+
+def _loss(errors: np.ndarray, moved: np.ndarray) -> float:
+    robust = TYPICAL_ERROR**2 * np.log1p((errors / TYPICAL_ERROR) ** 2)
+    return float(robust.sum() + PULL**2 * (moved**2).sum())

@@ -1,0 +1,97 @@
+"""What a schedule costs, read off its table: arithmetic, its critical path, and bytes on the wire."""
+
+from dataclasses import dataclass
+
+from lightseq.schedule.table import Mask, Move, Schedule, Step, Tile
+
+BACKWARD_FLOPS = 2.5  # five matrix products against two
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer: global sequence length in tokens, head counts, element size in bytes."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    element_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Forward and backward of one layer. FLOPs count the causal half; `busy` is the mean rank's part of the path."""
+
+    flops: float
+    critical_flops: float
+    busy: float
+    forward_bytes: int
+    backward_bytes: int
+    max_rank_bytes: int  # forward + backward, received by the rank that receives most
+    exposed_bytes: int  # of the rank that waits longest: bytes of steps that compute nothing
+
+
+def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
+    """Counts tiles and moves; nothing is timed."""
+    per_step: list[float] = []
+    total = 0.0
+    for weight, steps in ((1.0, schedule.forward), (BACKWARD_FLOPS, schedule.backward)):
+        for step in steps:
+            work = [weight * sum(tile_flops(schedule, shape, tile) for tile in tiles) for tiles in step.tiles]
+            total += sum(work)
+            per_step.append(max(work))
+    received = [0] * schedule.world
+    passes = []
+    for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        passes.append(sum(move_bytes(schedule, shape, move, backward) for step in steps for move in step.moves))
+        for step in steps:
+            for move in step.moves:
+                received[move.dst] += move_bytes(schedule, shape, move, backward)
+    return Cost(
+        flops=total,
+        critical_flops=sum(per_step),
+        busy=total / (sum(per_step) * schedule.world),
+        forward_bytes=passes[0],
+        backward_bytes=passes[1],
+        max_rank_bytes=max(received),
+        exposed_bytes=_exposed(schedule, shape, schedule.forward, False)
+        + _exposed(schedule, shape, schedule.backward, True),
+    )
+
+
+def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
+    """FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
+    assert isinstance(tile.mask, Mask), "what documents limit has an area of its own, at one length only"
+    chunk = shape.length / schedule.layout.chunk_count
+    area = chunk * chunk * (len(tile.q) * len(tile.kv))
+    if tile.mask is not Mask.FULL:
+        area -= (chunk * len(tile.q)) ** 2 / 2
+    return 4 * area * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
+
+
+def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
+    """Bytes of one bundle. Everything travels as kernels make it; log-sum-exps are float32 always."""
+    rows = shape.batch * shape.length / schedule.layout.chunk_count
+    q = rows * shape.heads / schedule.head_groups * shape.head_dim
+    kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
+    lse = 4 * rows * shape.heads / schedule.head_groups
+    e, again = shape.element_bytes, 0 if backward and schedule.keeps else 1
+    sizes = {
+        "kv": again * 2 * kv * e,
+        "q": (again + 1) * q * e + 2 * lse if backward else q * e,  # out stays at home: kernels/rows.py
+        "out": q * e + lse,
+        "dq": q * e,
+        "dkv": 2 * kv * e,
+    }
+    return round(sizes[move.item])
+
+
+def _exposed(schedule: Schedule, shape: AttentionShape, steps: tuple[Step, ...], backward: bool) -> int:
+    """Bytes nothing hides: what the busiest receiver takes in during steps without a tile."""
+    waits = [0] * schedule.world
+    for step in steps:
+        if not any(step.tiles):
+            for move in step.moves:
+                waits[move.dst] += move_bytes(schedule, shape, move, backward)
+    return max(waits)

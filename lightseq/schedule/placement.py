@@ -1,0 +1,79 @@
+"""Where a schedule's bundles lie in memory: operands side by side in arenas, results side by side in outboxes."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightseq.schedule.layout import Layout
+from lightseq.schedule.table import OPERANDS, Items, Step, Tile
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Chunks that the tiles of one rank read side by side, some of them from other ranks.
+
+    It is filled from the step before `first` on and free after step `last`.
+    """
+
+    item: str
+    heads: int
+    chunks: tuple[int, ...]
+    first: int
+    last: int
+
+    def find(self, chunks: tuple[int, ...]) -> int:
+        """The place at which `chunks` lie side by side."""
+        start = self.chunks.index(chunks[0])
+        assert self.chunks[start : start + len(chunks)] == chunks, f"{chunks} do not lie side by side in {self}"
+        return start
+
+
+class Block(NamedTuple):
+    """The results of one tile for an item, on their way to the chunks' homes; they lie side by side."""
+
+    tile: int
+    item: str
+    chunks: tuple[int, ...]
+
+
+def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
+    """Where `chunks` lie side by side in the rank's own tensors; None where they do not."""
+    mine = layout.chunks(rank)
+    if chunks[0] not in mine:
+        return None
+    start = mine.index(chunks[0])
+    return start if mine[start : start + len(chunks)] == chunks else None
+
+
+def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = OPERANDS) -> tuple[Arena, ...]:
+    """Every arena of a pass on one rank. One grows over neighbouring steps as long as they share chunks."""
+    done: list[Arena] = []
+    for t, step in enumerate(steps):
+        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathers).items():
+            before = [a for a in done if (a.item, a.heads, a.last) == (item, heads, t - 1) and chunks & {*a.chunks}]
+            if before:
+                done.remove(before[0])
+                done.append(replace(before[0], chunks=tuple(sorted(chunks | {*before[0].chunks})), last=t))
+            else:
+                done.append(Arena(item, heads, tuple(sorted(chunks)), t, t))
+    return tuple(done)
+
+
+def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items) -> dict[tuple[str, int], set[int]]:
+    """What a step's tiles read that does not lie side by side in the rank's own tensors."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for tile in tiles:
+        for item, chunks in (("q", tile.q), ("kv", tile.kv)):
+            if item in gathers and local_place(layout, rank, chunks) is None:
+                found.setdefault((item, tile.heads), set()).update(chunks)
+    return found
+
+
+def blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[Block, ...]:
+    """What a rank's tiles of a step leave in its outbox, in order: all its results for an item, if one must travel."""
+    made = [
+        Block(i, item, chunks)
+        for i, tile in enumerate(step.tiles[rank])
+        for item, chunks in ((("dq", tile.q), ("dkv", tile.kv)) if backward else (("out", tile.q),))
+    ]
+    travels = {block.item for block in made if any(layout.home(chunk) != rank for chunk in block.chunks)}
+    return tuple(block for block in made if block.item in travels)

@@ -1,0 +1,110 @@
+"""Proves a schedule right without running it: every causal pair once, every operand there, every result home."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lightseq.schedule.segments import Segments
+from lightseq.schedule.table import Mask, Schedule, Step
+
+TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongly aligned one
+
+
+class InvalidSchedule(ValueError):
+    """A table that would compute something other than causal attention."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
+
+    Over each document of it by itself, where the schedule is for several.
+    """
+    for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
+        _check_moves(schedule, steps, backward, name)
+        _check_coverage(schedule, steps, name)
+
+
+def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
+    """Follows every bundle: an operand lives while each next step reads it, a result leaves the step after its tile."""
+    layout = schedule.layout
+    held: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
+    owed: set[tuple[int, str, int, int, int]] = set()  # (rank, item, chunk, heads, tile)
+    for t, step in enumerate(steps):
+        sent = {(m.src, m.item, m.chunk, m.heads, m.tile) for m in step.moves if m.is_result}
+        received = {(m.dst, m.item, m.chunk, m.heads) for m in step.moves if not m.is_result}
+        if len(sent) + len(received) != len(step.moves):
+            raise InvalidSchedule(f"{name}, step {t}: the same bundle moves twice")
+        for move in step.moves:
+            away = move.dst if not move.is_result else move.src
+            home = move.src if not move.is_result else move.dst
+            if away == home or layout.home(move.chunk) != home:
+                raise InvalidSchedule(f"{name}, step {t}: {move} does not run between a chunk's home and another rank")
+        if sent != owed:
+            raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are owed and not sent, or not owed")
+        used, owed = _needs_and_results(schedule, step, backward)
+        if used - held:
+            raise InvalidSchedule(f"{name}, step {t}: operands {sorted(used - held)} are missing")
+        next_used = _needs_and_results(schedule, steps[t + 1], backward)[0] if t + 1 < len(steps) else set()
+        held = used & next_used
+        if received - next_used or received & held:
+            idle = sorted(received - next_used | received & held)
+            raise InvalidSchedule(f"{name}, step {t}: operands {idle} arrive for nothing")
+        held |= received
+    if held or owed:
+        raise InvalidSchedule(f"{name}: after the last step {sorted(held)} are unused and {sorted(owed)} not home")
+
+
+def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[set, set]:
+    """Remote operands that a step's tiles read and no earlier pass kept, and results that they make for other ranks."""
+    needs, results, layout = set(), set(), schedule.layout
+    for rank, tiles in enumerate(step.tiles):
+        for i, tile in enumerate(tiles):
+            q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
+            kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
+            operands = {"q": q, "kv": kv}
+            needs |= {(rank, item, c, tile.heads) for item in schedule.gathers(backward) for c in operands[item]}
+            results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
+            results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
+    return needs, results
+
+
+def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
+    """Counts, token by token on a short sequence, how often each query meets each key."""
+    layout = schedule.layout
+    boundaries = schedule.boundaries or (0, layout.chunk_count * TOKENS_PER_CHUNK)
+    length, sizes = boundaries[-1], torch.tensor(boundaries).diff()
+    positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
+    document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    want = (document[:, None] == document[None, :]).int().tril()
+    for heads in range(schedule.head_groups):
+        met = torch.zeros(length, length, dtype=torch.int32)
+        for step in steps:
+            for tiles in step.tiles:
+                for tile in tiles:
+                    if tile.heads == heads:
+                        q, kv = (torch.cat([positions[c] for c in chunks]) for chunks in (tile.q, tile.kv))
+                        met[q[:, None], kv[None, :]] += _visible(tile.mask, len(q), len(kv))
+        if not torch.equal(met, want):
+            q, kv = (met != want).nonzero()[0].tolist()
+            raise InvalidSchedule(
+                f"{name}, head group {heads}: query {q} meets key {kv} {met[q, kv]} times, not {want[q, kv]} "
+                f"(of {length} tokens)"
+            )
+
+
+def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
+    """1 where a query of a tile sees a key, int32 (queries, keys)."""
+    if isinstance(mask, Mask):
+        return _visible_under(mask, queries, keys)
+    visible = torch.zeros(queries, keys, dtype=torch.int32)
+    for q, rows, k, seen, causal in mask.table.tolist():
+        visible[q : q + rows, k : k + seen] += _visible_under(Mask.CAUSAL if causal else Mask.FULL, rows, seen)
+    return visible
+
+
+@lru_cache(maxsize=256)
+def _visible_under(mask: Mask, queries: int, keys: int) -> Tensor:
+    every = torch.ones(queries, keys, dtype=torch.int32)
+    return every if mask is Mask.FULL else every.tril(keys - queries - (mask is Mask.STRICT))

@@ -1,0 +1,174 @@
+"""Who computes which tile of the score matrix when; sends, receives and the backward pass follow from that table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lightseq.schedule.layout import Layout
+from lightseq.schedule.segments import Segments
+
+
+class Mask(Enum):
+    """Which keys of a tile a query sees, by index inside the tile."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # aligned bottom-right: the last query sees every key
+    STRICT = "strict"  # key index < query index, as striped needs where the key's rank comes after the query's
+
+
+class Tile(NamedTuple):
+    """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes.
+
+    Where a sequence holds several documents, segments take the place of the mask.
+    """
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    mask: Mask | Segments
+    heads: int = 0
+
+
+class Move(NamedTuple):
+    """One bundle of tensors leaving src for dst. Both ends read the same object, so they cannot disagree.
+
+    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse; without q where the schedule keeps it). Results:
+    out (out and lse), dq, dkv; `tile` says which of its rank's tiles in the step before made them.
+    """
+
+    item: str
+    chunk: int
+    src: int
+    dst: int
+    heads: int = 0
+    tile: int = 0
+
+    @property
+    def is_result(self) -> bool:
+        return self.item in ("out", "dq", "dkv")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens side by side: every rank's tiles, and the moves in flight while they compute."""
+
+    tiles: tuple[tuple[Tile, ...], ...]  # indexed by rank
+    moves: tuple[Move, ...]
+
+
+Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Sequence[tuple[Tile, ...]]]):
+    """An assignment whose steps are made when they are asked for: that of a thousand ranks has a million tiles."""
+
+    steps: int
+    make: Callable[[int], Sequence[tuple[Tile, ...]]]
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, t: Any) -> Any:
+        if isinstance(t, slice):
+            return [self[i] for i in range(*t.indices(self.steps))]
+        if not -self.steps <= t < self.steps:
+            raise IndexError(t)
+        return self.make(t % self.steps)
+
+
+Items = tuple[str, ...]
+OPERANDS: Items = ("q", "kv")
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A distributed attention algorithm: a layout and the steps of its forward and backward pass."""
+
+    name: str
+    layout: Layout
+    head_groups: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
+    can_keep: bool = False  # what a rank gathers can take the place of its own q, k and v, which no tile of its reads
+    keeps: bool = False  # q, k and v that the forward pass gathered are there in the backward pass: none moves again
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    def __str__(self) -> str:
+        inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
+        turns = f"heads in {self.turns} turns" if self.turns > 1 else ""
+        notes = ", ".join(filter(None, (inside, turns)))
+        return self.name + (f" ({notes})" if notes else "")
+
+    @property
+    def turns(self) -> int:
+        """Groups of heads that a rank computes one after the other: the head_groups that were asked for."""
+        return self.head_groups // self.ulysses_size
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that share each place of the sequence, each with heads of its own."""
+        return self.layout.ulysses
+
+    @cached_property
+    def queries_travel(self) -> bool:
+        return any(move.item == "q" for step in self.backward for move in step.moves)
+
+    def gathers(self, backward: bool) -> "Items":
+        """What travels to a tile in a pass, if it is not there."""
+        return ("q",) if backward and self.keeps else OPERANDS
+
+    @cached_property
+    def keeping(self) -> "Schedule":
+        """The same, but that the backward pass finds what the forward pass gathered. Only who `can_keep` has it."""
+        assert self.can_keep, f"{self} needs its ranks' own tensors again"
+        rows = [step.tiles for step in self.backward if any(step.tiles)]
+        return replace(self, backward=steps_of(self.layout, rows, True, gathers=("q",)), keeps=True)
+
+
+# ---- what follows from the tiles -----------------------------------------------------------------------------------
+
+
+def steps_of(
+    layout: Layout, assignment: Sequence[Sequence[tuple[Tile, ...]]], backward: bool = False, gathers: Items = OPERANDS
+) -> tuple[Step, ...]:
+    """The moves: remote operands travel one step before their tile, results one step after it.
+
+    An operand that the next step needs as well stays where it is.
+    """
+    rows = [list(row) for row in assignment]
+    if any(_operands(layout, rank, tile, gathers) for rank, tiles in enumerate(rows[0]) for tile in tiles):
+        rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
+    moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
+    held: set[Move] = set()
+    for t, row in enumerate(rows):
+        needed: set[Move] = set()
+        for rank, tiles in enumerate(row):
+            for i, tile in enumerate(tiles):
+                for item, chunk in _operands(layout, rank, tile, gathers):
+                    needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
+                for item, chunk in _results(layout, rank, tile, backward):
+                    moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
+        moves[t - 1] += needed - held
+        held = needed
+    if moves[-1]:
+        rows.append([()] * layout.world)  # nothing left to compute: the last results travel
+    return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))
+
+
+def _operands(layout: Layout, rank: int, tile: Tile, gathers: Items) -> list[tuple[str, int]]:
+    """What a rank needs for a tile and does not hold itself."""
+    needs = [("q", chunk) for chunk in tile.q] + [("kv", chunk) for chunk in tile.kv]
+    return [(item, chunk) for item, chunk in needs if item in gathers and layout.home(chunk) != rank]
+
+
+def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:
+    """What a tile computes for other ranks."""
+    made = [("dq" if backward else "out", chunk) for chunk in tile.q]
+    made += [("dkv", chunk) for chunk in tile.kv] if backward else []
+    return [(item, chunk) for item, chunk in made if layout.home(chunk) != rank]

@@ -1,0 +1,22 @@
+"""The program that trains, from its words on: help comes at once, torch and transformers for a run alone."""
+
+import sys
+from collections.abc import Sequence
+
+from lightseq.config.command_line import help_text, shows_help
+from lightseq.models.presets import Family
+
+
+def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -> int:
+    """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
+
+    Exits 2, with one line, on input that it refuses.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    program = program or family.program or f"{family.name}/train.py"
+    if shows_help(words, lambda: help_text(program)):
+        return 0
+    from lightseq.training.watched import train  # takes seconds
+
+    train(family, words, program)
+    return 0

@@ -1,0 +1,189 @@
+"""A DeepSpeed JSON as this program reads it: what it may say, what its "auto" becomes, what contradicts a flag."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightseq.config.train_config import TrainConfig
+
+# Sections and keys that reach DeepSpeed. It ignores those that it does not know; here they are refused.
+READ: Final = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler"),
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
+)
+INSTEAD: Final[Mapping[str, str]] = {
+    "scheduler": "the learning rate follows --lr_scheduler_type, --warmup_steps and --warmup_ratio",
+    "activation_checkpointing": "what is recomputed is --remat",
+    "sequence_parallel_size": "ranks share a sequence by --sequence_parallel_size",
+    "data_parallel_size": "ranks share a sequence by --sequence_parallel_size",
+    "gradient_predivide_factor": "gradients are sums, whatever DeepSpeed would average",
+    "prescale_gradients": "gradients are sums, whatever DeepSpeed would average",
+    "gradient_allreduce_op": "gradients are sums, whatever DeepSpeed would average",
+}
+ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
+ADAMW_PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode")
+TALKS: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What DeepSpeed is told, every value filled in."""
+
+    source: str
+    stage: int
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"DeepSpeed ZeRO-{self.stage}"
+
+
+def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -> DeepSpeedSettings | None:
+    """The file that --deepspeed names, completed from the flags; None without one.
+
+    Raises ValueError for what is not read here, and where the file and a flag say different things.
+    """
+    if config.deepspeed is None:
+        return None
+    source = f"--deepspeed {config.deepspeed}"
+    settings = _read(Path(config.deepspeed), source)
+    stage = _check_sections(settings, source)
+    _check_optimizer(settings, config, source)
+    _check_batch(settings, config, data_ranks, source)
+    for key, flag in (
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+        ("gradient_clipping", "max_grad_norm"),
+        ("bf16.enabled", "bf16"),
+        ("fp16.enabled", "fp16"),
+    ):
+        _agree(settings, key, getattr(config, flag), f"--{flag}", source)
+    if stage == 3 and config.torch_compile:
+        raise ValueError(
+            f"{source}: ZeRO-3 gathers weights inside what --torch_compile compiles; use stage 1 or 2, or leave it out"
+        )
+    _fill(settings, hidden_size)
+    if left := next(_autos(settings), None):
+        raise ValueError(f'{source}: no flag says what {left} "auto" is; give a value, or remove it')
+    return DeepSpeedSettings(config.deepspeed, stage, settings)
+
+
+def _read(path: Path, source: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{source} cannot be read ({reason}); name a DeepSpeed JSON file") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{source} holds no JSON object; name a DeepSpeed JSON file")
+    return settings
+
+
+def _check_sections(settings: Mapping[str, Any], source: str) -> int:
+    for key in settings:
+        if key not in READ:
+            raise ValueError(
+                f"{source}: {key} is not read here; {INSTEAD.get(key, 'it reaches nothing')}, so remove it"
+            )
+    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types"):
+        if not isinstance(settings.get(key, {}), dict):
+            raise ValueError(f"{source}: {key} is {json.dumps(settings[key])}; give an object")
+    zero = settings.get("zero_optimization", {})
+    inside = {"optimizer.params": settings.get("optimizer", {}).get("params")}
+    inside |= {f"zero_optimization.{part}": zero.get(part) for part in ("offload_optimizer", "offload_param")}
+    for key, section in inside.items():
+        if not isinstance(section, dict | None):
+            raise ValueError(f"{source}: {key} is {json.dumps(section)}; give an object")
+    if zero.get("stage") not in (1, 2, 3):
+        found = f"stage {zero['stage']!r}" if "stage" in zero else "no stage"
+        raise ValueError(f'{source}: zero_optimization has {found}; give 1, 2 or 3, or use --fsdp "" for whole copies')
+    for part in ("offload_optimizer", "offload_param"):
+        device = (zero.get(part) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            raise ValueError(f"{source}: {part} goes to {device!r}; give cpu, or none")
+    if (zero.get("offload_param") or {}).get("device") == "cpu" and zero["stage"] != 3:
+        raise ValueError(f"{source}: offload_param works with stage 3, not stage {zero['stage']}; give 3, or remove it")
+    if settings.get("zero_force_ds_cpu_optimizer"):
+        raise ValueError(f"{source}: zero_force_ds_cpu_optimizer is true, but torch's AdamW updates; give false")
+    return int(zero["stage"])
+
+
+def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str) -> None:
+    """A section on AdamW may stand there if it says what the flags say; torch's optimizer updates in any case."""
+    section = settings.pop("optimizer", None)
+    if section is None:
+        return
+    kind, params = section.get("type"), section.get("params") or {}
+    if kind not in ("auto", "Adam", "AdamW") or params.get("adam_w_mode") is False:
+        raise ValueError(f"{source}: optimizer is {json.dumps(section)}; give AdamW, or remove the section for --optim")
+    if config.optim not in ADAMW:
+        raise ValueError(f"{source}: optimizer is {kind}, but --optim is {config.optim}; remove one of them")
+    if unknown := [key for key in params if key not in ADAMW_PARAMS]:
+        raise ValueError(f"{source}: optimizer.params.{unknown[0]} is not read here; remove it")
+    for key, value, flag in (
+        ("lr", config.learning_rate, "--learning_rate"),
+        ("weight_decay", config.weight_decay, "--weight_decay"),
+        ("betas", [0.9, 0.999], "--optim with betas"),
+        ("eps", 1e-8, "--optim with epsilon"),
+    ):
+        _agree(params, key, value, flag, f"{source}: optimizer.params")
+
+
+def _check_batch(settings: dict[str, Any], config: TrainConfig, data_ranks: int, source: str) -> None:
+    """DeepSpeed multiplies by all ranks; those that share a sequence count once, so it is not told the product."""
+    total = settings.pop("train_batch_size", "auto")
+    micro, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if total not in ("auto", micro * steps * data_ranks):
+        raise ValueError(
+            f"{source}: train_batch_size is {total}, but --per_device_train_batch_size {micro} x "
+            f"--gradient_accumulation_steps {steps} x {data_ranks} groups of ranks are {micro * steps * data_ranks}; "
+            'make them equal, or write "auto"'
+        )
+
+
+def _agree(settings: dict[str, Any], key: str, value: Any, flag: str, source: str) -> None:
+    """Puts a flag's value where the file leaves it open."""
+    *sections, last = key.split(".")
+    place = settings
+    for section in sections:
+        place = place.setdefault(section, {})
+    found = place.get(last, "auto")
+    if found != "auto" and found != value:
+        raise ValueError(
+            f"{source}: {key} is {json.dumps(found)}, but {flag} is {json.dumps(value)}; "
+            'make them equal, or write "auto"'
+        )
+    place[last] = value
+
+
+def _fill(settings: dict[str, Any], hidden_size: int) -> None:
+    """What no flag says: sizes as Hugging Face derives them, float32 sums of gradients, torch's optimizer, silence."""
+    zero = settings["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    for key, size in sizes.items():
+        if zero.get(key) == "auto":
+            zero[key] = size
+    types = settings.setdefault("data_types", {})
+    if types.get("grad_accum_dtype", "auto") == "auto":
+        types["grad_accum_dtype"] = "fp32"
+    if settings.get("communication_data_type", "auto") == "auto":
+        settings["communication_data_type"] = "fp32"
+    settings["zero_allow_untested_optimizer"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False
+    settings.setdefault("log_level", "info" if any(settings.get(key) for key in TALKS) else "error")
+
+
+def _autos(settings: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{path}{key}.")
+        elif value == "auto" and key != "keep_in_fp32_modules":  # a value of its own there
+            yield path + key

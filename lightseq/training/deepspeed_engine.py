@@ -1,0 +1,199 @@
+"""DeepSpeed's ZeRO-1, 2 and 3 in the place of FSDP2: its engine around our model, our loss, our learning rate.
+
+DeepSpeed takes every rank for a data-parallel one and averages gradients over them. Each rank's share of the loss is
+divided by the global number of valid tokens already, so that gradients must add up: a share is multiplied by the ranks.
+"""
+
+import copy
+import copyreg
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightseq.checkpoint.checkpoints import STATE
+from lightseq.config.train_config import TrainConfig
+from lightseq.models import weights
+from lightseq.parallelize import Techniques, transform
+from lightseq.ranks.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
+from lightseq.training.deepspeed_config import DeepSpeedSettings
+from lightseq.training.engine import Update, fill_weights
+from lightseq.training.optimization import UNNAMED, make_optimizer
+from lightseq.training.prepare import Inputs
+from lightseq.words import first_line
+
+TAG = "deepspeed"
+DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
+    [
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    ]
+)
+
+
+class DeepSpeedEngine:
+    """One of DeepSpeed's engines, and what it does not do itself: masters from the weights' own precision, exports."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        world: World,
+        meshes: Meshes,
+        techniques: Techniques,
+        settings: DeepSpeedSettings,
+    ) -> None:
+        self._deepspeed = _import(world)
+        self._settings, self._world = settings, world
+        agree(world, lambda: self._check(config))
+        offloads = [part for part in ("offload_optimizer", "offload_param") if _on_cpu(settings, part)]
+        if offloads:
+            use_host_cores(world)
+        self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
+        self.model = weights.build_on_meta(inputs.model_config)
+        inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
+        self.offload, self.stopwatch = inner.offload, inner.stopwatch
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(techniques.compute_dtype)
+        self._materialize()
+        self._engine = agree(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
+        self.loss_model: nn.Module = self._engine
+        self.optimizer: Any = self._engine.optimizer
+        agree(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
+
+    def _check(self, config: TrainConfig) -> None:
+        """Raises ValueError for what DeepSpeed would refuse in words of its own."""
+        from pydantic import ValidationError
+
+        accelerator = self._deepspeed.accelerator.get_accelerator()
+        device = accelerator.device_name()
+        if config.fp16 and not accelerator.is_fp16_supported():
+            raise ValueError(f"--fp16 under --deepspeed does not run on {device}; give --bf16, or neither")
+        if config.bf16 and not accelerator.is_bf16_supported():
+            raise ValueError(f"--bf16 under --deepspeed does not run on {device}; give --fp16, or neither")
+        try:
+            self._deepspeed.DeepSpeedConfig(self._told())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, (error.title, *first["loc"])))
+            raise ValueError(
+                f"--deepspeed {self._settings.source}: {where}: {first['msg']}; correct it, or remove it"
+            ) from error
+
+    def _materialize(self) -> None:
+        """Memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as soon as it is there."""
+        if self._settings.stage < 3:
+            weights.materialize(self.model, self._world.device)
+            return
+        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        tied = self.model.config.tie_word_embeddings
+        for unit in [ends[0], *self.model.model.layers, self.model.model.norm, *([] if tied else ends[1:])]:
+            unit.to_empty(device=self._world.device)
+            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._told())
+        if tied:
+            ends[1].weight = ends[0].weight
+        weights.rebuild_buffers(self.model, self._world.device)
+
+    def _initialize(self, inner: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        if self._settings.stage == 3:
+            # Gathered by layer, before its forward and before its backward: never within, where what is recomputed
+            # must be the operators of the forward pass again.
+            self._deepspeed.utils.set_z3_leaf_modules(self.model, [type(self.model.model.layers[0])])
+        engine, *_ = self._deepspeed.initialize(
+            model=inner, optimizer=optimizer, config=self._told(), dist_init_required=False
+        )
+        kept = [name for name, buffer in inner.named_buffers() if buffer.dtype != torch.float32]
+        assert not kept, f"positions are computed from float32 frequencies, DeepSpeed made others of {kept}"
+        return engine
+
+    def _told(self) -> dict[str, Any]:
+        """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
+        told = copy.deepcopy(self._settings.settings)
+        return told if self._world.is_main else told | {"log_level": "error"}
+
+    def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+        """A whole tensor into the float32 masters, which DeepSpeed made from the compute dtype, and the weights."""
+        shape = weights.whole_shape(parameter)
+        whole = read(tuple(slice(0, n) for n in shape)).to(parameter.device, torch.float32)
+        if self._settings.stage < 3:
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, whole)
+            parameter.data.copy_(whole)
+            return
+        part = len(parameter.ds_tensor)  # type: ignore[attr-defined]  # of every rank, the last one's padded
+        padded = nn.functional.pad(whole.flatten(), (0, part * self._world.size - whole.numel()))
+        self._deepspeed.utils.safe_set_local_fp32_param(parameter, padded[part * self._world.rank :][:part])
+        with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(whole)
+
+    def backward(self, share: Tensor, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(share * self._world.size, scale_wrt_gas=False)
+
+    def update(self) -> Update:
+        """DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
+        skipped = self._engine.skipped_steps
+        self._engine.step()
+        if self._engine.skipped_steps > skipped:  # the norm it has is of a step before, or none
+            return Update(*(torch.tensor(x, device=self._world.device) for x in (float("nan"), UNNAMED)))
+        norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
+        return Update(norm, torch.full_like(norm, -1, dtype=torch.int64))
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        return None
+
+    def save_state(self, directory: Path) -> None:
+        self._engine.save_checkpoint(str(directory), tag=TAG)
+
+    def restore(self, checkpoint_directory: Path) -> None:
+        check_harmless(checkpoint_directory / STATE)  # DeepSpeed runs what its files ask for
+        found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
+        if found is None:
+            raise ValueError(
+                f"--resume_from_checkpoint {checkpoint_directory} has lost its {STATE}/; name another checkpoint"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        return {"engine": self._settings.name}
+
+
+def check_harmless(state: Path) -> None:
+    """Raises ValueError if a file of DeepSpeed's would build anything but what DeepSpeed puts there."""
+    for path in sorted(state.rglob("*.pt")):
+        try:
+            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
+        except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
+        if strange:
+            raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")
+
+
+def _on_cpu(settings: DeepSpeedSettings, part: str) -> bool:
+    return (settings.settings["zero_optimization"].get(part) or {}).get("device") == "cpu"
+
+
+def _import(world: World) -> Any:
+    """DeepSpeed, on this device, speaking on rank 0 alone."""
+    ready_for_deepspeed(world)
+    import deepspeed
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    # Some versions of Python (3.11.2 is one) would name it by getattr, which no file may ask for.
+    copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+
+    warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
+    if not world.is_main:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if world.device.type == "cpu":  # it would compile sums of its own through shared memory, where gloo has them
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    return deepspeed

@@ -1,0 +1,71 @@
+"""What a run says of its steps, in its metrics and on the terminal; it ends one that learns from none any more."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightseq.ranks.mesh import World
+from lightseq.training.endings import end_for_skipped_steps, explained_writing
+from lightseq.training.metrics import MetricsFile
+from lightseq.training.optimization import UNNAMED
+from lightseq.training.terminal import Terminal
+from lightseq.training.window import Closed
+from lightseq.words import plural
+
+MOST_SKIPPED = 20  # steps in a row without a finite gradient
+
+
+class Journal:
+    """Every rank reads the same figures, for they end together; the one with `metrics` writes and shows them.
+
+    `trained` are the names of the parameters in the order in which a window numbers them; `scaled` whether the loss is,
+    by a factor that is halved after each step that it made overflow.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsFile | None,
+        terminal: Terminal,
+        world: World,
+        output_dir: Path,
+        trained: Sequence[str],
+        scaled: bool,
+    ) -> None:
+        self._metrics, self._terminal, self._world, self._output_dir = metrics, terminal, world, output_dir
+        self._trained, self._scaled = trained, scaled
+        self.losses: list[float] = []
+        self._skipped = 0  # steps in a row, up to the last record
+
+    def record(self, closed: Closed | None) -> None:
+        """Waits for the device to have finished a window, if there is one, and says what came of it."""
+        if closed is None:
+            return
+        record = closed.record()
+        if record.loss is not None:
+            self.losses.append(record.loss)
+        self.log(asdict(record))
+        if record.steps_without_target:
+            which = f"{record.steps_without_target:,} of {plural(closed.steps, 'step')} up to step {record.step:,}"
+            self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
+        sick = closed.sick_parameters()
+        for step in range(record.step - closed.steps + 1, record.step + 1):
+            self._skipped = self._skipped + 1 if step in sick else 0
+            too_high_a_scale = self._scaled and self._skipped < MOST_SKIPPED
+            if step not in sick or too_high_a_scale:
+                continue
+            whose = "a gradient" if sick[step] == UNNAMED else f"the gradient of {self._trained[sick[step]]}"
+            what = f"{whose} is not finite"
+            self._note(f"step {step}: {what}; the step was skipped")
+            if self._skipped >= MOST_SKIPPED:
+                end_for_skipped_steps(step, self._skipped, what, self._output_dir, self._world, self._terminal)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            with explained_writing(self._metrics.path, self._world, self._terminal):
+                self._metrics.write(record)
+            self._terminal.show(record)
+
+    def _note(self, line: str) -> None:
+        if self._world.is_main:
+            self._terminal.note(line)

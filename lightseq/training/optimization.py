@@ -1,0 +1,174 @@
+"""The optimizer step: which parameters decay, the rate of a step, true global clipping, float16 loss scaling."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.models.weights import whole_shape
+
+EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
+
+
+def check_optimizer(name: str, device: torch.device, on_host: bool = False) -> None:
+    """Raises ValueError where what the optimizer is made of is missing; `on_host` it updates on the CPU."""
+    if name not in EIGHT_BIT:
+        return
+    if find_spec("torchao") is None:
+        raise ValueError(f"--optim {name} is torchao's, which is not installed; pip install torchao")
+    if missing := _missing_compiler(torch.device("cpu") if on_host else device):
+        raise ValueError(
+            f"--optim {name} compiles its update and found no {missing}; install it, or use --optim adamw_torch_fused"
+        )
+
+
+def _missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile would need on this device and does not find."""
+    from torch._inductor import cpp_builder, exc  # takes a second to import
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda":
+        return None if has_triton() else "Triton"
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "C++ compiler"
+    return None
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101), its states in 8 bits (arXiv 2110.02861) or not, or SGD.
+
+    Weight decay on matrices alone, not on norms and biases.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    if config.optim == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    if config.optim in EIGHT_BIT:
+        from torchao.optim import AdamW8bit
+
+        # It compiles for a rank's parts, and torch's cache on disk does not tell those of one whole apart.
+        if dist.is_initialized():
+            torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    fused = True if config.optim == "adamw_torch_fused" else None
+    return LocalAdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's parts as the plain tensors they are; its state stays sharded as they are.
+
+    An update of distributed tensors goes through their dispatcher, which looks at each of them on the host and keeps
+    what it saw of every step.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return is_complex
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Sets the learning rate of a parameter group; compiled optimizers keep theirs in a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+class LearningRate:
+    """The learning rate as a function of the step, so that resuming needs no state."""
+
+    def __init__(self, config: TrainConfig, total_steps: int) -> None:
+        probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+        schedule = get_scheduler(
+            config.lr_scheduler_type,
+            probe,
+            num_warmup_steps=warmup_steps(config, total_steps),
+            num_training_steps=total_steps,
+        )
+        assert isinstance(schedule, LambdaLR)
+        self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Sets the rate of optimizer step `step` (from 0) and returns it."""
+        rate = self._peak * self._share(step)
+        for group in optimizer.param_groups:
+            set_rate(group, rate)
+        return rate
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of every gradient, as plain tensors that share its memory."""
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
+    """L2 norm of every parameter's gradient over all ranks, on the device; their own norm is the global one."""
+    squared = torch.stack(torch._foreach_norm(grads)).square()
+    dist.all_reduce(squared, group=shards)
+    return squared.sqrt()
+
+
+UNNAMED = 2**31  # in the place of a parameter's number: some gradient is not finite, nobody knows whose
+
+
+def first_sick(norms: Tensor) -> Tensor:
+    """The index of the first norm that is not finite, -1 if all are; on the device."""
+    sick = ~torch.isfinite(norms)
+    return torch.where(sick.any(), sick.int().argmax(), -1)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Takes the step unless the norm is not finite. Fused AdamW finds out on the device; for others the host looks."""
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(torch.isfinite(norm)):
+        optimizer.step()
+
+
+def clip(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients down to a global norm, without looking at it on the host. A max_norm of 0 leaves them alone."""
+    if max_norm:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp_max(1.0))
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for float16 (arXiv 1710.03740): halved at an overflow, doubled after 2000 clean steps."""
+
+    scale: float = 2.0**16
+    clean_steps: int = 0
+    growth_interval: int = 2000
+
+    def unscale(self, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
+        """The true norm, and whether the step may be taken. Waits for the device."""
+        norm = norm / self.scale
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            torch._foreach_mul_(grads, 1.0 / self.scale)
+            self.clean_steps += 1
+        else:
+            self.scale, self.clean_steps = max(self.scale / 2, 1.0), 0
+        if self.clean_steps == self.growth_interval:
+            self.scale, self.clean_steps = self.scale * 2, 0
+        return norm, finite

@@ -1,0 +1,326 @@
+"""Everything a run can refuse, looked at before any process waits for another and before anything is written."""
+
+import fcntl
+import os
+import shutil
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO, TypeGuard
+
+import torch
+from transformers import PreTrainedConfig
+
+from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint.checkpoints import ANEW, Found
+from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import BatchStream, open_examples, require_target
+from lightseq.data.examples import Examples
+from lightseq.data.packing import PackedExamples, open_packed
+from lightseq.data.tokens import Reading
+from lightseq.hf import LENGTH_DEPENDENT_ROPE
+from lightseq.kernels import KernelSpec, select
+from lightseq.layers.fp8 import check_fp8
+from lightseq.layers.tiled import check_layer_class
+from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.models import weights
+from lightseq.models.adapters import Lora, adapter_parameters, lora_of
+from lightseq.models.architecture import Architecture, examine, heads_of
+from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.models.flops import total_parameters
+from lightseq.models.presets import Family
+from lightseq.ranks.mesh import World, check_devices, check_sequence_size
+from lightseq.training.deepspeed_config import DeepSpeedSettings, deepspeed_settings
+from lightseq.training.metrics import METRICS, RUN, check_mirror
+from lightseq.training.optimization import check_optimizer
+
+UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
+LOCK = "lock"  # in the output directory, of the run that writes there
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's inputs, found and checked."""
+
+    model_config: PreTrainedConfig
+    weights: Path | None  # None: drawn from the seed
+    stream: BatchStream
+    eval_stream: BatchStream | None
+    total_steps: int
+    sequence_size: int
+    data_rank: int
+    resume_from: Path | None
+    deepspeed: DeepSpeedSettings | None  # None: FSDP2
+    notes: tuple[str, ...]  # what the user should know, said once
+    lora: Lora | None = None  # None: every weight trains
+    passed_over: tuple[Path, ...] = ()  # checkpoints later than the one resumed from, which are damaged
+
+
+def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
+    """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
+    check_mirror(config.report_to)
+    check_optimizer(config.optim, world.device, on_host=config.offload in ("optimizer", "both"))
+    resume_from = found.path
+    _check_output_dir(Path(config.output_dir), config, found)
+    model = find_model(config, family, world)
+    data_ranks = world.size // model.sequence_size
+    deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
+    if resume_from is not None:
+        checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
+    stream = BatchStream(
+        find_examples(config.data_path, model, config, world),
+        config.model_max_length,
+        config.per_device_train_batch_size,
+        data_ranks,
+        config.gradient_accumulation_steps,
+        epochs=None if config.max_steps else config.num_train_epochs,
+        seed=config.seed,
+        packed=config.packing != "none",
+    )
+    stream, resumed = _resumed(stream, resume_from)
+    eval_stream = None
+    if config.eval_data_path and config.eval_strategy != "no":
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        require_target(eval_examples, config.eval_data_path)
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    total_steps = config.max_steps or stream.steps
+    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+    trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
+    one_bytes, there = saved_bytes(trained, config), len(checkpoints.listed(Path(config.output_dir)))
+    epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
+    saves = saves_left(config, stream.first_step, total_steps, epochs_left)
+    room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
+    # Last, for it can take hours: everything else has been looked at.
+    directory = fetch(model)
+    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed + profiled
+    notes += (room,) if room else ()
+    if resume_from is not None and total_steps <= stream.first_step:
+        notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
+    return Inputs(
+        model.config,
+        directory,
+        stream,
+        eval_stream,
+        total_steps,
+        model.sequence_size,
+        world.rank // model.sequence_size,
+        resume_from,
+        deepspeed,
+        notes + model.warnings,
+        model.lora,
+        tuple(path for path, _ in found.passed_over),
+    )
+
+
+def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
+    """The stream from where a checkpoint left it, however many sequences a step had then."""
+    if resume_from is None:
+        return stream, ()
+    facts = checkpoints.read_facts(resume_from)
+    data = facts.get(checkpoints.DATA)
+    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
+    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
+        raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
+    return stream.resumed(facts["step"], data)
+
+
+def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
+    """What to say of steps to profile that are past: a run that was started again has the words of the first."""
+    if config.profile_steps is None:
+        return ()
+    if config.profile_memory and device.type != "cuda":
+        raise ValueError("--profile_memory records a GPU's allocations, and there is none here; leave it out")
+    first, last = config.profile_steps
+    if first > total_steps:
+        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    said = f"warning: --profile_steps {first}:{last}: the run goes on after step {first_step}; nothing is profiled"
+    return (said,) if last <= first_step else ()
+
+
+def after_restart(config: TrainConfig, world: World) -> TrainConfig:
+    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any.
+
+    A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
+    """
+    output_dir, asked = Path(config.output_dir), config.resume_from_checkpoint
+    saved = bool(checkpoints.listed(output_dir))
+    if world.restarts and _begun_by(output_dir, world):
+        return replace(config, resume_from_checkpoint="True" if saved else asked, overwrite_output_dir=True)
+    # Where nothing was saved, `auto` begins anew.
+    return replace(config, overwrite_output_dir=config.overwrite_output_dir or (asked == "auto" and not saved))
+
+
+def _begun_by(output_dir: Path, world: World) -> bool:
+    held = output_dir / LOCK
+    return held.is_file() and held.read_text().endswith(_launch(world))
+
+
+def _launch(world: World) -> str:
+    return f"launch {world.launch}\n"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
+
+    config: PreTrainedConfig
+    weights: Path | str | None
+    tokenizer: str | None
+    sequence_size: int
+    warnings: tuple[str, ...]
+    lora: Lora | None = None
+
+
+def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
+    check_devices(world)
+    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
+    source = resolve(family, config.model_name, config.random_init)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
+    check_layers(config, examine(model_config, config.model_max_length))
+    _check_kernel(config, model_config, world.device)
+    rope = (model_config.rope_parameters or {}).get("rope_type")
+    if config.packing != "none" and rope in LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"--packing {config.packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with "
+            "one; give another --rope_scaling"
+        )
+    check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
+    tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
+    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config, sequence_size))
+    lora = lora_of(config, model_config)
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
+
+
+def _warnings(config: TrainConfig, model_config: PreTrainedConfig, sequence_size: int) -> list[str]:
+    context = context_warning(model_config, config.model_max_length)
+    eager = config.fp8 is not None and not config.torch_compile
+    casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
+    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
+    areas = (
+        f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
+        "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
+        "--schedule out, or take striped or ulysses"
+    )
+    return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
+
+
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
+    length, words = config.model_max_length, model.config.vocab_size
+    opened = open_examples if config.packing == "none" else open_packed
+    limit = config.max_train_samples if path == config.data_path else None
+    reading = Reading(config.text_column, limit, Path(config.data_cache).expanduser())
+    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, reading)
+
+
+def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
+    """Every example once, in order."""
+    packed = isinstance(examples, PackedExamples)
+    return BatchStream(
+        examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
+    )
+
+
+def fetch(model: FoundModel) -> Path | None:
+    """The directory of a model's weights; None if they are drawn from the seed."""
+    return weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+
+
+def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
+    """Whether a run goes on in the directory of the one that it resumes."""
+    return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
+
+
+def lock(output_dir: Path, world: World) -> TextIO:
+    """Makes the directory and holds it until the file that is returned is closed, or the process ends.
+
+    Raises ValueError where it cannot be made, or another run writes into it.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        held = (output_dir / LOCK).open("a+")
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.seek(0)
+        raise ValueError(
+            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; name another"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
+            "one on another file system"
+        ) from error
+    held.truncate(0)
+    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world)}")
+    held.flush()
+    return held
+
+
+def clear(output_dir: Path) -> None:
+    """Removes what an earlier run left in its directory, and nothing else."""
+    for name in (RUN, METRICS):
+        (output_dir / name).unlink(missing_ok=True)
+    for directory in [*output_dir.glob("checkpoint-*"), *(output_dir / name for name in ("profile", "runs", "hang"))]:
+        if directory.is_dir():
+            shutil.rmtree(directory)
+
+
+def _check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
+    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
+    resume_from = found.path
+    if continues(resume_from, output_dir):
+        newest = checkpoints.listed(output_dir)[-1]
+        if newest.name != resume_from.name and not found.passed_over:
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from}: {output_dir} holds the later {newest.name}; continue that "
+                "one with --resume_from_checkpoint True, or give another --output_dir"
+            )
+        return
+    holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
+    if holds_run and not config.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir {output_dir} already holds a run; name another, continue it with "
+            "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
+        )
+
+
+def check_layers(config: TrainConfig, found: Architecture) -> None:
+    """Raises ValueError for what the flags ask of layers that are not made for it."""
+    if config.tile_layers:
+        check_layer_class(found.layer_class)
+    if config.remat_policy in KEEPING_MLP and not found.gated_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} keeps gate and up of an MLP of plain linears, and {found.layer_class} has "
+            "another; give --remat attention"
+        )
+    if config.remat_policy in KEEPING_MLP and not found.can_keep_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} does not make an MLP's output again, and {found.layer_class} needs it in "
+            "the backward pass, for a norm behind it, say; give --remat attention"
+        )
+    if config.remat_policy == KEEP_LINEARS and not found.plain_projections:
+        raise ValueError(
+            f"--remat {KEEP_LINEARS} keeps what four linears without bias give around attention, and "
+            f"{found.layer_class} has others; give --remat attention+mlp"
+        )
+    asked = config.fsdp_transformer_layer_cls_to_wrap
+    if asked is not None and asked != found.layer_class:
+        raise ValueError(
+            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are "
+            f"{found.layer_class}; give that, or leave it out"
+        )
+
+
+def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype = getattr(torch, config.compute_dtype)
+    dim, packed = heads_of(model_config).dim, config.packing != "none"
+    select(config.kernel_name, KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed))

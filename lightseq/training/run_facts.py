@@ -1,0 +1,86 @@
+"""What a run is, for its first lines in the terminal and for its run.json: what was asked, found and chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.models.flops import total_parameters
+from lightseq.training.metrics import hardware
+from lightseq.training.source import commit
+
+if TYPE_CHECKING:
+    from lightseq.training.trainer import Trainer
+
+
+def facts(trainer: Trainer, command: str) -> dict[str, Any]:
+    """run.json: what it takes to run this again, and to judge its figures."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "schedule": trainer.context.schedule.name,
+        "kernel": trainer.context.selection.kernel.name,
+        "kernels_passed_over": dict(trainer.context.selection.passed_over),
+        "transport": trainer.context.transport.name,
+        "transport_passed_over": trainer.context.transport.passed_over,
+        "head_groups": trainer.context.schedule.turns,
+        "ulysses_size": trainer.context.schedule.ulysses_size,
+        "remat": trainer.config.remat_policy,
+        "layers_per_checkpoint": trainer.config.layers_per_checkpoint,
+        "placement": trainer.placement.layers if trainer.placement else None,
+        "host_memory_bytes": trainer.engine.offload.memory.limit_bytes if trainer.engine.offload else None,
+        "fp8": trainer.config.fp8,
+        "fp8_emulated": trainer.config.fp8_emulate,
+        "parameters": trainer.engine.parameters,
+        "deepspeed": trainer.inputs.deepspeed.settings if trainer.inputs.deepspeed else None,
+        "world_size": trainer.world.size,
+        "data_ranks": trainer.meshes.data_ranks,
+        "sequence_ranks": trainer.inputs.sequence_size,
+        "total_steps": trainer.inputs.total_steps,
+        "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
+        "notes": list(trainer.notes),
+        "hardware": hardware(trainer.world.device),
+        "host_threads": torch.get_num_threads(),
+        "config": trainer.config.to_json(),
+        "model_config": trainer.inputs.model_config.to_dict(),
+    }
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """What was chosen, in the order in which a reader asks."""
+    c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
+    passed_over = trainer.context.transport.passed_over
+    start = trainer.inputs.resume_from or trainer.inputs.weights
+    weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
+    return {
+        "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
+        "data": f"{c.data_path}, {len(trainer.inputs.stream.examples):,} examples",
+        "ranks": f"{world.size} ({trainer.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
+        f"{hardware(world.device)['device']}",
+        "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
+        "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
+        "schedule": str(trainer.context.schedule),
+        "kernel": str(trainer.context.selection),
+        "transport": trainer.context.transport.name + (f" ({passed_over})" if passed_over else ""),
+        "remat": c.remat_policy
+        + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
+        + (", layers over tiles" if c.tile_layers else "")
+        + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
+        + (f", {trainer.placement.words}" if trainer.placement else ""),
+        "parameters": trainer.engine.parameters + _adapters(trainer),
+    }  # fmt: skip
+
+
+def _fp8(config: TrainConfig) -> str:
+    emulated = ", emulated" if config.fp8_emulate else ""
+    return f"linear layers in FP8 ({config.fp8}{emulated}), " if config.fp8 else ""
+
+
+def _adapters(trainer: Trainer) -> str:
+    lora, count = trainer.inputs.lora, trainer.adapter_parameters
+    if lora is None:
+        return ""
+    share = 100 * count / total_parameters(trainer.inputs.model_config)
+    return f"; {count:,} of adapters train ({share:.2g}%), rank {lora.rank} on {', '.join(lora.targets)}"

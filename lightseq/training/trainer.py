@@ -1,0 +1,285 @@
+"""One training run on one rank: its steps, what they are measured by, and when it evaluates and saves."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint.saving import Saving
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.progress import with_bar
+from lightseq.evaluate.perplexity import Perplexity, Shard, measure
+from lightseq.models.adapters import adapter_parameters
+from lightseq.parallelize import techniques_of
+from lightseq.plan.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
+from lightseq.plan.this_run import out_of_memory, plan_of_layers
+from lightseq.profiling.recorder import StepProfile
+from lightseq.ranks.environment import secrets
+from lightseq.ranks.mesh import Meshes, World, agree, host_memory_bytes, make_deterministic, make_meshes  # fmt: skip
+from lightseq.ranks.preemption import StopRequest
+from lightseq.ranks.watchdog import Watchdog
+from lightseq.schedule.documents import local_tokens
+from lightseq.training.deepspeed_engine import DeepSpeedEngine
+from lightseq.training.endings import explained_data, explained_out_of_memory
+from lightseq.training.engine import Engine, FsdpEngine
+from lightseq.training.garbage import collected_together
+from lightseq.training.journal import Journal
+from lightseq.training.metrics import MIRRORS, MetricsFile, scalar, write_run
+from lightseq.training.optimization import LearningRate
+from lightseq.training.prepare import Inputs, clear, continues, lock
+from lightseq.training.run_facts import describe, facts
+from lightseq.training.sharding import Sharding
+from lightseq.training.terminal import Terminal
+from lightseq.training.window import StepResult, Window, Work
+
+
+class Trainer:
+    """One run on one rank. Without a command, which is for evaluations, it says nothing and leaves no files."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        inputs: Inputs,
+        world: World,
+        command: str | None,
+        rehearses: bool = False,
+        stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
+        watchdog: Watchdog | None = None,  # None: nobody waits for its steps
+    ) -> None:
+        self.config, self.inputs, self.world = config, inputs, world
+        self.output_dir = Path(config.output_dir)
+        self.dtype = getattr(torch, config.compute_dtype)
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        if config.deterministic:
+            make_deterministic()
+        self.meshes: Meshes = agree(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
+        plan = plan_of_layers(config, inputs.model_config, world)
+        self.placement = plan.placement if plan else None
+        lacks = plan.lacks if plan else ()
+        self.notes = (*inputs.notes, *(f"warning: --offload auto plans with too little {lack}" for lack in lacks))
+        placed = self.placement.layers if self.placement else None
+        host = host_memory_bytes(world, config.host_memory_budget, rehearses)
+        techniques = techniques_of(config, placed, host, world.local_size, rehearses, stands_for)
+        parts = (config, inputs, world, self.meshes, techniques)
+        self.terminal = Terminal(inputs.total_steps, 0)
+        self._measured: Callable[[], Breakdown | None] = lambda: None
+        with self.explained_out_of_memory():
+            self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
+        self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
+        self.shard = Sharding(self.context, world.device)
+        self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
+        self._measured = self.memory_parts
+        self.learning_rate = LearningRate(config, inputs.total_steps)
+        self.first_step = inputs.stream.first_step
+        with self.explained_out_of_memory():
+            agree(world, self._resume)
+        self.terminal = Terminal(inputs.total_steps, self.first_step)
+        self._lock: TextIO | None = None
+        self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
+        saves = command is not None and config.save_strategy != "no"
+        self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16)
+        self._watchdog = watchdog
+        if watchdog is not None:
+            watchdog.follow(lambda: self.context.progress.passes)
+        self._stop: StopRequest | None = None  # while it trains
+
+    def _resume(self) -> None:
+        if self.inputs.resume_from is not None:
+            self.engine.restore(self.inputs.resume_from)
+            checkpoints.restore_randomness(self.inputs.resume_from, self.world)
+
+    def _open_output(self, command: str) -> MetricsFile | None:
+        if not self.world.is_main:
+            return None
+        self._lock = lock(self.output_dir, self.world)
+        if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
+            clear(self.output_dir)
+        checkpoints.sweep(self.output_dir, checkpoints.PARTIAL)
+        for broken in self.inputs.passed_over:
+            checkpoints.set_aside(broken, checkpoints.BROKEN)
+        write_run(self.output_dir, facts(self, command), secrets())
+        self.terminal.header(describe(self), self.notes)
+        sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
+        return MetricsFile(self.output_dir, self.first_step, sinks)
+
+    def train(self) -> None:
+        """Runs to the last step, or to the one after which a signal ends it."""
+        around = self.saving.around() if self.saving is not None else nullcontext()
+        with StopRequest() as self._stop, self.explained_out_of_memory(), around, collected_together() as collect:
+            try:
+                saved, stopped_by = self._run_steps(self._stop, collect)
+            finally:
+                self._mark(None, "saving")
+        self.terminal.close()
+        if self.metrics is not None:
+            best = checkpoints.best(self.output_dir) if self.config.keep_best else None
+            self.terminal.summary(saved, self.metrics.path, self.journal.losses, best, stopped_by)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
+        """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
+        profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
+        saved, last = self.inputs.resume_from, self.inputs.total_steps
+        window, closed, stopped_by = self._window(), None, None
+        for done in range(self.first_step + 1, last + 1):
+            profile.before(done)
+            with record_function(f"step {done}"):
+                window.results.append(self._step(done - 1))
+            profile.after(done)
+            collect(done)
+            if done % self.config.logging_steps == 0 or done == last:
+                self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
+                own_seconds = self.engine.stopwatch.seconds()
+                closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
+                window = self._window()
+            evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
+            saves = self._due(done, self.config.save_strategy, self.config.save_steps)
+            stopped_by, save_failed = stop.agreed()
+            ends = done == last or stopped_by is not None
+            saves |= ends and self.saving is not None
+            evaluates |= saves and self.config.keep_best
+            if evaluates or ends:
+                self.journal.record(closed)
+                closed = None
+            if self.saving is not None and save_failed:
+                self.saving.fail()
+            if self.saving is not None and self.saving.can_prepare:
+                with window.paused():
+                    self.saving.prepare()
+            found = self._evaluated(done, window) if evaluates else None
+            if saves and self.saving is not None:
+                self._mark(done, "saving")
+                with window.paused(saves=True):
+                    saved = self.saving.save(done, found.loss if found is not None else None)
+                self.journal.record(closed)  # only now: the device knows its copies, and has not waited for them
+                closed = None
+            if ends:
+                break
+        profile.close()
+        return saved, stopped_by
+
+    def _evaluated(self, done: int, window: Window) -> Perplexity:
+        with window.paused():
+            found = self.evaluate()
+            self.journal.log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
+        return found
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a forward pass on one rank."""
+        c = self.config
+        tokens = local_tokens(self.context.schedule, c.model_max_length, c.packing != "none")
+        return tokens * c.per_device_train_batch_size
+
+    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
+        """What the peak so far was made of. `taken_by_forward` is what a forward pass left taken, where measured."""
+        c, model, device = self.config, self.inputs.model_config, self.world.device
+        states = state_bytes(self.model, c)
+        logits, gradients = loss_bytes(model, c, self.local_tokens)
+        kept = kept_activations(model, c, self.local_tokens)
+        if taken_by_forward is not None:
+            kept = max(0, taken_by_forward - gradients)
+        elif self.engine.offload is not None:
+            kept = max(0, kept - self.engine.offload.memory.allocated_bytes)
+        buffers = self.context.transport.buffer_bytes
+        peak = torch.cuda.max_memory_allocated(device) + buffers if device.type == "cuda" else 0
+        working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
+        return Breakdown(*states, kept, logits + gradients, buffers, working)
+
+    def explained_out_of_memory(self) -> AbstractContextManager[None]:
+        model = self.inputs.model_config
+
+        def explain() -> list[str]:
+            return out_of_memory(self.config, model, self.world, self._measured())
+
+        return explained_out_of_memory(self.world, self.terminal, explain)
+
+    def _window(self) -> Window:
+        return Window(self.world, self.context.transport, self.engine.offload)
+
+    def _work(self) -> Work:
+        c = self.config
+        sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
+        grouped = c.layers_per_checkpoint > 1
+        counted = (self.inputs.model_config, c.model_max_length, sequences)
+        return Work(*counted, c.remat_policy, grouped, c.tile_layers, self.adapter_parameters, on_fp8_cores)
+
+    def _step(self, step: int) -> StepResult:
+        """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
+        begin = time.perf_counter()
+        self._mark(step + 1, "data")
+        with explained_data(self.world, self.terminal):
+            batches = [
+                self.inputs.stream.batch(step, a, self.inputs.data_rank)
+                for a in range(self.config.gradient_accumulation_steps)
+            ]
+        data_seconds = time.perf_counter() - begin
+        valid = sum(batch.valid_tokens for batch in batches)
+        targets = self._over_data_ranks(valid)
+        divisor = targets.clamp_min(1)
+        loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
+        for batch in batches:
+            with self._phase(step, "forward"):
+                mine = self.shard(batch)
+                imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
+                share = self.loss_model(*mine) / divisor
+            with self._phase(step, "backward"):
+                self.engine.backward(share, last=batch is batches[-1])
+            loss += share.detach()
+        rate = self.learning_rate.apply(self.engine.optimizer, step)
+        with self._phase(step, "update"):
+            if self.saving is not None:
+                self.saving.before_overwriting()
+            if self._stop is not None:  # the ranks agree while the host launches the update
+                self._stop.ask(self.saving is not None and self.saving.failed)
+            norm, sick = self.engine.update()
+        squares = sum(batch.squares for batch in batches)
+        return StepResult(loss, norm, sick, rate, valid, targets, squares, imbalance, data_seconds)
+
+    @contextmanager
+    def _phase(self, step: int, name: str) -> Iterator[None]:
+        """For the trace of a profile, and for whoever looks for a rank that does not go on."""
+        self._mark(step + 1, name)
+        with record_function(name):
+            yield
+
+    def _mark(self, step: int | None, phase: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.mark(step, phase)
+
+    def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
+        """Mean loss over every valid token of the evaluation data, whole and by position."""
+        stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
+        assert stream is not None, "evaluation was refused without data"
+
+        def shards() -> Iterator[Shard]:
+            for step in with_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
+                self._mark(None, "evaluation")
+                yield self.shard(stream.batch(step, 0, data_rank))
+
+        return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
+
+    def _over_data_ranks(self, count: int) -> Tensor:
+        """A count of one sequence-parallel group summed over all of them, on the device."""
+        if self.meshes.data_ranks == 1:
+            return scalar(count, torch.int64, self.world.device)
+        total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
+        dist.all_reduce(total)
+        return total
+
+    def _due(self, done: int, strategy: str, every: int) -> bool:
+        """Whether something happens after `done` steps; an epoch ends with the step that reads its last example."""
+        if strategy == "steps":
+            return done % every == 0
+        epochs = self.inputs.stream.epochs_after
+        return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))

@@ -1,0 +1,38 @@
+"""A training run on every rank, from the words of a command line to its last step, which is watched."""
+
+import shlex
+from pathlib import Path
+
+from lightseq.checkpoint import checkpoints
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.models.presets import Family
+from lightseq.ranks.mesh import agree, start
+from lightseq.ranks.watchdog import Watchdog
+from lightseq.training.endings import explained_silence
+from lightseq.training.prepare import after_restart, prepare
+from lightseq.training.trainer import Trainer
+
+
+def train(family: Family, words: list[str], program: str) -> None:
+    """Exits 2, with one line, on input that it refuses."""
+    # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
+    timeout, stacks = _watched(words, program)
+    with start(2 * timeout) as world, explained_silence():
+        with Watchdog(world, timeout, stacks) as watchdog:
+            config = agree(world, lambda: after_restart(parse(words, program), world))
+            found = checkpoints.find(Path(config.output_dir), config.resume_from_checkpoint, world)
+            inputs = agree(world, lambda: prepare(config, family, world, found))
+            Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
+
+
+def _watched(words: list[str], program: str) -> tuple[float, Path]:
+    """The watchdog's timeout and folder, needed before the ranks can agree on anything.
+
+    What is wrong with the words is said once they can.
+    """
+    try:
+        config = parse(words, program)
+    except ValueError:
+        return TrainConfig.step_timeout, Path("hang")
+    return config.step_timeout, Path(config.output_dir) / "hang"

@@ -1,0 +1,165 @@
+"""The steps between two records: collected, reduced over the ranks and read without the device ever waiting."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from lightseq.comm.transport import Transport
+from lightseq.memory.offload import Offload
+from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
+from lightseq.profiling.stopwatch import Moment
+from lightseq.ranks.mesh import World
+from lightseq.training.metrics import StepRecord, hardware, memory, reduce_over_ranks
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank knows of one optimizer step; the tensors stay on the device."""
+
+    loss: Tensor  # this rank's share: the sum over ranks is the loss
+    grad_norm: Tensor
+    sick: Tensor  # the first parameter without a finite gradient, or -1
+    learning_rate: float
+    valid_tokens: int  # of this rank's sequence-parallel group
+    targets: Tensor  # of all groups, as the device counted them
+    squares: int  # of the lengths of its documents, summed
+    imbalance: float  # attention area of the fullest of its ranks over the mean; 0 where that is the schedule's own
+    data_seconds: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step amounts to, the same for every step of a run."""
+
+    model: PreTrainedConfig
+    length: int
+    sequences: int
+    remat: str
+    grouped: bool = False  # layers share checkpoints
+    tiled: bool = False  # layers run over tiles
+    adapters: int = 0  # weights of adapters, where these alone train
+    fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
+
+
+@dataclass
+class Window:
+    """Collects steps, from the moment it is made."""
+
+    world: World
+    transport: Transport
+    offload: Offload | None = None
+    results: list[StepResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._bytes_before = self.transport.bytes_sent
+        self._begin = Moment(self.world.device)
+        self._pauses: list[tuple[Moment, Moment]] = []
+        self.saving: list[tuple[Moment, Moment]] = []  # what of the pauses was for a checkpoint
+
+    @contextmanager
+    def paused(self, saves: bool = False) -> Iterator[None]:
+        """Evaluation and saving do not count as step time."""
+        begin = Moment(self.world.device)
+        yield
+        pause = begin, Moment(self.world.device)
+        (self.saving if saves else self._pauses).append(pause)
+
+    def close(self, step: int, work: Work, speaks_for_group: bool, own_seconds: float) -> "Closed":
+        """Ends with `step`. Every rank closes its window; the device has yet to come this far.
+
+        `own_seconds` is what this rank took for work that is the same on every rank and waits for nobody.
+        """
+        device, end = self.world.device, Moment(self.world.device)
+        loss = torch.stack([result.loss for result in self.results]).sum()
+        valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
+        squares = sum(result.squares for result in self.results) if speaks_for_group else 0
+        data_seconds = sum(result.data_seconds for result in self.results)
+        sent = self.transport.bytes_sent - self._bytes_before
+        offloaded = self.offload.memory.allocated_bytes if self.offload else 0
+        imbalance = max(result.imbalance for result in self.results)
+        slowest = math.floor(own_seconds * 1e9) * self.world.size + self.world.rank  # the time, and whose it is
+        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded, imbalance, slowest]
+        reduced = reduce_over_ranks([loss, valid, squares, sent, own_seconds], worst, device)
+        norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
+        sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
+        learnt = torch.stack([result.targets for result in self.results]) > 0
+        numbers = torch.cat([*reduced, norm.reshape(1), learnt.sum(dtype=torch.float64).reshape(1), sick])
+        if device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+        pauses, saving = tuple(self._pauses), tuple(self.saving)
+        rate = self.results[-1].learning_rate
+        return Closed(
+            step, work, self.world, len(self.results), rate, numbers, self._begin, end, pauses, saving, Moment(device)
+        )
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A window whose figures are on their way to the host; `arrived` is when they are there."""
+
+    step: int
+    work: Work
+    world: World
+    steps: int
+    learning_rate: float
+    numbers: Tensor
+    begin: Moment
+    end: Moment
+    pauses: tuple[tuple[Moment, Moment], ...]
+    saving: tuple[tuple[Moment, Moment], ...]
+    arrived: Moment
+
+    def sick_parameters(self) -> dict[int, int]:
+        """Of every skipped step, the first parameter whose gradient was not finite. Once the figures are there."""
+        first, found = self.step - self.steps + 1, self.numbers[-self.steps :].tolist()
+        return {first + i: int(parameter) for i, parameter in enumerate(found) if parameter >= 0}
+
+    def record(self) -> StepRecord:
+        """The record of the last step, alike on every rank. Waits for the device to have finished it."""
+        self.begin.seconds_until(self.arrived)
+        loss, valid, squares, sent, own_seconds, data_seconds, allocated, *rest = self.numbers.tolist()
+        reserved, rss, offloaded, imbalance, slowest, norm, learnt, *_ = rest
+        saving = sum(begin.seconds_until(end) for begin, end in self.saving)
+        paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
+        seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
+        longest, slowest_rank = divmod(int(slowest), self.world.size)
+        lost = max(0.0, 1 - own_seconds / self.world.size / (longest / 1e9)) if longest else None
+        work, ranks = self.work, self.world.size
+        tokens = work.sequences * work.length
+        share = squares / self.steps / (work.sequences * work.length**2)
+        flops = model_flops(work.model, work.length, work.sequences, work.adapters, share)
+        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped, work.tiled, share)
+        peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
+        on_gpu = self.world.device.type == "cuda"
+        return StepRecord(
+            step=self.step,
+            loss=loss / learnt if learnt else None,
+            grad_norm=norm,
+            skipped_steps=len(self.sick_parameters()),
+            steps_without_target=self.steps - round(learnt),
+            learning_rate=self.learning_rate,
+            tokens=tokens,
+            valid_tokens=round(valid / self.steps),
+            training_tokens_percent=100 * valid / self.steps / tokens,
+            step_seconds=seconds,
+            data_seconds=data_seconds / self.steps,
+            saving_seconds=saving,
+            slowest_rank=slowest_rank if longest else None,
+            slowest_rank_share=lost,
+            tokens_per_second=tokens / seconds,
+            tokens_per_second_per_gpu=tokens / seconds / ranks,
+            model_tflops_per_gpu=flops / seconds / ranks / 1e12,
+            mfu=mfu(flops, seconds, ranks, peak),
+            hfu=mfu(flops + repeated, seconds, ranks, peak),
+            peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
+            peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
+            host_rss_bytes=int(rss),
+            offloaded_bytes=int(offloaded),
+            comm_bytes=round(sent / self.steps),
+            attention_balance=1 / imbalance if imbalance else None,
+        )

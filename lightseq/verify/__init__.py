@@ -1,0 +1,1 @@
+"""Proves on the user's own hardware and flags that a distributed step computes what one process computes."""

@@ -1,0 +1,15 @@
+"""How errors, counts and names are written in a line, and read from one."""
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name stays in the directory in which it is looked up."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
