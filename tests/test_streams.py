@@ -21,8 +21,9 @@ from lightseq.attention import executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
-from lightseq.memory import offload
+from lightseq.memory import offload, piecewise
 from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.piecewise import Piece, change_on
 from lightseq.memory.remat import apply_remat, checkpoint_groups
 from lightseq.schedule.layout import shard
 
@@ -149,3 +150,34 @@ def test_what_layers_hand_over_is_in_order_on_every_stream(group: int, in_flight
 def test_layers_that_do_not_wait_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_wait_for", lambda event: None)
     assert all(_layers_away(1, 2, 1e6))
+
+
+def _pieces_changed(without: str = "") -> tuple[set[str], set[str]]:
+    """Five pieces of two tensors, then three of another kind: more than there are buffers for."""
+    streams = Streams(0)
+    host, wide = [torch.arange(40.0), torch.ones(40)], [torch.ones(12, dtype=torch.float64)]
+    pieces = [
+        Piece(tuple(x[i : i + 8] for x in host), 1, (8, 8), lambda there: there[0].add_(there[1]))
+        for i in range(0, 40, 8)
+    ]
+    pieces += [Piece((wide[0][i : i + 4],), 1, (5,), lambda there: there[0].mul_(2)) for i in range(0, 12, 4)]
+    with ExitStack() as stack:
+        stack.enter_context(emulated(streams))
+        stack.enter_context(patch.object(piecewise, "has_streams", lambda device: True))
+        if without:
+            stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
+        with streams:
+            for _ in range(2):
+                change_on(torch.device("cpu"), pieces)
+            assert host[0].tolist() == [i + 2 for i in range(40)] and wide[0].tolist() == [4] * 12
+        streams.look_for_freed()
+    return races(streams.touches), streams.freed_early
+
+
+def test_pieces_arrive_change_and_leave_in_order() -> None:
+    assert _pieces_changed() == NONE
+
+
+@pytest.mark.parametrize("without", ["wait_stream", "wait_event"])
+def test_pieces_that_do_not_wait_are_seen(without: str) -> None:
+    assert _pieces_changed(without)[0]

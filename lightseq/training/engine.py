@@ -17,6 +17,7 @@ from lightseq.models import adapters, weights
 from lightseq.parallelize import Techniques, parallelize
 from lightseq.profiling.stopwatch import Stopwatch
 from lightseq.ranks.mesh import Meshes, World, agree, use_host_cores
+from lightseq.training.host_state import update_on
 from lightseq.training.optimization import (
     LossScaler,
     clip,
@@ -105,6 +106,8 @@ class FsdpEngine:
         agree(world, lambda: self._materialize(world, on_host))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
+        if on_host and world.device.type == "cuda" and config.optim != "sgd":
+            update_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 
     def _materialize(self, world: World, on_host: bool) -> None:

@@ -18,13 +18,13 @@ from lightseq.models.weights import whole_shape
 EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 
 
-def check_optimizer(name: str, device: torch.device, on_host: bool = False) -> None:
-    """Raises ValueError where what the optimizer is made of is missing; `on_host` it updates on the CPU."""
+def check_optimizer(name: str, device: torch.device) -> None:
+    """Raises ValueError where what the optimizer is made of is missing on the device that computes the update."""
     if name not in EIGHT_BIT:
         return
     if find_spec("torchao") is None:
         raise ValueError(f"--optim {name} is torchao's, which is not installed; pip install torchao")
-    if missing := _missing_compiler(torch.device("cpu") if on_host else device):
+    if missing := _missing_compiler(device):
         raise ValueError(
             f"--optim {name} compiles its update and found no {missing}; install it, or use --optim adamw_torch_fused"
         )

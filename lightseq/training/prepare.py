@@ -60,7 +60,7 @@ class Inputs:
 def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
     """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
     check_mirror(config.report_to)
-    check_optimizer(config.optim, world.device, on_host=config.offload in ("optimizer", "both"))
+    check_optimizer(config.optim, world.device)
     resume_from = found.path
     _check_output_dir(Path(config.output_dir), config, found)
     model = find_model(config, family, world)
