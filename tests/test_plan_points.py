@@ -39,7 +39,8 @@ def planned(record: dict[str, Any]) -> Plan:
     chip = chip_of_device(record["hardware"]["device"])
     assert chip is not None
     config = parse([*NEEDED, *point.flags(point.model, on_gpu=True)], "")
-    hardware = Hardware(chip, point.gpus, record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB)
+    hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, record.get("host_cores")
+    hardware = Hardware(chip, point.gpus, *hosts)
     return make_plan(PlannedRun(model, config, hardware))
 
 

@@ -14,7 +14,7 @@ from forked import Done
 from lightseq.ranks.mesh import World
 from lightseq.ranks.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
 
-TIMEOUT = 4.0
+TIMEOUT = 12.0  # a rank may have to wait for a core for seconds
 
 # Three ranks that count steps together. Rank 1 does something at step 3.
 PROGRAM = """

@@ -21,7 +21,7 @@ from lightseq.models.presets import Family
 from lightseq.plan import cluster_command
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.plan import faster, longest, make_plan, remedies
-from lightseq.plan.rates import CHIPS, HOST_UPDATE_WEIGHTS, chip_named
+from lightseq.plan.rates import CHIPS, chip_named
 from lightseq.plan.report import record, shown
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.training.prepare import check_layers
@@ -108,11 +108,8 @@ def notes(run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
     if run.config.kernel_name == "reference":
         found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
-    if run.state_on_host and run.config.optim in HOST_UPDATE_WEIGHTS:
-        name = f"--optim {run.config.optim} on the host"
-        found.append(f"{name} compiles in the first step, some seconds for every shape of a parameter: not counted")
-        if run.hardware.host_cores is None:
-            found.append(f"{name} is reckoned with one core a rank; say how many a host has with --host_cores")
+    if run.state_on_host and run.hardware.host_cores is None:
+        found.append("the host's part of an update is reckoned with one core a rank; say how many with --host_cores")
     if run.config.packing != "none":
         found.append("packed documents need less attention than a sequence of one, which is what is counted")
     if run.hardware.chip is not CHIPS["h200"]:

@@ -131,10 +131,10 @@ WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cu
 # Bytes read and written for a parameter: counted; adamw_torch by its 11.9 ms beside the fused one's 5.1.
 ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 CLIP_BYTES = 12.0  # the norm reads a gradient, clipping reads and writes it
-HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves, one thread a rank (points)
-# Weights a second that one core of the host updates where arithmetic is what bounds it: torchao's 8-bit AdamW, compiled
-# (33e6 for each of three shapes by the core's own seconds: AMD EPYC of family 26 at 2.6 GHz, AVX-512, torchao 0.18).
-HOST_UPDATE_WEIGHTS = {"adamw_8bit": 33e6, "adamw_torch_8bit": 33e6}
+HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves with one thread a rank (points), and at most
+HOST_UPDATE_MOST = 135e9  # with many (16 of an H100's host: fused AdamW 140e9, clipping 131e9)
+# Weights a second that a GPU updates in pieces that come from the host and go back (one H100, 587 million, five times).
+PASSED_UPDATE_WEIGHTS = dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), 4.2e9)
 # Of the time of a layer's products in bfloat16; and bytes read and written to cast what goes into linears and comes out
 # (two runs each: 8 layers of 8B at 32K on two GPUs, 3B at 16K on one).
 FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}

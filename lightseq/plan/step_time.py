@@ -19,13 +19,14 @@ from lightseq.plan.rates import (
     HEAD_DIM_SHARE,
     HOST_LINK_SHARE,
     HOST_SECONDS,
+    HOST_UPDATE_MOST,
     HOST_UPDATE_RATE,
-    HOST_UPDATE_WEIGHTS,
     KERNEL_SHARE,
     LINEAR_ENDS,
     LOGIT_PASSES,
     MATRIX_SHARE,
     MEMORY_SHARE,
+    PASSED_UPDATE_WEIGHTS,
     NETWORK_RATE,
     PEER_SHARE,
     UPDATE_LAUNCH_SECONDS,
@@ -153,11 +154,11 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
 def update_seconds(run: PlannedRun) -> float:
     clipped = run.local_trained * CLIP_BYTES
     moved = clipped + run.local_trained * ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
-    if run.state_on_host and run.config.optim in HOST_UPDATE_WEIGHTS:
-        rate = HOST_UPDATE_WEIGHTS[run.config.optim] * run.hardware.cores_per_rank
-        return run.local_trained / rate + clipped / HOST_UPDATE_RATE
     if run.state_on_host:
-        return moved / HOST_UPDATE_RATE
+        rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
+        if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
+            return clipped / rate + run.local_trained / passed
+        return moved / rate
     return moved / memory_rate(run) + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
 
 

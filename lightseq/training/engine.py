@@ -19,6 +19,7 @@ from lightseq.profiling.stopwatch import Stopwatch
 from lightseq.ranks.mesh import Meshes, World, agree, use_host_cores
 from lightseq.training.host_state import update_on
 from lightseq.training.optimization import (
+    EIGHT_BIT,
     LossScaler,
     clip,
     first_sick,
@@ -106,7 +107,7 @@ class FsdpEngine:
         agree(world, lambda: self._materialize(world, on_host))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
-        if on_host and world.device.type == "cuda" and config.optim != "sgd":
+        if on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
             update_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 

@@ -15,6 +15,7 @@ from transformers import get_scheduler
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.models.weights import whole_shape
 
+NORM_ROW = 1 << 14  # values whose squares are added to one number
 EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 
 
@@ -123,9 +124,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
     """L2 norm of every parameter's gradient over all ranks, on the device; their own norm is the global one."""
-    squared = torch.stack(torch._foreach_norm(grads)).square()
+    on_host = any(grad.device.type == "cpu" for grad in grads)
+    squared = torch.stack([_norm_on_host(x) for x in grads] if on_host else list(torch._foreach_norm(grads))).square()
     dist.all_reduce(squared, group=shards)
     return squared.sqrt()
+
+
+def _norm_on_host(x: Tensor) -> Tensor:
+    """Row by row: of a whole tensor torch adds the squares with one thread, and so many to one float32 that it is off
+    by half a per cent for 60 million values."""
+    flat = x.reshape(-1)
+    whole = len(flat) - len(flat) % NORM_ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+    return torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)]).norm()
 
 
 UNNAMED = 2**31  # in the place of a parameter's number: some gradient is not finite, nobody knows whose
