@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     given = f"{words[0]!r} is no command" if words else "no command"
-    return refused(ValueError(f"{given}; choose one of {', '.join(COMMANDS)}"))
+    return refused(f"{given}; choose one of {', '.join(COMMANDS)}")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

@@ -13,9 +13,9 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def refused(error: Exception) -> int:
+def refused(reason: object) -> int:
     """Says what a command cannot take, and is its exit status."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {reason}", file=sys.stderr)
     return 2
 
 

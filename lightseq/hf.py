@@ -8,7 +8,7 @@ loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -18,18 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.operator import attention
 from lightseq.data.examples import IGNORE_INDEX
+from lightseq.data.parts import check_right_padding, find_boundaries, local_part, local_positions, packed_positions
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.documents import check_boundaries, restarting_positions
-from lightseq.schedule.layout import shard
 
 IMPLEMENTATION: Final = "lightseq"
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
-Labels = TypeVar("Labels", bound=Tensor | None)
 
 
 def enable(
@@ -149,71 +147,6 @@ def shard_batch(
     return batch
 
 
-def local_part(
-    context: SequenceContext, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
-) -> tuple[Tensor, Labels, Documents | None]:
-    """This rank's ids and shifted labels of a whole batch, and the documents in it where it has boundaries."""
-    documents = None if boundaries is None else pack(context, boundaries, input_ids.shape[1])
-    cut: Callable[..., Any] = documents.shard if documents else partial(shard, layout=context.layout)
-    local = labels if labels is None else cut(labels, rank=context.rank, fill=IGNORE_INDEX)
-    return cut(input_ids, rank=context.rank), local, documents
-
-
-def find_boundaries(
-    input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
-) -> tuple[int, ...] | None:
-    """Where the documents of a batch of one begin, and where the last ends; None for one document a sequence."""
-    batch, length = input_ids.shape
-    if cu_seqlens is None:
-        if position_ids is None or bool((position_ids == torch.arange(length).to(position_ids)).all()):
-            return None
-        cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
-    if batch != 1:
-        raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
-    if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.flatten().tolist()  # collators give them a batch of one as well
-    try:
-        found = check_boundaries([int(x) for x in cu_seqlens], length)
-        fit = position_ids is None or _restarts(position_ids, found)
-    except ValueError:
-        if position_ids is None:
-            raise
-        fit = False
-    if not fit:
-        raise ValueError("position_ids neither rise by one nor restart at 0 where a document begins; leave them out")
-    return found
-
-
-def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
-    got = position_ids.reshape(-1)[: boundaries[-1]].cpu()
-    return torch.equal(got, torch.from_numpy(restarting_positions(boundaries)).to(got.dtype))
-
-
-def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
-    """Positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
-    every = torch.from_numpy(restarting_positions(documents.padded_boundaries))
-    return documents.shard(every.unsqueeze(0), context.rank)
-
-
-def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
-    """Global positions of this rank's tokens, int64 (1, local). Padding takes the last position there is."""
-    padded = context.layout.padded_length(length)
-    return context.layout.positions(context.rank, padded).clamp_max(length - 1).unsqueeze(0).to(device)
-
-
-def check_right_padding(attention_mask: Tensor | None) -> None:
-    """Raises ValueError unless every row of a mask is ones followed by zeros, which causal attention never looks at."""
-    if attention_mask is None:
-        return
-    if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
-    there = (attention_mask != 0).int()  # differences of booleans and of bytes have no sign
-    if not there.any(dim=1).all():
-        raise ValueError("attention_mask has a row without any token; leave that out")
-    if (there.diff(dim=1) > 0).any():
-        raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
-
-
 def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -250,6 +183,11 @@ def attend(
 
     Raises ValueError for what could not be honoured.
     """
+    device = q_BSHD.device.type
+    if torch.is_autocast_enabled(device):  # it casts what products give, and not what turns q and k
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
+        with torch.autocast(device, enabled=False):
+            return attend(module, q, k, v, scaling, **others)
     if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
         remedy = "pass cu_seqlens to shard_batch" if unknown[0] == "cu_seq_lens_q" else "leave it out"
         raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; {remedy}")
@@ -259,13 +197,7 @@ def attend(
     if window is not None and q_BSHD.shape[1] * context.layout.world > window:
         length = q_BSHD.shape[1] * context.layout.world
         raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    device, documents = q_BSHD.device.type, others.get("documents")
-    if torch.is_autocast_enabled(device):  # it casts what products give, and not what turns q and k
-        wanted = torch.get_autocast_dtype(device)
-        q_BSHD, k_BSKD, v_BSKD = (x.to(wanted) for x in (q_BSHD, k_BSKD, v_BSKD))
-        with torch.autocast(device, enabled=False):
-            return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents)
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

@@ -34,11 +34,12 @@ from lightseq import hf
 from lightseq.attention import executor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
+from lightseq.data.parts import local_positions
 from lightseq.memory.policies import KEEPING_MLP, POLICIES
 from lightseq.models import weights
 from lightseq.parallelize import LossModel, Techniques, parallelize
 from lightseq.ranks.mesh import World, make_meshes
-from lightseq.schedule.layout import Layout, unshard
+from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
@@ -124,7 +125,7 @@ def labels_and_positions(rank: int) -> None:
         check_training(model, want, context, batch, batch)
         check_training(model, want, context, batch, labels)
         shifted_inside = torch.nn.functional.pad(
-            hf.shard(labels, context.layout, rank, fill=-100)[:, 1:], (0, 1), value=-100
+            shard(labels, context.layout, rank, fill=-100)[:, 1:], (0, 1), value=-100
         )
         kept = whole(context, shifted_inside, LENGTH).ne(-100).sum()
         if context.layout.kind == "contiguous" and context.layout.chunks_per_rank == 1:
@@ -186,7 +187,7 @@ def test_every_length_has_positions_that_are_taken_and_unsharded_ones_are_not() 
     for layout in LAYOUTS:
         for length, rank in itertools.product(range(1, 81), range(layout.world)):
             context: Any = SimpleNamespace(layout=layout, rank=rank)
-            own = hf.local_positions(context, length, CPU)
+            own = local_positions(context, length, CPU)
             hf._check_positions(context, own)
             if rank and own.shape[1] > 1:
                 with pytest.raises(ValueError, match="use shard_batch"):
@@ -268,7 +269,7 @@ def double_precision(rank: int) -> None:
             got = whole(context, model(**hf.shard_batch(context, batch)).logits, LENGTH)
         assert got.dtype == torch.float64
         assert relative(got, expected) < 1e-10, schedule
-        positions = hf.local_positions(context, context.layout.padded_length(LENGTH), CPU)
+        positions = local_positions(context, context.layout.padded_length(LENGTH), CPU)
         logits = model.train()(**hf.shard_batch(context, batch)).logits
         (logits.square() * (positions < LENGTH).unsqueeze(-1)).sum().div(expected.numel()).backward()
         for p, q in zip(model.parameters(), want.parameters(), strict=True):

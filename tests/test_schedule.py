@@ -190,6 +190,7 @@ REFUSED: list[tuple[str, int, dict[str, int], str]] = [
     ("usp", 1, {}, "one rank in each: 1 ranks have not; use prefix"),
     ("usp", 2, {"ulysses_size": 3}, r"ulysses_size 3 does not divide 2 ranks; choose one of \[1, 2\]"),
     ("zigzag", 4, {"ulysses_size": 3}, r"ulysses_size 3 does not divide 4 ranks; choose one of \[1, 2, 4\]"),
+    ("usp", 9, {}, r"ulysses_size 4 does not divide 9 ranks; choose one of \[1, 3, 9\]"),
     ("usp", 6, {"ulysses_size": 4}, r"ulysses_size 4 does not divide 6 ranks; choose one of \[1, 2, 3, 6\]"),
 ]
 

@@ -99,8 +99,7 @@ def main() -> int:
     for line in (said, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
-    train(BOTH, command, "examples/chess/finetune.py")
-    return 0
+    return train(BOTH, command, "examples/chess/finetune.py")
 
 
 if __name__ == "__main__":

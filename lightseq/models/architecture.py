@@ -189,20 +189,10 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, list[nn.
     ends: list[nn.Linear] = []
     hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in _linears(layers)]
     hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
-    behind: list[Tensor] = []  # what a layer has saved since its MLP
-    saved_by_layers: list[int] = []
-
-    def save(x: Tensor) -> Tensor:
-        behind.append(x)
-        return x
-
-    mlps = [mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None]
-    hooks += [mlp.register_forward_hook(lambda *_: behind.clear()) for mlp in mlps]
-    hooks += [layer.register_forward_hook(lambda *_: saved_by_layers.append(len(behind))) for layer in layers]
     for rope in [m for m in model.modules() if hasattr(m, "inv_freq")]:
         rope.rope_type = "default"  # type: ignore[assignment]  # others look at how long the sequence is
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attending_by(model, probe), saved_tensors_hooks(save, lambda x: x):
+    with _attending_by(model, probe), _saved_behind_mlps(layers) as saved:
         model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -211,7 +201,26 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, list[nn.
     for _, others in calls:
         if asked := [what for what in NOT_HONOURED if others.get(what) is not None]:
             raise ValueError(f"{name} passes {asked[0]} to attention, for which there is no kernel; use another model")
-    return calls[0][0], ends, len(mlps) == len(layers) and not any(saved_by_layers)
+    return calls[0][0], ends, not any(saved)
+
+
+@contextmanager
+def _saved_behind_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
+    """How many tensors each layer saves for its backward pass once its MLP has run, or at all if it has none."""
+    since: list[Tensor] = []
+    counts: list[int] = []
+
+    def save(x: Tensor) -> Tensor:
+        since.append(x)
+        return x
+
+    mlps = [mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None]
+    hooks = [mlp.register_forward_hook(lambda *_: since.clear()) for mlp in mlps]
+    hooks += [layer.register_forward_hook(lambda *_: counts.append(len(since))) for layer in layers]
+    with saved_tensors_hooks(save, lambda x: x):
+        yield counts
+    for hook in hooks:
+        hook.remove()
 
 
 @contextmanager

@@ -160,9 +160,12 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
     groups = schedule.head_groups
     if heads % groups or (kv_heads % groups and groups % kv_heads):
-        given = schedule.ulysses_size > 1 and schedule.name not in ("ulysses", "usp")
-        remedy = "leave --ulysses_size out" if given else "prefix takes any number"
-        remedy = "leave head_groups out" if schedule.turns > 1 else remedy
+        if schedule.turns > 1:
+            remedy = "leave head_groups out"
+        elif schedule.ulysses_size > 1 and schedule.name not in ("ulysses", "usp"):
+            remedy = "leave --ulysses_size out"
+        else:
+            remedy = "prefix takes any number"
         raise ValueError(
             f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {groups}, which {heads} query "
             f"and {kv_heads} key/value heads do not allow; {remedy}"
@@ -176,15 +179,14 @@ def _ulysses_size(name: str, world: int, asked: int | None) -> int:
                 f"schedule ulysses splits heads over all {world} ranks, not {asked}; usp splits them over a part"
             )
         return world
-    if asked and world % asked:
+    size = asked or (world // 2 if name == "usp" else 1)
+    if size and world % size:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
-        raise ValueError(f"ulysses_size {asked} does not divide {world} ranks; choose one of {divisors}")
-    size = asked or (world // 2 if name == "usp" and world % 2 == 0 else 1)
+        raise ValueError(f"ulysses_size {size} does not divide {world} ranks; choose one of {divisors}")
     if name == "usp" and not 1 < size < world:
-        sizes = "" if asked is None else f" with ulysses_size {asked}"
-        instead = "ulysses" if 1 < size == world else "prefix"
+        sizes = f" with ulysses_size {asked}" if asked else ""
         raise ValueError(
             f"schedule usp needs more than one place and more than one rank in each: {world} ranks{sizes} have not; "
-            f"use {instead}"
+            f"use {'ulysses' if size == world > 1 else 'prefix'}"
         )
     return size

@@ -140,10 +140,11 @@ class DeepSpeedEngine:
         """DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
         skipped = self._engine.skipped_steps
         self._engine.step()
-        if self._engine.skipped_steps > skipped:  # the norm it has is of a step before, or none
-            return Update(*(torch.tensor(x, device=self._world.device) for x in (float("nan"), UNNAMED)))
-        norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
-        return Update(norm, torch.full_like(norm, -1, dtype=torch.int64))
+        norm, sick = self._engine.get_global_grad_norm(), -1
+        if self._engine.skipped_steps > skipped:  # that norm is of a step before, or none
+            norm, sick = float("nan"), UNNAMED
+        norm = torch.as_tensor(norm, device=self._world.device)
+        return Update(norm, torch.full_like(norm, sick, dtype=torch.int64))
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():

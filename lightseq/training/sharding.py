@@ -5,8 +5,8 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.data.batches import Batch
+from lightseq.data.parts import local_part, local_positions, packed_positions
 from lightseq.evaluate.perplexity import Shard
-from lightseq.hf import local_part, local_positions, packed_positions
 
 
 class Sharding:
