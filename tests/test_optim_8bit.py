@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from worlds import spawn
 
 from lightseq.training import engine, optimization
+from lightseq.training.host_state import update_on
 from lightseq.training.optimization import check_optimizer
 
 pytest.importorskip("torchao")
@@ -25,14 +26,19 @@ NORMS = 3 * HIDDEN
 STEPS, HALF = 16, 8
 
 
-def run(rank: int, runs: list[str]) -> tuple[list[Ended], int]:
-    """Programs one after the other; the bytes of this rank's optimizer states in the last one."""
+def run(rank: int, runs: list[str], in_pieces: str = "none") -> tuple[list[Ended], int]:
+    """Programs one after the other; the bytes of this rank's optimizer states in the last one.
+
+    Those whose words say `in_pieces` update as what waits on the host does beside a GPU.
+    """
     torch.compiler.set_stance("force_eager")  # what would be compiled is the same arithmetic, and compiling takes long
     optimizers: list[torch.optim.Optimizer] = []
     make = engine.make_optimizer
 
     def remember(*args: Any) -> torch.optim.Optimizer:
         optimizers.append(make(*args))
+        if args[1].output_dir.endswith(in_pieces):
+            update_on(torch.device("cpu"), optimizers[-1], piece=2048)
         return optimizers[-1]
 
     engine.make_optimizer = remember  # type: ignore[assignment]
@@ -52,9 +58,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words(folder, "wide", flags),
         words(folder, "narrow", f"{flags} --optim adamw_8bit"),
         words(folder, "resumed", f"{flags} --optim adamw_torch_8bit {resume(folder)}"),
+        words(folder, "pieces", f"{flags} --optim adamw_8bit {resume(folder)}"),
     ]
-    ends, states = zip(*spawn(2, run, runs), strict=True)
-    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 6, ends[0][-1].err
+    ends, states = zip(*spawn(2, run, runs, "pieces"), strict=True)
+    assert [end.status for rank_ends in ends for end in rank_ends] == [0] * 8, ends[0][-1].err
     (folder / "states").write_text(str(sum(states)))
     return folder
 
@@ -79,6 +86,10 @@ def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
 
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path) -> None:
     assert losses(files, "resumed") == losses(files, "narrow")[HALF:]  # to the bit
+
+
+def test_pieces_train_as_the_whole_does(files: Path) -> None:
+    assert losses(files, "pieces") == losses(files, "resumed")  # to the bit
 
 
 def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: Path) -> None:

@@ -87,8 +87,8 @@ class TrainConfig:
     tile_layers: bool = False  # what a layer makes around attention exists for a tile of its tokens at a time
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
     # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
-    # gradients and optimizer state: AdamW runs on the CPU, of 8 bits on the GPU, in pieces; both; auto: what the plan chooses layer by
-    offload: str = "none"  # layer, keeping, offloading or computing attention again, whatever fits and costs least
+    # gradients and optimizer state, updated on the CPU, or with adamw_8bit on the GPU in pieces; both; auto: what the
+    offload: str = "none"  # plan chooses layer by layer, keeping, offloading or computing attention again
     # GiB of host memory that offloaded activations may take on a rank; past it they stay on the device
     host_memory_budget: float | None = None  # (default: 80% of what is free, shared among a host's ranks)
     device_memory_budget: float | None = None  # GiB of a GPU for tensors, by --offload auto's plan (default: all)
