@@ -29,7 +29,7 @@ with start(60) as world:
         for step in range(1, 6):
             watchdog.mark(step, "data")
             if world.rank == 1 and step == 3 and what != "nothing":
-                time.sleep(0.5)  # a beat says that it is here
+                time.sleep(1.5)  # a beat says that it is here
                 if what == "freezes":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "dies":
