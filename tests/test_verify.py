@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq import hf
 from lightseq.__main__ import BOTH
 from lightseq.attention import bundles, context
 from lightseq.attention import operator as attention
 from lightseq.attention.context import SequenceContext
 from lightseq.comm import transport as comm
+from lightseq.data import parts
 from lightseq.data.tokens import write_token_directory
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.layers import mlp
@@ -151,12 +151,12 @@ def _restart_positions(rank: int) -> Any:
 
 
 def _run_documents_together(rank: int) -> Any:
-    right = hf.pack
+    right = parts.pack
 
     def wrong(context: Any, boundaries: Any, length: int) -> Any:
         return right(context, (0, boundaries[-1]), length)
 
-    return mock.patch.object(hf, "pack", wrong)
+    return mock.patch.object(parts, "pack", wrong)
 
 
 def _forget_where_documents_begin(rank: int) -> Any:
