@@ -20,6 +20,7 @@ from lightseq.attention.operator import attention_backward
 from lightseq.hf import attend
 from lightseq.layers import mlp
 from lightseq.layers.fp8 import MULTIPLE
+from lightseq.memory.keeping import take
 
 # Norm, attention, residual, norm, MLP, residual; q and k perhaps with norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -129,7 +130,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tiled: _Tiled = ctx.tiled
+        tiled, dy = ctx.tiled, take(dy)
         x, *kept = ctx.saved_tensors
         out, lse = kept or tiled.attention(x)
         sums = _Sums(_trained(tiled.layer))
@@ -137,6 +138,7 @@ class _Layer(torch.autograd.Function):
         for rows in tiled.tiles(x):
             inputs = [part[:, rows].detach().requires_grad_() for part in (x, out)]
             dx[:, rows], dout[:, rows] = sums.backward(partial(tiled.finish, tiled.layer), inputs, [], [dy[:, rows]])
+        del dy, inputs
         grads = tiled.attention_backward(dout, x, out, lse)
         del out, lse, kept, dout
         for rows in tiled.tiles(x):

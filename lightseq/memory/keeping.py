@@ -28,6 +28,22 @@ class instead:
         _AROUND.reset(self._tokens.pop())
 
 
+def take(gradient: Tensor) -> Tensor:
+    """The memory of a gradient that a backward pass was given, so that it goes as soon as the result does.
+
+    Autograd holds what it gave until the pass is over, and is left with a tensor of no memory. To be used where nobody
+    else reads that tensor; others that share its memory keep it.
+    """
+    taken = gradient.detach()
+    let_go(gradient)
+    return taken
+
+
+def let_go(x: Tensor) -> None:
+    """Leaves a tensor without memory, whoever holds it."""
+    x.set_()  # type: ignore[call-overload]
+
+
 def results_of(compute: Callable[[], Results]) -> Results:
     """What an operator computes, unless a checkpoint around it has kept that."""
     around = _AROUND.get()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.layers.mlp import KEEPING_MLP_OP
 from lightseq.layers.projections import KEEPING_LINEAR_OP
-from lightseq.memory.keeping import Results, instead
+from lightseq.memory.keeping import Results, instead, let_go, take
 from lightseq.memory.offload import Offload
 from lightseq.memory.policies import POLICIES
 
@@ -68,10 +68,13 @@ def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | No
 
 
 def _run_group(forwards: list[Callable[..., Tensor]], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    def run(hidden: Tensor) -> Tensor:
-        for forward in forwards:
+    def run(hidden: Tensor, after_last: Callable[[Tensor], None] | None = None) -> Tensor:
+        *others, last = forwards
+        for forward in others:
             hidden = forward(hidden, *args, **kwargs)
-        return hidden
+        if after_last is not None:
+            hidden.register_hook(after_last)
+        return last(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
         return run(hidden)
@@ -86,17 +89,21 @@ class _Group(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[..., Tensor]) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(hidden)
         ctx.run = run
         return run(hidden)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        hidden, given = ctx.saved_tensors[0].detach().requires_grad_(), take(dout)
+
+        def after_last(_: Tensor) -> None:
+            let_go(given)
+
         with torch.enable_grad():
-            edge = get_gradient_edge(ctx.run(hidden))  # of the output itself nothing is needed any more
-        torch.autograd.backward(edge, dout)
+            edge = get_gradient_edge(ctx.run(hidden, after_last))  # of the output itself nothing is needed any more
+        torch.autograd.backward(edge, given)
         return hidden.grad, None, None
 
 

@@ -164,16 +164,19 @@ def _loss(run: PlannedRun, placement: Placement) -> Moment:
 
 
 def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Moment:
-    """A layer's backward pass: what it computes with, its weights, the next one's, its gradients on their way."""
+    """A layer's backward pass: what it computes with, its weights, the next one's, its gradients on their way.
+
+    One rank alone gathers nothing ahead (FSDP2 copies its weights when they are needed).
+    """
     moment = layer_moments(run)[name]
     unit = run.group * run.layer_parameters
     last = group == run.groups - 1
     trains = run.adapters == 0  # gradients of adapters alone are not worth counting
     leaving = run.head_parameters if last and not run.tied else 0 if last else unit
-    working = run.tokens * _bytes(run, moment.widths) + 2 * unit * run.element
-    working += trains * (unit * run.element + leaving * FLOAT32)
-    if run.config.tile_layers:  # the sum over tiles
-        working += FLOAT32 * trains * run.layer_parameters
+    working = run.tokens * _bytes(run, moment.widths) + min(2, run.shards) * unit * run.element
+    # Of layers over tiles, gradients are there when all tiles are done, and before that their sums.
+    summed = run.layer_parameters if run.config.tile_layers else 0
+    working += trains * ((unit - summed) * run.element + summed * FLOAT32 + leaving * FLOAT32)
     if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
         working += (1 + trains) * run.head_parameters * run.element
     if moment.in_mlp:
@@ -199,8 +202,9 @@ def _kept_again(run: PlannedRun, placement: Placement) -> float:
     """By layers of a group, which run forward again before they run backward: by all of them, or by those in flight."""
     if run.group == 1:
         return 0.0
-    there = in_flight(run) if set(placement.layers) & set(AWAY) else run.group
-    return min(run.group, there) * kept_by_layer(run, KEEP)
+    if set(placement.layers) & set(AWAY):
+        return min(run.group, in_flight(run)) * kept_by_layer(run, KEEP)
+    return run.group * kept_by_layer(run, KEEP) - kept_by_layer(run, RECOMPUTE)  # the first one's input is the group's
 
 
 def _comes_back(run: PlannedRun, placement: Placement, group: int) -> bool:

@@ -82,11 +82,11 @@ LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
         "attention": LayerMoment(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
     },
 }
-# Of layers over tiles: gradients of what goes out and of the residual; and of attention's output, q, k and v, or the
-# gradients of these (counted, eager).
+# Of layers over tiles: gradients of what goes out, until the MLP is done, and of the residual; and of attention's
+# output, q, k and v, or the gradients of these (counted, eager).
 TILED_MOMENTS: Mapping[str, LayerMoment] = {
     "MLP": LayerMoment(Widths(hidden=2, attention=1), in_mlp=True),
-    "attention": LayerMoment(Widths(hidden=2, attention=2, key_value=2), in_attention=True),
+    "attention": LayerMoment(Widths(hidden=1, attention=2, key_value=2), in_attention=True),
 }
 TILE_HIDDEN = 10.0  # around the MLP, in a tile of a layer (assumed)
 UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # as wide as the MLP, where it is not tiled
