@@ -28,7 +28,9 @@ from transformers import (
 from lightseq import hf
 from lightseq.layers import mlp
 from lightseq.layers.tiled import _Sums, tile_layers
-from lightseq.memory.remat import checkpoint_groups
+from lightseq.memory import offload
+from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.remat import apply_remat, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.plan.attention import _Live
 from lightseq.plan.rates import TILED_MOMENTS
@@ -181,26 +183,40 @@ def test_layers_of_a_group_hold_what_the_plan_counts() -> None:
     assert held_by_backward(False, grouped=True) == planned_widths() + ATTENTION + 4 + 2 * HIDDEN
 
 
+@pytest.mark.parametrize("tiled", [True, False])
+def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of the gradients that come down, none that is used up."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    inner = Offload(torch.device("cpu"), HostMemory(1e9, pinned=False), in_flight=1)
+    alone = held_by_backward(False, grouped=False, tiled=tiled)
+    assert held_by_backward(False, grouped=True, tiled=tiled, inner=inner) == alone + HIDDEN
+
+
 def planned_widths() -> float:
     widths: float = TILED_MOMENTS["attention"].widths.elements(HIDDEN, ATTENTION, KEY_VALUE, 24)
     return widths + ATTENTION + 2 * KEY_VALUE  # what the plan counts with attention itself
 
 
-def held_by_backward(keep: bool, grouped: bool) -> float:
+def held_by_backward(keep: bool, grouped: bool, tiled: bool = True, inner: Offload | None = None) -> float:
     """The most elements of one token that the backward pass of one layer, or of three under one checkpoint, makes."""
     found = []
     for length in (256, 512):
         model, batch = build("llama"), ids(length=length)
         context, layers = hf.enable(model), model.model.layers
-        tile_layers(layers, keep)
+        if tiled:
+            tile_layers(layers, keep)
+        else:
+            apply_remat(layers, "attention" if keep else "full", offload=inner)
         if grouped:
-            checkpoint_groups([list(layers)])
+            checkpoint_groups([list(layers)], inner)
         positions = hf.shard_batch(context, batch)["position_ids"]
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
         hidden = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)
-        given = layers[0](hidden, position_embeddings=turns)
-        with _Live() as live:
-            given.backward(torch.ones_like(given))
+        for _ in range(2 if inner else 1):  # the host's buffers, made by the first pass, do not count
+            given = layers[0](hidden, position_embeddings=turns)
+            live = _Live()
+            with live:
+                given.backward(torch.ones_like(given))
         found.append(live.peak)
     return (found[1] - found[0]) / 256 / 8
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.layers.mlp import KEEPING_MLP_OP
 from lightseq.layers.projections import KEEPING_LINEAR_OP
-from lightseq.memory.keeping import Results, instead, let_go, take
+from lightseq.memory.keeping import Results, instead, let_go
 from lightseq.memory.offload import Offload
 from lightseq.memory.policies import POLICIES
 
@@ -96,14 +96,14 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        hidden, given = ctx.saved_tensors[0].detach().requires_grad_(), take(dout)
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
 
         def after_last(_: Tensor) -> None:
-            let_go(given)
+            let_go(dout)
 
         with torch.enable_grad():
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # of the output itself nothing is needed any more
-        torch.autograd.backward(edge, given)
+        torch.autograd.backward(edge, dout)
         return hidden.grad, None, None
 
 
