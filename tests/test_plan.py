@@ -52,6 +52,7 @@ from lightseq.plan.rates import (
     chip_named,
     chip_of_device,
 )
+from lightseq.plan.step_time import FLOAT32, host_link
 from lightseq.schedule.choice import Choice, cheapest, choices, priced
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
@@ -400,6 +401,19 @@ def test_adapters_leave_the_weights_without_gradients_and_hosts_need_no_bound(
 def test_too_little_host_memory_is_said() -> None:
     run = planned_run(LLAMA, "--bf16 --offload optimizer", 8, gpu=140 * GIB, host=64 * GIB)
     assert make_plan(run).lacks[0].startswith("host memory, by ")
+
+
+def test_weights_on_the_host_come_beside_the_computing_unless_a_rank_is_alone() -> None:
+    def exposed(gpus: int, length: int) -> float:
+        run = planned_run(LLAMA, f"--bf16 --offload optimizer --model_max_length {length}", gpus, gpu=1e12)
+        return make_plan(run).seconds["offloading, exposed"] * host_link(run) / FLOAT32
+
+    ends = 2 * LLAMA.vocab_size * LLAMA.hidden_size
+    layers = total_parameters(LLAMA) - ends - LLAMA.hidden_size  # but for the last norm
+    for length in (4096, 65536):
+        assert exposed(1, length) == pytest.approx(2 * layers + ends)
+    assert exposed(4, 262144) == pytest.approx(ends / 4)
+    assert ends / 4 < exposed(4, 64) < (2 * layers + ends) / 4
 
 
 def test_an_update_on_the_host_has_cores_and_of_8_bits_the_gpu() -> None:

@@ -47,7 +47,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     passes, busy = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
     parts = {name: passes * seconds for name, seconds in _computing(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * exposed_collectives(run, busy)
-    parts["offloading, exposed"] = passes * exposed_copies(run, placement, busy)
+    parts["offloading, exposed"] = passes * (exposed_copies(run, placement, busy) + exposed_weights(run, busy))
     parts["optimizer"] = update_seconds(run)
     launched = passes * run.layers * HOST_SECONDS[run.config.torch_compile]
     parts["waiting for the host"] = max(0.0, launched - sum(parts.values()))
@@ -149,6 +149,18 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
         return 2 * copied
     forward, backward = (share * run.group * layer_seconds for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
     return max(0.0, copied - forward) + max(0.0, copied - backward)
+
+
+def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
+    """Of weights that wait on the host: a layer's come in float32 for its forward and for its backward pass.
+
+    FSDP2 gathers a layer's beside the computing of another; where a rank is alone, it copies them when they are needed.
+    """
+    if not run.state_on_host:
+        return 0.0
+    layer, ends = (FLOAT32 * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
+    shares = (0.0, 0.0) if run.shards == 1 else (FORWARD_SHARE, 1 - FORWARD_SHARE)
+    return run.layers * sum(max(0.0, layer - share * layer_seconds) for share in shares) + ends * (1 if run.tied else 2)
 
 
 def update_seconds(run: PlannedRun) -> float:
