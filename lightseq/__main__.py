@@ -7,12 +7,14 @@ python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq COMMAND [--flag 
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
 import llama2
 import llama3
 from lightseq.commands import refused
+from lightseq.config.command_line import help_text, shows_help
 from lightseq.models.presets import Family
 from lightseq.ranks.environment import is_main_process
 
@@ -28,13 +30,24 @@ BOTH = Family(
 class Command(NamedTuple):
     module: str  # whose `main` takes a family and the words that follow, and returns the exit status
     about: str
+    details: str | None = None  # above the flags of training, where it takes no others: such help comes at once
 
 
 # By name and not imported: torch and transformers take seconds, and most commands need some of it only.
 COMMANDS: Mapping[str, Command] = {
     "train": Command("lightseq.training.command", "trains a causal language model of transformers across ranks"),
-    "verify": Command("lightseq.verify.command", "compares distributed loss and gradients with one process"),
-    "rehearse": Command("lightseq.plan.rehearsal", "runs a step without attention's arithmetic: does the length fit?"),
+    "verify": Command(
+        "lightseq.verify.command",
+        "compares distributed loss and gradients with one process",
+        "Compares loss and gradients of a few layers with one process, each kernel with float64, and what travels byte "
+        "by byte, on the flags of a training run. Without --data_path data is made up.",
+    ),
+    "rehearse": Command(
+        "lightseq.plan.rehearsal",
+        "runs a step without attention's arithmetic: does the length fit?",
+        "Runs a step without attention's arithmetic, to see whether a length fits, on the flags of a training run. "
+        "Data is made up.",
+    ),
     "plan": Command("lightseq.plan.command", "predicts memory and time of a run; with --attention, of one layer"),
     "evaluate": Command("lightseq.evaluate.command", "measures loss by position, or retrieval"),
     "merge": Command("lightseq.models.merge", "adds a trained adapter (--lora_rank) to the weights of its model"),
@@ -44,12 +57,15 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in COMMANDS:
-        return import_module(COMMANDS[words[0]].module).main(BOTH, words[1:])
+    if words and (command := COMMANDS.get(words[0])):
+        program = f"python3 -m lightseq {words[0]}"
+        if command.details and shows_help(words[1:], partial(help_text, program, command.details)):
+            return 0
+        return import_module(command.module).main(BOTH, words[1:])
     if not is_main_process():
         return 0 if asks_for_help(words) else 2
     if asks_for_help(words):
-        print(help_text())
+        print(overview())
         return 0
     given = f"{words[0]!r} is no command" if words else "no command"
     return refused(f"{given}; choose one of {', '.join(COMMANDS)}")
@@ -59,7 +75,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
     return bool({"-h", "--help"} & set(words))
 
 
-def help_text() -> str:
+def overview() -> str:
     about, _, *usages = (__doc__ or "").strip().splitlines()
     lines = ["usage: " + "\n       ".join(usages), "", about, ""]
     lines += [f"  {name:<10} {command.about}" for name, command in COMMANDS.items()]

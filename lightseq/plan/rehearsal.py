@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightseq.config.command_line import help_text, parse, shows_help
+from lightseq.config.command_line import parse
 from lightseq.config.masking import masked
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.tokens import write_token_directory
@@ -37,10 +37,6 @@ from lightseq.training.trainer import Trainer
 LEAST_VOCABULARY = 32  # token ids that every model has
 STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
-ABOUT = (
-    "Runs a step without attention's arithmetic, to see whether a length fits, on the flags of a training "
-    "run. Data is made up."
-)
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,6 @@ class Rehearsal:
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
-    if shows_help(argv, lambda: help_text(f"python3 -m {PROGRAM}", ABOUT)):
-        return 0
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with start(TrainConfig.step_timeout) as world:
         asked = agree(world, lambda: parse(words, PROGRAM))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from lightseq.config.command_line import help_text, parse, shows_help
+from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import heads_of, with_layers
@@ -39,10 +39,6 @@ from lightseq.verify.report import SKIP, Row, passed, table, write
 from lightseq.verify.transport import transport_rows
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
-ABOUT = (
-    "Compares loss and gradients of a few layers with one process, each kernel with float64, and what "
-    "travels byte by byte, on the flags of a training run. Without --data_path data is made up."
-)
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 LAYERS = 2  # of the model; twice as many where layers are checkpointed in groups
 MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
@@ -53,8 +49,6 @@ DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence 
 
 def main(family: Family, argv: Sequence[str]) -> int:
     """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
-    if shows_help(argv, lambda: help_text(f"python3 -m {PROGRAM}", ABOUT)):
-        return 0
     with start(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 
