@@ -45,7 +45,8 @@ def planned(record: dict[str, Any]) -> Plan:
     chip = chip_of_device(record["hardware"]["device"])
     assert chip is not None
     config = parse([*NEEDED, *point.flags(point.model, on_gpu=True)], "")
-    hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, record.get("host_cores")
+    threads = record.get("host_cores", point.gpus)  # one a rank, in the days of those that do not say
+    hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)
     return make_plan(PlannedRun(model, config, hardware))
 

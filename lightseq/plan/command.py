@@ -23,7 +23,7 @@ from lightseq.plan.breakdown import GIB
 from lightseq.plan.plan import faster, longest, make_plan, remedies
 from lightseq.plan.rates import CHIPS, chip_named
 from lightseq.plan.report import record, shown
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import CORES, Hardware, PlannedRun
 from lightseq.training.prepare import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
     )
-    out.add_argument("--host_cores", type=int, metavar="N", help="of a host, for all its ranks (default: one a rank)")
+    out.add_argument(
+        "--host_cores", type=int, metavar="N", help=f"of a host, for all its ranks (default: {CORES} a rank)"
+    )
     out.add_argument("--json", action="store_true", help="print an object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
     return out
@@ -109,7 +111,9 @@ def notes(run: PlannedRun) -> list[str]:
     if run.config.kernel_name == "reference":
         found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
     if run.state_on_host and run.hardware.host_cores is None:
-        found.append("the host's part of an update is reckoned with one core a rank; say how many with --host_cores")
+        found.append(
+            f"an update on the host is reckoned with {CORES} cores a rank; say how many there are with --host_cores"
+        )
     if run.config.packing != "none":
         found.append("packed documents need less attention than a sequence of one, which is what is counted")
     if run.hardware.chip is not CHIPS["h200"]:

@@ -18,6 +18,8 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.timing import RATES
 
+CORES = 8  # of a host for each of its ranks, where nobody says: hosts of eight GPUs have more
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -28,7 +30,7 @@ class Hardware:
     gpus_per_host: int
     gpu_memory: float
     host_memory: float
-    host_cores: int | None = None  # None: one a rank
+    host_cores: int | None = None  # None: CORES a rank
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
@@ -40,7 +42,7 @@ class Hardware:
 
     @property
     def cores_per_rank(self) -> int:
-        return max(1, (self.host_cores or 1) // self.ranks_per_host)
+        return CORES if self.host_cores is None else max(1, self.host_cores // self.ranks_per_host)
 
 
 @dataclass(frozen=True)
