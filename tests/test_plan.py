@@ -422,10 +422,11 @@ def test_an_update_on_the_host_has_cores_and_of_8_bits_the_gpu() -> None:
         return make_plan(replace(run, hardware=replace(run.hardware, host_cores=cores))).seconds["optimizer"]
 
     here, wide, narrow = "--optim adamw_8bit", "--offload optimizer", "--optim adamw_8bit --offload optimizer"
+    one = update(wide, 8)  # core for each rank; less is not reckoned with, nor more than memory feeds
     assert (
-        update(wide, 4) == update(wide, 8) == pytest.approx(8 * update(wide, 960), rel=0.05)
-    )  # a core a rank, at least
-    assert update(wide, 32) == pytest.approx(update(wide, 8) / 4) and update(wide) == update(wide, 64)
+        update(wide, 4) == one == pytest.approx(4 * update(wide, 32)) == pytest.approx(8 * update(wide, 960), rel=0.05)
+    )
+    assert update(wide) == update(wide, 64)
     weights, clipped = total_parameters(LLAMA) / 8, update(wide) * CLIP_BYTES / (CLIP_BYTES + 28)
     assert update(narrow) == pytest.approx(clipped + weights / PASSED_UPDATE_WEIGHTS["adamw_8bit"])
     assert update(narrow) == update(narrow.replace("adamw", "adamw_torch")) and update(here, 64) == update(here)
