@@ -15,7 +15,7 @@ from lightseq.checkpoint.checkpoints import listed
 from lightseq.ranks.watchdog import STATUS, Unanswered
 from lightseq.training import endings
 
-FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 8"
+FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 20"
 
 # A rank dies or freezes over the second save, which is the last, when all steps are done.
 PROGRAM = """
@@ -28,7 +28,7 @@ write, saves = state_files.write, []
 def planted(*arguments):
     saves.append(1)
     if len(saves) == 2:
-        time.sleep(1)
+        time.sleep(2.5)  # a beat says that it is here
         if os.environ["RANK"] == culprit:
             os._exit(9) if what == "dies" else os.kill(os.getpid(), signal.SIGSTOP)
     return write(*arguments)

@@ -85,7 +85,13 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
     assert {"rank0.txt", "rank2.txt"} <= stacks.keys() and "program.py" in stacks["rank0.txt"]
 
 
-@pytest.mark.parametrize(("what", "timeout"), [("nothing", TIMEOUT), ("holds the interpreter", 10.0)])
+@pytest.mark.parametrize(
+    ("what", "timeout"),
+    [
+        ("nothing", TIMEOUT),
+        pytest.param("holds the interpreter", 10.0, marks=pytest.mark.slow),  # needs its cores for itself
+    ],
+)
 def test_a_healthy_run_is_left_alone(what: str, timeout: float, tmp_path: Path) -> None:
     """So is one in which other threads hardly get a turn, as where launches wait in a full queue."""
     for rank, (status, out, err) in enumerate(run(what, tmp_path, timeout)):
