@@ -62,17 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.details and shows_help(words[1:], partial(help_text, program, command.details)):
             return 0
         return import_module(command.module).main(BOTH, words[1:])
-    if not is_main_process():
-        return 0 if asks_for_help(words) else 2
-    if asks_for_help(words):
-        print(overview())
+    if shows_help(words, overview):
         return 0
+    if not is_main_process():
+        return 2
     given = f"{words[0]!r} is no command" if words else "no command"
     return refused(f"{given}; choose one of {', '.join(COMMANDS)}")
-
-
-def asks_for_help(words: Sequence[str]) -> bool:
-    return bool({"-h", "--help"} & set(words))
 
 
 def overview() -> str:
