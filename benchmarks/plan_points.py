@@ -50,6 +50,7 @@ class Point:
 
 
 K = 2**10
+LEAST = "--offload both --optim adamw_8bit --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
     Point("1b 128K", 2, "llama3.2-1b", 128 * K),
@@ -71,6 +72,7 @@ POINTS = (
     Point("8b, 8 layers, 32K, eager, one GPU", 1, "llama3-8b", 32 * K, "--torch_compile False", 8, 1),
     Point("1b 64K, zigzag", 2, "llama3.2-1b", 64 * K, "--schedule zigzag"),
     Point("1b 16K, ddp", 2, "llama3.2-1b", 16 * K, '--fsdp ""', steps=5),
+    Point("8b 128K, everything on the host, one GPU", 1, "llama3-8b", 128 * K, LEAST, None, 1, 1),
 )  # fmt: skip
 
 
