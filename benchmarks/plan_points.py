@@ -50,7 +50,8 @@ class Point:
 
 
 K = 2**10
-LEAST = "--offload both --optim adamw_8bit --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
+BOTH_8BIT = "--offload both --optim adamw_8bit"
+LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
     Point("1b 128K", 2, "llama3.2-1b", 128 * K),
@@ -73,6 +74,7 @@ POINTS = (
     Point("1b 64K, zigzag", 2, "llama3.2-1b", 64 * K, "--schedule zigzag"),
     Point("1b 16K, ddp", 2, "llama3.2-1b", 16 * K, '--fsdp ""', steps=5),
     Point("8b 128K, everything on the host, one GPU", 1, "llama3-8b", 128 * K, LEAST, None, 1, 1),
+    Point("8b 128K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, BOTH_8BIT, None, 1, 1),
 )  # fmt: skip
 
 

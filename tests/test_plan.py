@@ -32,7 +32,7 @@ from lightseq.plan.layers import (
     in_order,
     place,
 )
-from lightseq.plan.memory import host_bytes, moments
+from lightseq.plan.memory import host_by_layer, host_bytes, moments, state_bytes_on_host
 from lightseq.plan.plan import (
     Plan,
     _changes,
@@ -53,6 +53,7 @@ from lightseq.plan.rates import (
     chip_of_device,
 )
 from lightseq.plan.step_time import FLOAT32, host_link
+from lightseq.ranks.mesh import FREE_SHARE
 from lightseq.schedule.choice import Choice, cheapest, choices, priced
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
@@ -177,6 +178,18 @@ def test_what_leaves_the_device_is_on_the_host_and_the_budget_bounds_it() -> Non
     assert left.parts.total < kept.parts.total
     words = "--bf16 --model_max_length 131072 --offload activations --host_memory_budget 1"
     assert make_plan(planned_run(LLAMA, words, 8)).placement.count(OFFLOAD) == int(GIB // layer)
+
+
+def test_layers_hand_over_what_weights_leave_of_the_host() -> None:
+    """Unasked; what finds no room stays, and the run fits where all of it would have been too much for the host."""
+    words = "--bf16 --model_max_length 131072 --offload both --optim adamw_8bit"
+    plan = make_plan(planned_run(LLAMA, words, 1, gpu=74 * GIB, host=125 * GIB))
+    run = plan.run
+    left = 125 * GIB - PROCESS_BYTES - state_bytes_on_host(run)
+    layer = host_by_layer(run, OFFLOAD)
+    assert plan.fits and 4 < plan.placement.count(OFFLOAD) == int(FREE_SHARE * left // layer) < 31
+    all_of_it = make_plan(planned_run(LLAMA, f"{words} --host_memory_budget 125", 1, gpu=74 * GIB, host=125 * GIB))
+    assert all_of_it.placement.count(OFFLOAD) == 31 and all_of_it.lacks[0].startswith("host memory, by ")
 
 
 def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again() -> None:

@@ -158,6 +158,7 @@ def test_a_measured_point_has_its_seconds_and_its_parts() -> None:
     record = json.loads(json.dumps(take(point, HERE, 120)))
     assert record["skipped"] is None and "s a step" in line(record)
     assert len(record["all_step_seconds"]) == 2 and record["tokens"] == 1024
+    assert len(record["losses"]) == 3 and record["losses"][0] > record["losses"][2] > 0
     assert set(record["phase_seconds"]) == {"forward", "backward", "update"}
     assert sum(record["phase_seconds"].values()) <= 1.5 * max(record["all_step_seconds"])
     assert record["parts"]["optimizer"] == 2 * record["parts"]["parameters"] > 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from worlds import spawn
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory import offload
+from lightseq.models.flops import total_parameters
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.plan.memory import at_backward_begin, host_by_layer, kept_by_layer
-from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, SLACK
+from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer
+from lightseq.plan.plan import placement_of
+from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.plan.this_run import out_of_memory, planned
-from lightseq.ranks.mesh import World
+from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
+from lightseq.ranks.mesh import FREE_SHARE, World
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -70,6 +73,22 @@ def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
     hardware = planned(config, LlamaConfig(), World(0, 4, 0, 4, torch.device("cpu"))).hardware
     assert hardware.host_cores == 24 and hardware.cores_per_rank == 6
+
+
+def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_of(flags: str, counts_only: bool = False) -> float:
+        asked = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
+        return host_memory_for_layers(asked, model, World(0, 4, 0, 4, torch.device("cpu")), counts_only)
+
+    model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB, total=80 * GIB))
+    states = host_bytes(run := planned_run(model, "--offload both", 4), placement_of(run)) - PROCESS_BYTES
+    states -= host_by_layer(run, OFFLOAD)
+    assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments
+    assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
+    assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))
+    assert bytes_of("--offload both --host_memory_budget 20") == 20 * GIB
+    assert bytes_of("--offload both --host_memory_budget 20", counts_only=True) == 16 * GIB
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.profile import account_of, read
@@ -32,14 +33,20 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
 from lightseq.ranks.mesh import World, agree, start
 from lightseq.training.trainer import Trainer
-from lightseq.training.window import Moment
+from lightseq.training.window import Moment, StepResult
 
 
 class MeasuredTrainer(Trainer):
-    """Notes when each phase of a step begins, and once asked to, what it takes at its peak."""
+    """Notes every loss, when each phase of a step begins, and once asked to, what it takes at its peak."""
 
     moments: list[tuple[str, Moment]]
+    losses: list[Tensor]  # this rank's share
     peaks: dict[str, int] | None = None
+
+    def _step(self, step: int) -> StepResult:
+        result = super()._step(step)
+        self.losses.append(result.loss)
+        return result
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -61,7 +68,7 @@ def main(words: Sequence[str]) -> None:
             config = without_traces(asked, folder)
             inputs = agree(world, lambda: made_up_inputs(config, BOTH, world, folder))
             trainer = MeasuredTrainer(config, inputs, world, None)
-            trainer.moments = []
+            trainer.moments, trainer.losses = [], []
             measured = measure(trainer, int(warmup), int(steps))
             if world.is_main:
                 Path(result).write_text(json.dumps(measured) + "\n")
@@ -93,6 +100,7 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
     return {
         "step_seconds": statistics.median(seconds),
         "all_step_seconds": seconds,
+        "losses": losses(trainer),
         "phase_seconds": phases,
         "parts": asdict(parts),
         **worst({**memory, **host}, world),
@@ -124,6 +132,14 @@ def timed(trainer: MeasuredTrainer, warmup: int, steps: int) -> tuple[list[float
     seconds = torch.tensor([sum(phases.values()) for phases in by_step])
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.tolist(), {name: statistics.median(phases[name] for phases in by_step) for name in by_step[0]}
+
+
+def losses(trainer: MeasuredTrainer) -> list[float]:
+    """Of every step so far, warm-up and profile among them, over all ranks."""
+    shares = torch.stack(trainer.losses)
+    dist.all_reduce(shares)
+    found: list[float] = shares.tolist()
+    return found
 
 
 def memory_facts(trainer: MeasuredTrainer) -> dict[str, int]:

@@ -132,6 +132,11 @@ class TrainConfig:
         return next((word for word in words_of(self.fsdp) if word in FSDP_MODES), "ddp")
 
     @property
+    def state_on_host(self) -> bool:
+        """Whether weights, gradients and the optimizer's state wait in host memory."""
+        return self.offload in ("optimizer", "both")
+
+    @property
     def compute_dtype(self) -> str:
         """Name of the torch dtype that activations have."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"

@@ -127,7 +127,7 @@ def _timeout(words: Sequence[str]) -> float:
 
 def _without_training(config: TrainConfig) -> TrainConfig:
     """Nothing waits for a backward pass, and nothing is updated."""
-    offload = "optimizer" if config.offload in ("optimizer", "both") else "none"
+    offload = "optimizer" if config.state_on_host else "none"
     return dataclasses.replace(
         config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
         profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,

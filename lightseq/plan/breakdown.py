@@ -43,7 +43,7 @@ def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
 
     AdamW has two moments, SGD here none. DeepSpeed's own are not known, and count as working memory.
     """
-    if config.deepspeed or config.offload in ("optimizer", "both"):
+    if config.deepspeed or config.state_on_host:
         return 0, 0, 0
     parameters = sum(local_part(p).nbytes for p in model.parameters())
     gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)

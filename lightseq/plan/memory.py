@@ -112,8 +112,12 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     away = [size for group in range(run.groups) for size in _waits(run, placement, group)]
     if run.group > 1 and set(placement.layers) & set(AWAY):
         away += (run.group - 1) * _leaving(run, OFFLOAD)  # of a group that runs again
-    states = sum(_states(run)) + _rounded_gradients(run) if run.state_on_host else 0.0
-    return PROCESS_BYTES + sum(away) + states
+    return PROCESS_BYTES + sum(away) + state_bytes_on_host(run)
+
+
+def state_bytes_on_host(run: PlannedRun) -> float:
+    """Bytes of weights with their gradients and optimizer state that a rank has in host memory."""
+    return sum(_states(run)) + _rounded_gradients(run) if run.state_on_host else 0.0
 
 
 def _rounded_gradients(run: PlannedRun) -> float:

@@ -23,11 +23,19 @@ from lightseq.plan.layers import (
     State,
     place,
 )
-from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, in_flight, kept_by_layer, peak
+from lightseq.plan.memory import (
+    at_backward_begin,
+    host_by_layer,
+    host_bytes,
+    in_flight,
+    kept_by_layer,
+    peak,
+    state_bytes_on_host,
+)
 from lightseq.plan.rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.step_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
-from lightseq.ranks.mesh import FREE_SHARE
+from lightseq.ranks.mesh import for_layers
 
 K = 2**10
 MOST_LENGTH, MOST_GPUS = 2**30, 512  # tables of more ranks take minutes to make
@@ -117,9 +125,10 @@ def placement_of(run: PlannedRun) -> Placement:
 
 def host_budget(run: PlannedRun) -> float:
     """Bytes that a rank's layers may hand over."""
-    asked = run.config.host_memory_budget
-    free = FREE_SHARE * (run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES)
-    return max(0.0, free) if asked is None else asked * 2**30
+    if run.config.host_memory_budget is not None:
+        return run.config.host_memory_budget * 2**30
+    free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
+    return for_layers(free, state_bytes_on_host(run))
 
 
 def states_of(run: PlannedRun) -> dict[str, State]:

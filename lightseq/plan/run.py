@@ -199,7 +199,7 @@ class PlannedRun:
 
     @property
     def state_on_host(self) -> bool:
-        return self.config.offload in ("optimizer", "both")
+        return self.config.state_on_host
 
     @property
     def accumulates(self) -> bool:

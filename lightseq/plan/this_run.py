@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB, Breakdown, advice
+from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, remedies
 from lightseq.plan.rates import CHIPS, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.ranks.mesh import World, free_host_memory
+from lightseq.ranks.mesh import World, free_host_memory, host_memory_bytes
 
 
 def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
@@ -43,6 +44,12 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
     found = [make_plan(PlannedRun(model, config, hardware))]
     dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
     return found[0]
+
+
+def host_memory_for_layers(config: TrainConfig, model: PreTrainedConfig, world: World, counts_only: bool) -> float:
+    """Bytes that layers may hand over on this rank, before there is anything of the model on its host."""
+    to_come = state_bytes_on_host(planned(config, model, world)) if config.state_on_host else 0.0
+    return host_memory_bytes(world, config.host_memory_budget, to_come, counts_only)
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:

@@ -173,11 +173,17 @@ def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
     return share * psutil.virtual_memory().available / world.local_size
 
 
-def host_memory_bytes(world: World, budget_gib: float | None, counts_only: bool) -> float:
+def for_layers(free: float, state: float) -> float:
+    """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
+    return FREE_SHARE * max(0.0, free - state)
+
+
+def host_memory_bytes(world: World, budget_gib: float | None, state: float, counts_only: bool) -> float:
     """What layers may hand over on this rank. What only counts must not count on what the host does not have."""
+    free = free_host_memory(world, share=1.0)
     if budget_gib is None:
-        return free_host_memory(world)
-    return min(budget_gib * 2**30, free_host_memory(world, share=1.0) if counts_only else math.inf)
+        return for_layers(free, state)
+    return min(budget_gib * 2**30, free if counts_only else math.inf)
 
 
 def check_devices(world: World) -> None:

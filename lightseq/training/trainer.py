@@ -19,10 +19,10 @@ from lightseq.evaluate.perplexity import Perplexity, Shard, measure
 from lightseq.models.adapters import adapter_parameters
 from lightseq.parallelize import techniques_of
 from lightseq.plan.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.plan.this_run import out_of_memory, plan_of_layers
+from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, plan_of_layers
 from lightseq.profiling.recorder import StepProfile
 from lightseq.ranks.environment import secrets
-from lightseq.ranks.mesh import Meshes, World, agree, host_memory_bytes, make_deterministic, make_meshes  # fmt: skip
+from lightseq.ranks.mesh import Meshes, World, agree, make_deterministic, make_meshes
 from lightseq.ranks.preemption import StopRequest
 from lightseq.ranks.watchdog import Watchdog
 from lightseq.schedule.documents import local_tokens
@@ -65,7 +65,7 @@ class Trainer:
         lacks = plan.lacks if plan else ()
         self.notes = (*inputs.notes, *(f"warning: --offload auto plans with too little {lack}" for lack in lacks))
         placed = self.placement.layers if self.placement else None
-        host = host_memory_bytes(world, config.host_memory_budget, rehearses)
+        host = host_memory_for_layers(config, inputs.model_config, world, rehearses)
         techniques = techniques_of(config, placed, host, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
         self.terminal = Terminal(inputs.total_steps, 0)
