@@ -29,7 +29,6 @@ MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_rec
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
 # Tensors of the model's width that were there too, before gradients went as soon as they had been used.
 HELD = {
-    "8b 128K, everything on the host, one H100": 2,
     "8b, 8 layers, 128K, layers over tiles, four GPUs": 1,
     "1b, 1 layer, 2M, one GPU, offload activations, remat full, tiles": 1,
 }
@@ -44,7 +43,8 @@ def planned(record: dict[str, Any]) -> Plan:
     model.num_hidden_layers = point.layers or model.num_hidden_layers
     chip = chip_of_device(record["hardware"]["device"])
     assert chip is not None
-    config = parse([*NEEDED, *point.flags(point.model, on_gpu=True)], "")
+    budget = f"--host_memory_budget {record['host_budget_bytes'] / GIB}" if record.get("host_budget_bytes") else ""
+    config = parse([*NEEDED, *point.flags(point.model, on_gpu=True), *budget.split()], "")
     threads = record.get("host_cores", point.gpus)  # one a rank, in the days of those that do not say
     hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # and hides no package behind this folder
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -96,6 +97,8 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
     host = {
         "offloaded_bytes": offload.memory.allocated_bytes if offload else 0,
         "host_rss_bytes": psutil.Process().memory_info().rss,
+        "host_budget_bytes": offload.memory.limit_bytes if offload else 0,
+        "host_cores": len(os.sched_getaffinity(0)),
     }
     return {
         "step_seconds": statistics.median(seconds),

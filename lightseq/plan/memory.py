@@ -138,14 +138,17 @@ def _waits(run: PlannedRun, placement: Placement, group: int) -> list[int]:
 
 def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
     """On the device, of the groups up to one: those that stay, and those on their way."""
-    here, away = 0.0, []
+    here, away, since = 0.0, [], 0
     for group in range(up_to + 1):
         waits = _waits(run, placement, group)
         size = kept_by_layer(run, RECOMPUTE if run.group > 1 else placement.layers[group])
         here += 0 if waits else size
         away += [size] if waits else []
-    there = in_flight(run) - (not _waits(run, placement, up_to))  # a layer that stays stands for one of them
-    return here + sum(away[max(0, len(away) - there) :])
+        since = 0 if waits else since + 1
+    # One that stays stands for one on its way. A plan knows which is the last to leave, and what that keeps is still
+    # there when it comes back; where a budget decides, every layer was to leave, and lets go of those before it.
+    there = in_flight(run) - (min(1, since) if run.config.offload == "auto" else since)
+    return here + sum(away[max(0, len(away) - max(0, there)) :])
 
 
 def in_flight(run: PlannedRun) -> int:
