@@ -50,7 +50,7 @@ class Point:
 
 
 K = 2**10
-BOTH_8BIT = "--offload both --optim adamw_8bit"
+AUTO_8BIT, BOTH_8BIT = "--offload auto --optim adamw_8bit", "--offload both --optim adamw_8bit"
 LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
@@ -75,6 +75,7 @@ POINTS = (
     Point("1b 16K, ddp", 2, "llama3.2-1b", 16 * K, '--fsdp ""', steps=5),
     Point("8b 128K, everything on the host, one GPU", 1, "llama3-8b", 128 * K, LEAST, None, 1, 1),
     Point("8b 128K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, BOTH_8BIT, None, 1, 1),
+    Point("8b 192K, offload auto, adamw_8bit, one GPU", 1, "llama3-8b", 192 * K, AUTO_8BIT, None, 1, 1),
 )  # fmt: skip
 
 

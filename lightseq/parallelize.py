@@ -46,6 +46,7 @@ class Techniques:
     layers_per_checkpoint: int = 1
     tile_layers: bool = False
     offload: str = "none"
+    state_on_host: bool = False  # weights, gradients and the optimizer's state
     placement: tuple[str, ...] | None = None  # the state of every layer, with offload "auto"
     host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
@@ -62,6 +63,7 @@ class Techniques:
 def techniques_of(
     config: TrainConfig,
     placement: tuple[str, ...] | None,
+    state_on_host: bool,
     host_memory_bytes: float,
     gpus_per_host: int,
     rehearses: bool = False,
@@ -79,6 +81,7 @@ def techniques_of(
         layers_per_checkpoint=config.layers_per_checkpoint,
         tile_layers=config.tile_layers,
         offload=config.offload,
+        state_on_host=state_on_host,
         placement=placement,
         host_memory_bytes=host_memory_bytes,
         compute_dtype=getattr(torch, config.compute_dtype),
@@ -149,8 +152,8 @@ def parallelize(
 ) -> tuple[LossModel, SequenceContext]:
     """Distributed attention, FP8, rematerialisation, compilation, sharding. The model may be on the meta device."""
     loss_model, context = transform(model, meshes, device, techniques)
-    groups, on_host = _groups(model.model.layers, techniques), techniques.offload in ("optimizer", "both")
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host)
+    groups = _groups(model.model.layers, techniques)
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, techniques.state_on_host)
     return loss_model, context
 
 

@@ -41,6 +41,7 @@ from lightseq.plan.plan import (
     longest,
     make_plan,
     placement_of,
+    placement_words,
     remedies,
     usable,
 )
@@ -192,6 +193,28 @@ def test_layers_hand_over_what_weights_leave_of_the_host() -> None:
     assert all_of_it.placement.count(OFFLOAD) == 31 and all_of_it.lacks[0].startswith("host memory, by ")
 
 
+def test_auto_has_weights_wait_on_the_host_where_nothing_fits_otherwise() -> None:
+    def plan(length: int, more: str = "", host: float = 125 * GIB) -> Plan:
+        words = f"--bf16 --torch_compile --offload auto --model_max_length {length} {more}"
+        return make_plan(planned_run(LLAMA, words, 1, gpu=74 * GIB, host=host))
+
+    eight_bit, long = "--optim adamw_8bit", 131072
+    found = plan(long, eight_bit)
+    assert found.fits and found.run.state_on_host and "weights and their state wait" in placement_words(found)
+    assert found.parts.parameters == 0 and found.parts.total > 0.9 * found.usable_gpu_bytes  # layers have the rest
+    mixed = plan(196608, eight_bit)
+    both = make_plan(replace(mixed.run, config=replace(mixed.run.config, offload="both", remat="full")))
+    assert mixed.fits and both.fits and mixed.step_seconds < 0.9 * both.step_seconds
+    assert {OFFLOAD, RECOMPUTE_OFFLOAD, KEEP} <= set(mixed.placement.layers)
+    for hopeless in (plan(long), plan(long, eight_bit, host=64 * GIB)):  # states of 32 bits; a small host
+        assert not hopeless.fits and not hopeless.run.state_on_host and hopeless.lacks[0].startswith("GPU memory")
+    bounded = plan(2 * long, f"{eight_bit} --host_memory_budget 5")  # of which a layer's input takes two
+    assert not bounded.fits and set(bounded.placement.layers[2:]) == {RECOMPUTE}
+    assert bounded.placement.count(RECOMPUTE_OFFLOAD) == 2
+    small = plan(1024, f"{eight_bit} --lora_rank 8")
+    assert small.fits and not small.run.state_on_host
+
+
 def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again() -> None:
     def plan(flags: str) -> Plan:
         words = f"--bf16 --torch_compile --model_max_length 131072 {flags}"
@@ -335,8 +358,8 @@ def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(mon
         ("llama3-8b", 4, "--model_max_length 128K --gradient_checkpointing True", faster, "--gradient_checkpointing"),
         ("llama3-8b", 4, "--model_max_length 2M --gradient_checkpointing False", remedies, "--gradient_checkpointing"),
         (
-            "llama3.2-1b", 1, "--model_max_length 32K --offload auto --device_memory_budget 20", remedies,
-            "--device_memory_budget",
+            "llama3.2-1b", 1, "--model_max_length 512K --offload auto --host_memory_budget 1 --device_memory_budget 36",
+            remedies, "--device_memory_budget",
         ),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from lightseq.attention.accumulate import Home
 from lightseq.attention.bundles import Form
 from lightseq.config.command_line import parse
 from lightseq.plan.attention import attention_memory
-from lightseq.plan.plan import Plan, make_plan
+from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan
 from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.schedule.choice import Choice
@@ -32,6 +32,8 @@ HELD = {
     "8b, 8 layers, 128K, layers over tiles, four GPUs": 1,
     "1b, 1 layer, 2M, one GPU, offload activations, remat full, tiles": 1,
 }
+# With `--offload auto`, when weights stayed on the GPU even if nothing fitted.
+STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 # Layers measured since results take memory late.
 SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean")
 HERE = Machine(False, {"device": "cpu"}, {})
@@ -48,7 +50,8 @@ def planned(record: dict[str, Any]) -> Plan:
     threads = record.get("host_cores", point.gpus)  # one a rank, in the days of those that do not say
     hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)
-    return make_plan(PlannedRun(model, config, hardware))
+    make = _plan_as_it_is if point.name in STATE_STAYED else make_plan
+    return make(PlannedRun(model, config, hardware))
 
 
 def test_at_least_eight_steps_were_measured() -> None:

@@ -1,6 +1,7 @@
 """Training by its plan: layers that keep, offload and compute again give one loss; what found no room is told why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,8 @@ from lightseq.memory import offload
 from lightseq.models.flops import total_parameters
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer
-from lightseq.plan.plan import placement_of
+from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, state_bytes_on_host
+from lightseq.plan.plan import make_plan, placement_of
 from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
@@ -33,19 +34,28 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     config = LlamaConfig.from_pretrained(files / "model")
     config.num_hidden_layers = LAYERS
     config.save_pretrained(files / "model")
-    steps = f"--max_steps 3 --save_strategy no {ADAPTERS}"
+    whole = "--max_steps 3 --save_strategy no"
+    steps = f"{whole} {ADAPTERS}"
     hopeless = "--max_steps 1 --save_strategy no --offload auto --device_memory_budget 0.001"
-    runs = {"kept": steps, "planned": f"{steps} {_tight(config)}", "hopeless": hopeless}
+    runs = {
+        "kept": steps, "planned": f"{steps} {_tight(config)}", "hopeless": hopeless,
+        "whole": whole, "state-away": f"{whole} {_no_room_for_state(config)}",
+    }  # fmt: skip
     spawn(2, _train, [words(files, name, flags) for name, flags in runs.items()])
     facts = {name: json.loads((files / name / "run.json").read_text()) for name in runs}
     warned = {name for name in runs if "too little GPU memory, by" in " ".join(facts[name]["notes"])}
     assert warned == {"hopeless"}
+    assert [name for name in runs if "for nothing fits otherwise" in " ".join(facts[name]["notes"])] == ["state-away"]
     placement = facts["planned"]["placement"]
     assert {OFFLOAD, KEEP} <= set(placement) and set(placement) & {RECOMPUTE, RECOMPUTE_OFFLOAD}, placement
     assert len(losses(files, "kept")) == 3
     assert losses(files, "planned") == pytest.approx(losses(files, "kept"), rel=1e-6)
-    record = json.loads((files / "planned" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert record["offloaded_bytes"] > 0
+    assert losses(files, "state-away") == pytest.approx(losses(files, "whole"), rel=1e-6)
+    away = {name for name in runs if facts[name]["parameters"].endswith("in host memory")}
+    assert away == {"state-away"}, away
+    for name in ("planned", "state-away"):
+        record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert record["offloaded_bytes"] > 0
 
 
 def _train(rank: int, commands: list[str]) -> None:
@@ -63,6 +73,14 @@ def _tight(model: LlamaConfig) -> str:
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 
+def _no_room_for_state(model: LlamaConfig) -> str:
+    """A budget that holds what most layers keep, and nothing of the weights."""
+    run = replace(planned_run(model, f"--model_max_length {LENGTH} --offload auto", 2), state_leaves=True)
+    budget = 0.97 * make_plan(run).parts.total
+    assert budget < state_bytes_on_host(run)
+    return f"--offload auto --device_memory_budget {budget / GIB:.12f}"
+
+
 def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
     given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
     return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu / (1 - SLACK) + OUTSIDE_BYTES, host))
@@ -77,13 +95,13 @@ def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.
 
 def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def bytes_of(flags: str, counts_only: bool = False) -> float:
-        asked = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
-        return host_memory_for_layers(asked, model, World(0, 4, 0, 4, torch.device("cpu")), counts_only)
+        world = World(0, 4, 0, 4, torch.device("cpu"))
+        return host_memory_for_layers(planned_run(model, flags, 4), world, counts_only)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB, total=80 * GIB))
-    states = host_bytes(run := planned_run(model, "--offload both", 4), placement_of(run)) - PROCESS_BYTES
-    states -= host_by_layer(run, OFFLOAD)
+    run = planned_run(model, "--offload both", 4)
+    states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - host_by_layer(run, OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments
     assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))

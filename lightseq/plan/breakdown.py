@@ -38,12 +38,12 @@ class Breakdown:
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
-def state_bytes(model: nn.Module, config: TrainConfig) -> tuple[int, int, int]:
+def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[int, int, int]:
     """This rank's parameters, their gradients and the optimizer's state on the device, once all are there.
 
     AdamW has two moments, SGD here none. DeepSpeed's own are not known, and count as working memory.
     """
-    if config.deepspeed or config.state_on_host:
+    if config.deepspeed or on_host:
         return 0, 0, 0
     parameters = sum(local_part(p).nbytes for p in model.parameters())
     gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)

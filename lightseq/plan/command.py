@@ -67,7 +67,7 @@ def main(family: Family, words: Sequence[str]) -> int:
         plan = make_plan(run)
         further, changes = longest(run), faster(run) if plan.fits else remedies(run)
         found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
-        found["notes"] = notes(run)
+        found["notes"] = notes(plan.run)
         if mine.output is not None:
             _add_line(mine.output, found)
     except (ValueError, OSError) as error:

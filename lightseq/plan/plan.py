@@ -93,10 +93,20 @@ class Plan:
 def placement_words(plan: Plan) -> str:
     """Of every layer, and what else its run does with what is kept."""
     grouped = f"; {plan.run.group} layers a checkpoint" if plan.run.group > 1 else ""
-    return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped})"
+    state = "; weights and their state wait on the host" if plan.run.state_leaves else ""
+    return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped}){state}"
 
 
 def make_plan(run: PlannedRun) -> Plan:
+    """With `--offload auto` weights and their state wait on the host where nothing fits otherwise."""
+    plan = _plan_as_it_is(run)
+    if run.config.offload != "auto" or run.state_leaves or plan.fits:
+        return plan
+    away = _plan_as_it_is(dataclasses.replace(run, state_leaves=True))
+    return away if away.fits else plan
+
+
+def _plan_as_it_is(run: PlannedRun) -> Plan:
     placement = placement_of(run)
     moment = peak(run, placement)
     host = host_bytes(run, placement) * run.hardware.ranks_per_host
@@ -116,6 +126,11 @@ def placement_of(run: PlannedRun) -> Placement:
         return _fastest(run)
     if run.config.offload not in ("activations", "both"):
         return Placement((here,) * run.layers)
+    return _within_budget(run, here, away)
+
+
+def _within_budget(run: PlannedRun, here: str, away: str) -> Placement:
+    """As many groups of layers away, from the first on, as the host has room for; all but the last one."""
     size = host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
     inside = (run.group - 1) * host_by_layer(run, away) if run.group > 1 else 0.0
     room = (host_budget(run) - inside) / size
@@ -153,7 +168,7 @@ def _fastest(run: PlannedRun) -> Placement:
         if over <= 0:
             return found
         room -= max(over, states[KEEP].device_bytes / 4)  # the peak is later, when gradients are there
-    return Placement((RECOMPUTE_OFFLOAD,) * (run.layers - 1) + (RECOMPUTE,))
+    return _within_budget(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
 
 
 def longest(run: PlannedRun) -> int | None:
@@ -253,7 +268,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
     choices: dict[str, list[object]] = {
         "torch_compile": list({asked.torch_compile, True}),
         "remat": ["none", *_keeping(run), "attention", "full"],
-        "offload": ["none", "activations", "optimizer", "both"],
+        "offload": ["none", "activations", "optimizer", "both", "auto"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],
         "optim": [asked.optim, "adamw_8bit"],

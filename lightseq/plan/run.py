@@ -52,6 +52,7 @@ class PlannedRun:
     model: PreTrainedConfig
     config: TrainConfig
     hardware: Hardware
+    state_leaves: bool = False  # with `--offload auto`, as with `both`: weights and their state are in host memory
 
     def __post_init__(self) -> None:
         size = self.config.sequence_parallel_size or self.hardware.gpus
@@ -199,7 +200,7 @@ class PlannedRun:
 
     @property
     def state_on_host(self) -> bool:
-        return self.config.state_on_host
+        return self.state_leaves or self.config.state_on_host
 
     @property
     def accumulates(self) -> bool:

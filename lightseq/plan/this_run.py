@@ -13,7 +13,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB, Breakdown, advice
 from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, remedies
-from lightseq.plan.rates import CHIPS, chip_of_device
+from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.mesh import World, free_host_memory, host_memory_bytes
 
@@ -35,21 +35,28 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
     if config.offload != "auto":
         return None
     run = planned(config, model, world)
-    free = free_host_memory(world) / GIB if config.host_memory_budget is None else config.host_memory_budget
-    least = torch.tensor([run.hardware.gpu_memory, free], dtype=torch.float64)
+    least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    gpu, host = least.tolist()
-    hardware = dataclasses.replace(run.hardware, gpu_memory=gpu)
-    config = dataclasses.replace(config, host_memory_budget=host)
+    gpu, free = least.tolist()
+    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process is there already
+    hardware = dataclasses.replace(run.hardware, gpu_memory=gpu, host_memory=host)
     found = [make_plan(PlannedRun(model, config, hardware))]
     dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
     return found[0]
 
 
-def host_memory_for_layers(config: TrainConfig, model: PreTrainedConfig, world: World, counts_only: bool) -> float:
+def auto_notes(plan: Plan) -> list[str]:
+    """What `--offload auto` has to say for itself."""
+    if plan.run.state_leaves:
+        return [
+            "--offload auto: weights, gradients and optimizer state wait in host memory, for nothing fits otherwise"
+        ]
+    return [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
+
+
+def host_memory_for_layers(run: PlannedRun, world: World, counts_only: bool) -> float:
     """Bytes that layers may hand over on this rank, before there is anything of the model on its host."""
-    to_come = state_bytes_on_host(planned(config, model, world)) if config.state_on_host else 0.0
-    return host_memory_bytes(world, config.host_memory_budget, to_come, counts_only)
+    return host_memory_bytes(world, run.config.host_memory_budget, state_bytes_on_host(run), counts_only)
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:

@@ -100,7 +100,7 @@ class FsdpEngine:
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
-        on_host = config.state_on_host
+        on_host = techniques.state_on_host
         if on_host:
             self.parameters += ", in host memory"
             use_host_cores(world)

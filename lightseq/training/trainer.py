@@ -19,7 +19,7 @@ from lightseq.evaluate.perplexity import Perplexity, Shard, measure
 from lightseq.models.adapters import adapter_parameters
 from lightseq.parallelize import techniques_of
 from lightseq.plan.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, plan_of_layers
+from lightseq.plan.this_run import auto_notes, host_memory_for_layers, out_of_memory, plan_of_layers, planned
 from lightseq.profiling.recorder import StepProfile
 from lightseq.ranks.environment import secrets
 from lightseq.ranks.mesh import Meshes, World, agree, make_deterministic, make_meshes
@@ -62,11 +62,12 @@ class Trainer:
         self.meshes: Meshes = agree(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
         plan = plan_of_layers(config, inputs.model_config, world)
         self.placement = plan.placement if plan else None
-        lacks = plan.lacks if plan else ()
-        self.notes = (*inputs.notes, *(f"warning: --offload auto plans with too little {lack}" for lack in lacks))
+        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
         placed = self.placement.layers if self.placement else None
-        host = host_memory_for_layers(config, inputs.model_config, world, rehearses)
-        techniques = techniques_of(config, placed, host, world.local_size, rehearses, stands_for)
+        run = plan.run if plan else planned(config, inputs.model_config, world)
+        host = host_memory_for_layers(run, world, rehearses)
+        self.state_on_host = run.state_on_host
+        techniques = techniques_of(config, placed, self.state_on_host, host, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
         self.terminal = Terminal(inputs.total_steps, 0)
         self._measured: Callable[[], Breakdown | None] = lambda: None
@@ -184,7 +185,7 @@ class Trainer:
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """What the peak so far was made of. `taken_by_forward` is what a forward pass left taken, where measured."""
         c, model, device = self.config, self.inputs.model_config, self.world.device
-        states = state_bytes(self.model, c)
+        states = state_bytes(self.model, c, self.state_on_host)
         logits, gradients = loss_bytes(model, c, self.local_tokens)
         kept = kept_activations(model, c, self.local_tokens)
         if taken_by_forward is not None:
