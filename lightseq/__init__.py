@@ -2,6 +2,8 @@
 
 import logging
 
+from lightseq.ranks.environment import use_large_pages
+
 __version__ = "0.1.0"
 
 # transformers imports torchao wherever it is installed, and torchao complains of kernels that this machine cannot load
@@ -9,3 +11,5 @@ __version__ = "0.1.0"
 # The compiler asks of every checkpoint with a policy that nothing in it works in place: nothing does in a layer.
 for _name in ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+use_large_pages()

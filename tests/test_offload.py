@@ -1,8 +1,11 @@
 """What layers keep goes to host memory and comes back the same, within the budget; gradients do not notice."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from lightseq.training.optimization import local_part
 from lightseq.training.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Layer(nn.Module):
@@ -352,3 +356,14 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     found = Locks()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     return found
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
+def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
+    program = "import lightseq, torch; x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    given = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    for told, asks in (({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)):
+        words = [sys.executable, "-c", program]
+        shown = subprocess.run(words, env=given | told, capture_output=True, text=True, check=True).stdout
+        large = int(shown.split("AnonHugePages:")[1].split()[0])
+        assert (large > 32 * 1024) == (asks or "[always]" in LARGE_PAGES.read_text()), shown
