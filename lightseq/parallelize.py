@@ -203,9 +203,9 @@ def transform(
         checkpoint_groups(groups, inner)
     if offload is not None:
         firsts = [group[0] for group in groups]
-        away = [first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state in AWAY]
-        if away:
-            offload.wrap(away, firsts[firsts.index(away[-1]) + 1])
+        staying = [first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state not in AWAY]
+        if len(staying) < len(firsts):
+            offload.wrap(firsts[:-1], firsts[-1], staying)
     return LossModel(model, Stopwatch(device), offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -61,7 +62,11 @@ def even_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    device: str, budget: float = float("inf"), dtype: torch.dtype = torch.float64, layers: int = LAYERS
+    device: str,
+    budget: float = float("inf"),
+    dtype: torch.dtype = torch.float64,
+    layers: int = LAYERS,
+    wrap: bool = True,
 ) -> tuple[Model, Model, Offload]:
     """The same model twice, the second with its layers wrapped."""
     torch.manual_seed(0)
@@ -69,7 +74,8 @@ def make(
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
-    host.wrap(list(wrapped.layers[:-1]), wrapped.layers[-1])
+    if wrap:
+        host.wrap(list(wrapped.layers[:-1]), wrapped.layers[-1])
     return plain, wrapped, host
 
 
@@ -95,6 +101,27 @@ def check_equal(device: str, budget: float) -> None:
 @pytest.mark.parametrize("budget", [float("inf"), 1000, 0])
 def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
     check_equal("cpu", budget)
+
+
+def test_of_layers_that_leave_nothing_is_there_beside_two_that_stay_until_the_first_of_these_runs_backward() -> None:
+    plain, wrapped, host = make("cpu", wrap=False)
+    *most, last = wrapped.layers
+    host.wrap(most, last, staying=most[2:])
+    x, everyones = inputs("cpu")
+    coming: list[list[bool]] = []
+    for layer in most[1:]:  # a hook of its input runs when its backward pass has
+        note = partial(_when_its_gradient_is_there, lambda _: coming.append([x.coming for x in host._layers]))
+        layer.register_forward_pre_hook(note)
+    loss = wrapped(x, everyones)
+    assert [len(layer.kept) for layer in host._layers] == [2, 2, 0] and host.stayed_bytes == 0
+    assert all(kept.leaving is None for layer in host._layers for kept in layer.kept.values())
+    got = torch.autograd.grad(loss, [x, *wrapped.parameters()])
+    assert coming == [[False, True, True], [True, True, True]]
+    assert all(map(torch.equal, got, gradients(plain, x, everyones)))
+
+
+def _when_its_gradient_is_there(do: Callable[[Tensor], None], _layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+    given[0].register_hook(do)
 
 
 @pytest.mark.gpu(1)

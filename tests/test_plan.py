@@ -86,8 +86,8 @@ def test_where_there_is_room_every_layer_keeps() -> None:
 
 def test_what_lacks_room_leaves_first_layers_first_as_long_as_the_host_has_room() -> None:
     found = place(8, states(), 59, 1e9)
-    assert found is not None and found.layers == (OFFLOAD,) * 4 + (KEEP,) * 4  # one more is on its way
-    assert found.words == "layers 0-3 offload, 4-7 keep"
+    assert found is not None and found.layers == (OFFLOAD,) * 3 + (KEEP,) * 5
+    assert found.words == "layers 0-2 offload, 3-7 keep"
 
 
 def test_copies_that_cost_more_than_attention_are_not_made() -> None:
@@ -103,15 +103,16 @@ def test_without_a_host_layers_compute_again_and_without_room_for_inputs_nothing
 def plain_sums(layers: Sequence[str], costs: Mapping[str, State]) -> tuple[float, float, float]:
     """Device bytes in the worst layer's backward pass, host bytes, seconds: added up layer by layer.
 
-    There is what the layers up to it keep; of those that leave, the last two (the last, where the layer itself stays).
+    There is what the layers up to it keep; of those that leave, the last two (the last, beside the first that stays).
     """
     worst = 0.0
-    for i, state in enumerate(layers):
+    for i in range(len(layers)):
         stay = sum(costs[s].device_bytes for s in layers[: i + 1])
         away = [
             costs[{OFFLOAD: KEEP, RECOMPUTE_OFFLOAD: RECOMPUTE}[s]].device_bytes for s in layers[: i + 1] if s in AWAY
         ]
-        worst = max(worst, stay + sum(away[-2:] if state in AWAY else away[-1:]))
+        there = {0: away[-2:], 1: away[-1:]}.get(i + 1 - len(away), [])
+        worst = max(worst, stay + sum(there))
     used = [costs[s] for s in layers]
     return worst, sum(c.host_bytes for c in used), sum(c.seconds for c in used)
 

@@ -66,10 +66,10 @@ def _train(rank: int, commands: list[str]) -> None:
 
 
 def _tight(model: LlamaConfig) -> str:
-    """Budgets that hold what three layers keep less than all of it, and on the host what three layers keep."""
+    """Budgets that hold what four layers keep less than all of it, and on the host what three layers keep."""
     run = planned_run(model, f"--model_max_length {LENGTH} {ADAPTERS}", 2)
     size = kept_by_layer(run, KEEP)
-    device, host = (at_backward_begin(run) + (LAYERS - 2.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
+    device, host = (at_backward_begin(run) + (LAYERS - 3.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 

@@ -1,6 +1,6 @@
 """Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
@@ -111,7 +111,9 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _layers_away(group: int, in_flight: int, limit_bytes: float) -> tuple[set[str], set[str]]:
+def _layers_away(
+    group: int, in_flight: int, limit_bytes: float, staying: Sequence[int] = ()
+) -> tuple[set[str], set[str]]:
     """Of two updates from two backward passes each, an evaluation between them."""
     streams, memory = Streams(0), HostMemory(limit_bytes, pinned=False)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
@@ -124,7 +126,7 @@ def _layers_away(group: int, in_flight: int, limit_bytes: float) -> tuple[set[st
         groups = [layers[i : i + group] for i in range(0, len(layers), group)]
         if group > 1:
             checkpoint_groups(groups, inner)
-        outer.wrap([some[0] for some in groups[:-1]], groups[-1][0])
+        outer.wrap([some[0] for some in groups[:-1]], groups[-1][0], [groups[i][0] for i in staying])
         batch = hf.shard_batch(context, *torch.randint(64, (2, 1, 24)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with streams:
@@ -141,9 +143,17 @@ def _layers_away(group: int, in_flight: int, limit_bytes: float) -> tuple[set[st
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("group", "in_flight", "limit_bytes"), [(1, 2, 1e6), (1, 1, 1e6), (1, 2, 9e3), (2, 2, 1e6)])
-def test_what_layers_hand_over_is_in_order_on_every_stream(group: int, in_flight: int, limit_bytes: float) -> None:
-    assert _layers_away(group, in_flight, limit_bytes) == NONE
+@pytest.mark.parametrize(
+    ("group", "in_flight", "limit_bytes", "staying"),
+    [
+        (1, 2, 1e6, ()), (1, 1, 1e6, ()), (1, 2, 9e3, ()), (2, 2, 1e6, ()), (1, 2, 1e6, (3, 4)), (1, 1, 1e6, (3, 4)),
+        (1, 2, 1e6, (4,)),
+    ],
+)  # fmt: skip
+def test_what_layers_hand_over_is_in_order_on_every_stream(
+    group: int, in_flight: int, limit_bytes: float, staying: Sequence[int]
+) -> None:
+    assert _layers_away(group, in_flight, limit_bytes, staying) == NONE
 
 
 @pytest.mark.usefixtures("alone")

@@ -66,11 +66,18 @@ class Kept:
         self.back: Tensor | None = None
 
 
+class Stayed:
+    """A tensor that did not leave: when it is read, the layer below comes back."""
+
+    def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
+        self.layer, self.tensor = layer, tensor
+
+
 class _Layer:
     """What one layer kept in one forward pass."""
 
-    def __init__(self, index: int, shared: set[int]) -> None:
-        self.index, self.shared = index, shared  # the storages that are not its own
+    def __init__(self, index: int, shared: set[int], stays: bool) -> None:
+        self.index, self.shared, self.stays = index, shared, stays  # shared: the storages that are not its own
         self.kept: dict[tuple, Kept] = {}
         self.left: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
@@ -93,27 +100,30 @@ class Offload:
         self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
         self._running: _Layer | None = None
 
-    def wrap(self, layers: Sequence[nn.Module], after: nn.Module) -> None:
-        """The forward of each of these layers, in the model's order, hands over what it saves.
+    def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
+        """The forward of each of these layers, in the model's order, hands over what it saves, but of those `staying`.
 
         The layer `after` them keeps its own, for the backward pass begins with it or comes from there. Parameters, and
         tensors among the arguments after the first, serve several layers and stay.
         """
         for index, layer in enumerate(layers):
-            layer.forward = partial(self._forward, index, layer, layer.forward)  # type: ignore[method-assign]
+            forward = partial(self._forward, index, layer, layer in staying, layer.forward)
+            layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
-    def keep(self, tensor: Tensor) -> Kept | Tensor:
+    def keep(self, tensor: Tensor) -> Kept | Stayed | Tensor:
         """Starts the tensor's way to the host, or returns it where it stays. For use inside the forward of a layer."""
         layer = self._running
         if layer is None or not self._may_leave(tensor, layer):
             return tensor
+        if layer.stays:
+            return Stayed(layer, tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in layer.kept:
             host = self.memory.take(tensor.numel(), tensor.dtype)
             if host is None:
                 self.stayed_bytes += tensor.nbytes
-                return tensor
+                return Stayed(layer, tensor)
             self.kept_bytes += tensor.nbytes
             tensor = tensor.detach()
             layer.kept[key] = Kept(layer, tensor, host)
@@ -122,25 +132,32 @@ class Offload:
             layer.left = self._event()
         return layer.kept[key]
 
-    def fetch(self, kept: Kept | Tensor) -> Tensor:
+    def fetch(self, kept: Kept | Stayed | Tensor) -> Tensor:
         """The tensor, on the device; what the layer before it kept begins to come back. Raises RuntimeError if gone."""
         if isinstance(kept, Tensor):
             return kept
         layer = kept.layer
+        if not layer.awaited and not layer.over:
+            self._begin_backward(layer)
+        if isinstance(kept, Stayed):
+            return kept.tensor
         if layer.over:
             raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
-        if not layer.awaited:
-            for later in self._layers[layer.index + 1 :]:
-                self._release(later)
-            self._bring(layer)
-            _wait_for(layer.returned)
-            layer.awaited = True
-            if layer.index and self._in_flight > 1:
-                self._bring(self._layers[layer.index - 1])
         assert kept.back is not None
         return kept.back
 
-    def _forward(self, index: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _begin_backward(self, layer: _Layer) -> None:
+        for later in self._layers[layer.index + 1 :]:
+            self._release(later)
+        self._bring(layer)
+        _wait_for(layer.returned)
+        layer.awaited = True
+        if layer.index and self._in_flight > 1:
+            self._bring(self._layers[layer.index - 1])
+
+    def _forward(
+        self, index: int, layer: nn.Module, stays: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if index == 0:
@@ -148,7 +165,7 @@ class Offload:
                 self._release(old)
             self._layers, self.kept_bytes, self.stayed_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())})
+        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, stays)
         self._layers.append(self._running)
         self._let_go(index - self._in_flight)
         try:

@@ -50,8 +50,8 @@ def place(
 ) -> Placement | None:
     """The fastest placement within both budgets; of equals, the one that leaves most memory free. None if none fits.
 
-    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there; while all
-    that stay are there too, one less.
+    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there, one less for
+    each that stays.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
     for counts in _splits(layers, states, device_bytes, in_flight):
@@ -74,9 +74,11 @@ def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int
             for i, value in enumerate(vars(states[name]).values()):
                 sums[i] += number * value
     away = [states[here].device_bytes for left, here in AS_IF.items() for _ in range(counts.get(left, 0))]
-    when_all_stay = sums[0] + sum(away[max(0, len(away) - in_flight + 1) :])
-    device = max(when_all_stay, sum(away[:in_flight]))
-    return State(device, sums[1], sums[2])
+    here = [states[name].device_bytes for name in (RECOMPUTE, KEEP) for _ in range(counts.get(name, 0))]
+    moments = [sum(here), sum(away[:in_flight])]
+    for first in range(1, in_flight):  # of those that stay, beside the last that leave
+        moments.append(sum(here[:first]) + sum(away[max(0, len(away) - in_flight + first) :]))
+    return State(max(moments), sums[1], sums[2])
 
 
 def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:

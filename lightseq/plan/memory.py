@@ -145,10 +145,8 @@ def _kept_here(run: PlannedRun, placement: Placement, up_to: int) -> float:
         here += 0 if waits else size
         away += [size] if waits else []
         since = 0 if waits else since + 1
-    # One that stays stands for one on its way. A plan knows which is the last to leave, and what that keeps is still
-    # there when it comes back; where a budget decides, every layer was to leave, and lets go of those before it.
-    there = in_flight(run) - (min(1, since) if run.config.offload == "auto" else since)
-    return here + sum(away[max(0, len(away) - max(0, there)) :])
+    there = max(0, in_flight(run) - since)  # a layer that stays stands for one of them
+    return here + sum(away[max(0, len(away) - there) :])
 
 
 def in_flight(run: PlannedRun) -> int:
