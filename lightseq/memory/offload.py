@@ -112,7 +112,7 @@ class Offload:
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
     def keep(self, tensor: Tensor) -> Kept | Stayed | Tensor:
-        """Starts the tensor's way to the host, or returns it where it stays. For use inside the forward of a layer."""
+        """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer, and for `fetch`."""
         layer = self._running
         if layer is None or not self._may_leave(tensor, layer):
             return tensor
