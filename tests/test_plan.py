@@ -48,6 +48,7 @@ from lightseq.plan.plan import (
 from lightseq.plan.rates import (
     CHIPS,
     CLIP_BYTES,
+    NORM_BYTES,
     PASSED_UPDATE_WEIGHTS,
     PROCESS_BYTES,
     chip_named,
@@ -464,8 +465,8 @@ def test_an_update_on_the_host_has_cores_and_of_8_bits_the_gpu() -> None:
         update(wide, 4) == one == pytest.approx(4 * update(wide, 32)) == pytest.approx(8 * update(wide, 960), rel=0.05)
     )
     assert update(wide) == update(wide, 64)
-    weights, clipped = total_parameters(LLAMA) / 8, update(wide) * CLIP_BYTES / (CLIP_BYTES + 28)
-    assert update(narrow) == pytest.approx(clipped + weights / PASSED_UPDATE_WEIGHTS["adamw_8bit"])
+    weights, norm = total_parameters(LLAMA) / 8, update(wide) * NORM_BYTES / (NORM_BYTES + CLIP_BYTES + 28)
+    assert update(narrow) == pytest.approx(norm + weights / PASSED_UPDATE_WEIGHTS["adamw_8bit"])
     assert update(narrow) == update(narrow.replace("adamw", "adamw_torch")) and update(here, 64) == update(here)
 
 

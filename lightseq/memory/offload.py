@@ -112,7 +112,7 @@ class Offload:
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
     def keep(self, tensor: Tensor) -> Kept | Stayed | Tensor:
-        """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer, and for `fetch`."""
+        """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer."""
         layer = self._running
         if layer is None or not self._may_leave(tensor, layer):
             return tensor

@@ -130,7 +130,7 @@ LOGIT_PASSES = 3.3  # over the logits, by the loss's own kernel (traces)
 WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward (traces)
 # Bytes read and written for a parameter: counted; adamw_torch by its 11.9 ms beside the fused one's 5.1.
 ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
-CLIP_BYTES = 12.0  # the norm reads a gradient, clipping reads and writes it
+NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # the norm reads a gradient, clipping reads and writes it
 HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves with one thread a rank (points), and at most
 HOST_UPDATE_MOST = 135e9  # with many (16 of an H100's host: fused AdamW 140e9, clipping 131e9)
 # Weights a second that a GPU updates in pieces that come from the host and go back (one H100, 587 million, five times).

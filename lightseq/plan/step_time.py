@@ -27,6 +27,7 @@ from lightseq.plan.rates import (
     MATRIX_SHARE,
     MEMORY_SHARE,
     NETWORK_RATE,
+    NORM_BYTES,
     PASSED_UPDATE_WEIGHTS,
     PEER_SHARE,
     UPDATE_LAUNCH_SECONDS,
@@ -164,12 +165,13 @@ def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
 
 
 def update_seconds(run: PlannedRun) -> float:
-    clipped = run.local_trained * CLIP_BYTES
-    moved = clipped + run.local_trained * ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
+    norm = run.local_trained * NORM_BYTES
+    adamw = ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
+    moved = norm + run.local_trained * (CLIP_BYTES + adamw)
     if run.state_on_host:
         rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
         if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
-            return clipped / rate + run.local_trained / passed
+            return norm / rate + run.local_trained / passed  # which clips as well
         return moved / rate
     return moved / memory_rate(run) + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
 

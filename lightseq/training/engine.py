@@ -131,7 +131,7 @@ class FsdpEngine:
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)
         if take:
-            clip(grads, norm, self._max_grad_norm)
+            clip(grads, norm, self._max_grad_norm, self.optimizer)
             step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad()
         return Update(norm, first_sick(norms))

@@ -23,16 +23,18 @@ STATES = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
 def update_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
     """From now on the `step()` of torchao's AdamW8bit computes on `device` what waits on the host.
 
-    Its state and its checkpoints stay what they are. New states are page-locked, which raises CannotPin where the host
-    does not lock as much.
+    Its state and its checkpoints stay what they are. Gradients count times its `gradient_scale`, and stay what they are
+    too. New states are page-locked, which raises CannotPin where the host does not lock as much.
     """
     pinned = PinnedMemory() if device.type == "cuda" else None
+    optimizer.gradient_scale = torch.ones(())
     optimizer.step = partial(_step, optimizer, device, piece, pinned)
 
 
 @torch.no_grad()
 def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory | None) -> None:
     pieces: list[Piece] = []
+    scale = optimizer.gradient_scale.to(device)
     for group in optimizer.param_groups:
         # What is a number is compiled in, and what is on the host has a kernel compiled there. To send it is to wait.
         rate, decay = (torch.as_tensor(group[name], device=device) for name in ("lr", "weight_decay"))
@@ -44,7 +46,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
             if not state:
                 state.update(_new_state(optimizer, parameter, pinned))
             state["step"] += 1
-            change = partial(_change, settings, state["step"].to(device, copy=True))
+            change = partial(_change, settings, scale, state["step"].to(device, copy=True))
             pieces += _pieces(parameter, state, size, change)
     change_on(device, pieces)
 
@@ -75,14 +77,15 @@ def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Call
         yield Piece(parts, len(parts) - 1, sizes, change)
 
 
-def _change(settings: Sequence[Any], step: Tensor, there: Sequence[Tensor]) -> None:
-    """The update number `step` of weights from their states and their gradient, which comes last.
+def _change(settings: Sequence[Any], scale: Tensor, step: Tensor, there: Sequence[Tensor]) -> None:
+    """The update number `step` of weights from their states and `scale` times their gradient, which comes last.
 
     `settings`: the rate, both betas, the decay and epsilon.
     """
     from torchao.optim.adam import single_param_adam
 
     weights, *states, gradient = there
+    gradient.mul_(scale)
     with torch._dynamo.utils.disable_cache_limit():
         torch.compile(single_param_adam, fullgraph=True, dynamic=False)(
             weights, gradient, step, *_wrapped(states), None, *settings, True, False

@@ -157,10 +157,18 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
         optimizer.step()
 
 
-def clip(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients down to a global norm, without looking at it on the host. A max_norm of 0 leaves them alone."""
-    if max_norm:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp_max(1.0))
+def clip(grads: list[Tensor], norm: Tensor, max_norm: float, optimizer: Any = None) -> None:
+    """Scales gradients down to a global norm, without looking at it on the host. A max_norm of 0 leaves them alone.
+
+    An optimizer with a `gradient_scale` (host_state.py) scales them where it updates.
+    """
+    if not max_norm:
+        return
+    scale = (max_norm / (norm + 1e-6)).clamp_max(1.0)
+    if hasattr(optimizer, "gradient_scale"):
+        optimizer.gradient_scale = scale
+    else:
+        torch._foreach_mul_(grads, scale)
 
 
 @dataclass
