@@ -50,7 +50,8 @@ class Point:
 
 
 K = 2**10
-AUTO_8BIT, BOTH_8BIT = "--offload auto --optim adamw_8bit", "--offload both --optim adamw_8bit"
+AUTO_8BIT = "--offload auto --optim adamw_8bit"
+BOTH_8BIT = "--offload both --optim adamw_8bit"
 LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),

@@ -66,16 +66,16 @@ def make(
     budget: float = float("inf"),
     dtype: torch.dtype = torch.float64,
     layers: int = LAYERS,
-    wrap: bool = True,
+    staying: int = 0,
 ) -> tuple[Model, Model, Offload]:
-    """The same model twice, the second with its layers wrapped."""
+    """The same model twice, the second with its layers wrapped; of those before the last so many stay."""
     torch.manual_seed(0)
     plain, wrapped = Model(layers).to(device, dtype), Model(layers).to(device, dtype)
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
-    if wrap:
-        host.wrap(list(wrapped.layers[:-1]), wrapped.layers[-1])
+    *most, last = wrapped.layers
+    host.wrap(most, last, most[len(most) - staying :])
     return plain, wrapped, host
 
 
@@ -104,12 +104,10 @@ def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
 
 
 def test_of_layers_that_leave_nothing_is_there_beside_two_that_stay_until_the_first_of_these_runs_backward() -> None:
-    plain, wrapped, host = make("cpu", wrap=False)
-    *most, last = wrapped.layers
-    host.wrap(most, last, staying=most[2:])
+    plain, wrapped, host = make("cpu", staying=1)
     x, everyones = inputs("cpu")
     coming: list[list[bool]] = []
-    for layer in most[1:]:  # a hook of its input runs when its backward pass has
+    for layer in wrapped.layers[1:-1]:  # a hook of its input runs when its backward pass has
         note = partial(_when_its_gradient_is_there, lambda _: coming.append([x.coming for x in host._layers]))
         layer.register_forward_pre_hook(note)
     loss = wrapped(x, everyones)

@@ -54,6 +54,7 @@ from lightseq.plan.rates import (
     chip_named,
     chip_of_device,
 )
+from lightseq.plan.report import record
 from lightseq.plan.step_time import FLOAT32, host_link
 from lightseq.ranks.mesh import FREE_SHARE
 from lightseq.schedule.choice import Choice, cheapest, choices, priced
@@ -203,6 +204,7 @@ def test_auto_has_weights_wait_on_the_host_where_nothing_fits_otherwise() -> Non
     eight_bit, long = "--optim adamw_8bit", 131072
     found = plan(long, eight_bit)
     assert found.fits and found.run.state_on_host and "weights and their state wait" in placement_words(found)
+    assert record(found, None, [])["state_on_host"] and not record(plan(1024), None, [])["state_on_host"]
     assert found.parts.parameters == 0 and found.parts.total > 0.9 * found.usable_gpu_bytes  # layers have the rest
     mixed = plan(196608, eight_bit)
     both = make_plan(replace(mixed.run, config=replace(mixed.run.config, offload="both", remat="full")))

@@ -88,9 +88,9 @@ class TrainConfig:
     gradient_checkpointing: bool | None = None  # True: --remat attention; False: --remat none
     # what waits in host memory. activations: what layers keep for the backward pass; optimizer: float32 weights,
     # gradients and optimizer state, updated on the CPU, or with adamw_8bit on the GPU in pieces; both; auto: what the
-    offload: str = "none"  # plan chooses layer by layer, keeping, offloading or computing attention again
+    offload: str = "none"  # plan has each layer keep, offload or compute again; weights too if nothing fits else
     # GiB of host memory that offloaded activations may take on a rank; past it they stay on the device
-    host_memory_budget: float | None = None  # (default: 80% of what is free, shared among a host's ranks)
+    host_memory_budget: float | None = None  # (default: its share of 80% of what weights leave free)
     device_memory_budget: float | None = None  # GiB of a GPU for tensors, by --offload auto's plan (default: all)
     # [logging and saving]
     logging_steps: int = 1  # steps between two lines of metrics.jsonl
@@ -133,7 +133,7 @@ class TrainConfig:
 
     @property
     def state_on_host(self) -> bool:
-        """Whether weights, gradients and the optimizer's state wait in host memory."""
+        """Whether weights, gradients and the optimizer's state are to wait in host memory; under auto the plan says."""
         return self.offload in ("optimizer", "both")
 
     @property

@@ -68,17 +68,16 @@ def in_order(counts: Mapping[str, int]) -> Placement:
 
 
 def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int) -> State:
-    sums = [0.0, 0.0, 0.0]
-    for name, number in counts.items():
-        if number:
-            for i, value in enumerate(vars(states[name]).values()):
-                sums[i] += number * value
+    host, seconds = (
+        sum(number * getattr(states[name], what) for name, number in counts.items() if number)
+        for what in ("host_bytes", "seconds")
+    )
     away = [states[here].device_bytes for left, here in AS_IF.items() for _ in range(counts.get(left, 0))]
     here = [states[name].device_bytes for name in (RECOMPUTE, KEEP) for _ in range(counts.get(name, 0))]
     moments = [sum(here), sum(away[:in_flight])]
     for first in range(1, in_flight):  # of those that stay, beside the last that leave
         moments.append(sum(here[:first]) + sum(away[max(0, len(away) - in_flight + first) :]))
-    return State(max(moments), sums[1], sums[2])
+    return State(max(moments), host, seconds)
 
 
 def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:

@@ -36,6 +36,7 @@ def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "placement": list(plan.placement.layers),
+        "state_on_host": run.state_on_host,
         "longest_length": longest,
         "to_fit": [] if plan.fits else changes,
         "faster": changes if plan.fits else [],

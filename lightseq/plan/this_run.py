@@ -15,7 +15,7 @@ from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, remedies
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.ranks.mesh import World, free_host_memory, host_memory_bytes
+from lightseq.ranks.mesh import World, for_layers, free_host_memory
 
 
 def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
@@ -55,8 +55,14 @@ def auto_notes(plan: Plan) -> list[str]:
 
 
 def host_memory_for_layers(run: PlannedRun, world: World, counts_only: bool) -> float:
-    """Bytes that layers may hand over on this rank, before there is anything of the model on its host."""
-    return host_memory_bytes(world, run.config.host_memory_budget, state_bytes_on_host(run), counts_only)
+    """Bytes that layers may hand over on this rank, before there is anything of the model on its host.
+
+    What only counts must not count on what the host does not have.
+    """
+    free, asked = free_host_memory(world, share=1.0), run.config.host_memory_budget
+    if asked is None:
+        return for_layers(free, state_bytes_on_host(run))
+    return min(asked * GIB, free if counts_only else math.inf)
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:

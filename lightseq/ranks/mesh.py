@@ -3,7 +3,6 @@
 With environment.py and launch/, the only place that reads environment variables.
 """
 
-import math
 import os
 import socket
 import sys
@@ -176,14 +175,6 @@ def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
 def for_layers(free: float, state: float) -> float:
     """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
     return FREE_SHARE * max(0.0, free - state)
-
-
-def host_memory_bytes(world: World, budget_gib: float | None, state: float, counts_only: bool) -> float:
-    """What layers may hand over on this rank. What only counts must not count on what the host does not have."""
-    free = free_host_memory(world, share=1.0)
-    if budget_gib is None:
-        return for_layers(free, state)
-    return min(budget_gib * 2**30, free if counts_only else math.inf)
 
 
 def check_devices(world: World) -> None:
