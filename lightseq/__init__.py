@@ -2,7 +2,7 @@
 
 import logging
 
-from lightseq.ranks.environment import use_large_pages
+from lightseq.ranks.environment import lock_pages_on_all_threads, use_large_pages
 
 __version__ = "0.1.0"
 
@@ -13,3 +13,4 @@ for _name in ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 use_large_pages()
+lock_pages_on_all_threads()

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from worlds import spawn
 
 from lightseq.training.host_state import update_on
 from lightseq.training.optimization import clip
@@ -47,3 +50,27 @@ def test_on_a_gpu_too() -> None:
     got, states = trained("cuda", 1024)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(states, expected_states, rtol=0.2, atol=1e-4)
+
+
+def _made_where_the_weights_are(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((65, 512), (6, 7))]
+    expected = [optim.AdamW8bit(weights)._new_buffer(weight, True) for weight in weights]
+    optimizer = optim.AdamW8bit(weights)
+    update_on(torch.device("cpu"), optimizer)
+    DTensor.from_local = None  # type: ignore[assignment]  # it moves a tensor to its mesh, whose GPU has no room for it
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    for weight, like in zip(weights, expected, strict=True):
+        state = optimizer.state[weight]["exp_avg"]
+        assert (state.shape, state.stride(), state.dtype) == (like.shape, like.stride(), like.dtype)
+        assert state.placements == like.placements and type(state.to_local()) is type(like.to_local())
+        assert torch.allclose(
+            state.to_local().dequantize() if like is expected[0] else state.to_local(), torch.tensor(0.1)
+        )
+
+
+def test_states_of_distributed_weights_are_made_where_these_are() -> None:
+    spawn(2, _made_where_the_weights_are)

@@ -25,12 +25,14 @@ from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
+from lightseq.ranks.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
 from lightseq.ranks.mesh import World
 from lightseq.training import endings
 from lightseq.training.optimization import local_part
 from lightseq.training.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
+OURS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -303,6 +305,15 @@ def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "
     assert not locks.now
 
 
+def test_what_has_no_values_yet_is_zeros_when_it_is_locked(locks: "Locks") -> None:
+    """Written before: what is there can be locked at once."""
+    memory, written = PinnedMemory(), torch.full((300,), 7.0)
+    locks.seen = lambda: written.tolist() == [0.0] * 300
+    assert memory.lock_new(written) is written and locks.now == {written.data_ptr(): 1200}
+    locks.seen = lambda: True
+    assert not memory.empty((3, 100), torch.int32).any() and len(locks.now) == 2
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 def test_weights_on_the_host_are_locked_before_fsdp2_copies_them(device: str) -> None:
     """It looks as soon as a weight has memory. Of rows that do not divide it copies the last rank's, which it pads."""
@@ -363,11 +374,12 @@ class Locks:
     def __init__(self) -> None:
         self.now: dict[int, int] = {}
         self.refuse = False
+        self.seen: Callable[[], bool] = lambda: True
 
     def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
         if self.refuse:
             return 1
-        assert place not in self.now and flags == 1
+        assert place not in self.now and flags == 1 and self.seen()
         self.now[place] = size
         return 0
 
@@ -392,3 +404,26 @@ def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
         shown = subprocess.run(words, env=given | told, capture_output=True, text=True, check=True).stdout
         large = int(shown.split("AnonHugePages:")[1].split()[0])
         assert (large > 32 * 1024) == (asks or "[always]" in LARGE_PAGES.read_text()), shown
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": OURS}),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{OURS}"},
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": OURS}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_background_threads:True"}, None),
+    ],
+)
+def test_torch_locks_pages_on_all_threads_unless_told_how(
+    given: dict[str, str], found: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    lock_pages_on_all_threads()
+    assert {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ} == (found or given)

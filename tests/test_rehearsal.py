@@ -171,6 +171,29 @@ def test_a_rehearsal_whose_optimizer_finds_no_room_ends_so_too(tmp_path: Path) -
     assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
 
+UPDATES = """
+import sys
+from lightseq.training import optimization
+from lightseq.plan import rehearsal
+from lightseq.__main__ import BOTH
+def step(self, update=optimization.LocalAdamW.step):
+    print("an update")
+    return update(self)
+optimization.LocalAdamW.step = step
+rehearsal.main(BOTH, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("offload", "updates"), [("none", 3), ("optimizer", 2)])
+def test_the_optimizers_state_is_there_before_the_steps_where_it_takes_room_of_the_gpu(
+    offload: str, updates: int, tmp_path: Path
+) -> None:
+    (tmp_path / "count.py").write_text(UPDATES)
+    words = "--model_name_or_path tiny-llama3 --random_init --model_max_length 512"
+    done = forked.run(f"{tmp_path}/count.py {words} --offload {offload}", tmp_path)
+    assert done.returncode == 0 and done.stdout.count("an update") == updates, done.stderr
+
+
 def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(OUT_OF_MEMORY)
     data = tmp_path / "data.pkl"

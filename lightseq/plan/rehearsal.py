@@ -98,7 +98,8 @@ def main(family: Family, argv: Sequence[str]) -> int:
 def rehearse(trainer: Trainer) -> Rehearsal:
     """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
     times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
-    if trainer.inputs.deepspeed is None:  # which makes its state with its engine
+    # DeepSpeed makes its state with its engine; state on the host, which the update makes, leaves the GPU as it is.
+    if trainer.inputs.deepspeed is None and not trainer.state_on_host:
         with trainer.explained_out_of_memory():
             for p in trainer.model.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None

@@ -103,6 +103,7 @@ class FsdpEngine:
         on_host = techniques.state_on_host
         if on_host:
             self.parameters += ", in host memory"
+        if on_host or self.offload is not None:
             use_host_cores(world)
         agree(world, lambda: self._materialize(world, on_host))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
@@ -114,7 +115,7 @@ class FsdpEngine:
     def _materialize(self, world: World, on_host: bool) -> None:
         """On the host weights are page-locked in place, where FSDP2 would copy each into a power of two of bytes."""
         self._locked = PinnedMemory()
-        lock = self._locked.lock if on_host and world.device.type == "cuda" else None
+        lock = self._locked.lock_new if on_host and world.device.type == "cuda" else None
         place = torch.device("cpu") if on_host else None
         weights.materialize(self.model, world.device, place, lock, self.loss_model)
         self._locked.keep(local_part(p) for p in self.model.parameters())
