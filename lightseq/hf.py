@@ -223,6 +223,7 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
             rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
 
 
+@torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Runs before the model's forward, where a wrong input would train on nonsense without any error."""
     context, checked = model.sequence_context, model.checked_shapes

@@ -492,6 +492,30 @@ def test_full_attention_models_of_other_names_are_exact(alone: None, kind: type,
         assert relative(model(**hf.shard_batch(context, ids())).logits, expected) < 1e-5
 
 
+def trains_after_inference(rank: int) -> None:
+    for schedule in fitting(dist.get_world_size(), 4, 2):
+        model = llama()
+        context = hf.enable(model, schedule=schedule)
+        inputs = hf.shard_batch(context, ids(), ids())
+        with torch.inference_mode():
+            expected = model(**inputs).loss
+        loss = model(**inputs).loss
+        loss.backward()
+        assert torch.equal(loss, expected) and model.model.embed_tokens.weight.grad.any(), schedule
+
+
+def test_what_an_evaluation_in_inference_mode_leaves_behind_serves_training() -> None:
+    spawn(2, trains_after_inference)
+
+
+def test_a_whole_model_may_be_compiled(alone: None) -> None:
+    model = llama(num_hidden_layers=1)
+    context = hf.enable(model)
+    inputs = hf.shard_batch(context, ids(), ids())
+    loss = torch.compile(model, backend="aot_eager")(**inputs).loss
+    assert relative(loss, model(**inputs).loss) < 1e-5
+
+
 # ---- what runs when ------------------------------------------------------------------------------------------------
 
 

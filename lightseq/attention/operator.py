@@ -149,6 +149,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, its log-sum-exp, and what was gathered: for the backward pass alone, empty where it is not kept."""
+    if torch.is_inference_mode_enabled():  # buffers made in it, and kept, would be of no use to a pass that trains
+        with torch.inference_mode(False), torch.no_grad():
+            return _forward(q, k, v, scale, context, documents)
     c = find(context)
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
