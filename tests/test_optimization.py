@@ -1,12 +1,16 @@
 """The optimizer step: rates as transformers has them, true global clipping, loss scaling that skips what overflowed."""
 
 import dataclasses
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import program
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +20,7 @@ from worlds import spawn
 from lightseq.config.checks import CHOICES
 from lightseq.config.train_config import TrainConfig
 from lightseq.ranks.mesh import World, use_host_cores
+from lightseq.training.engine import FsdpEngine
 from lightseq.training.optimization import (
     LearningRate,
     LocalAdamW,
@@ -192,3 +197,33 @@ def test_clean_steps_unscale_and_in_the_end_double_the_scale() -> None:
         norm, take = scaler.unscale(grads, torch.tensor(5.0) * scaler.scale)
         assert take and norm.item() == 5.0 and grads[0].tolist() == [3.0, 4.0]
         assert scaler.scale == expected
+
+
+def _held_between_batches(rank: int, words: str) -> list[int]:
+    """Bytes of gradients that FSDP2 keeps on the device, after the backward pass of every batch."""
+    held: list[int] = []
+    backward = FsdpEngine.backward
+
+    def watched(self: FsdpEngine, share: torch.Tensor, last: bool) -> None:
+        backward(self, share, last)
+        units = [module for module in self.loss_model.modules() if isinstance(module, FSDPModule)]
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+        parts = [group._partial_reduce_output for group in groups if group is not None]
+        held.append(sum(part.nbytes for part in parts if part is not None))
+
+    FsdpEngine.backward = watched  # type: ignore[method-assign]
+    done = program(rank, "llama3", words)
+    assert done.status == 0, done.err
+    return held
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_between_batches_no_gradient_waits_on_the_device_for_copies_where_they_go_to_the_host(
+    offload: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.pkl"
+    data.write_bytes(pickle.dumps({"input_ids": [list(range(9))] * 6}))
+    words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
+    flags = f"--model_max_length 9 --max_steps 1 --gradient_accumulation_steps 3 --fsdp '' --offload {offload}"
+    held = spawn(2, _held_between_batches, f"{words} {flags} --save_strategy no")[0]
+    assert [size > 0 for size in held] == [offload == "none"] * 2 + [False]

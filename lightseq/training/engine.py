@@ -100,7 +100,7 @@ class FsdpEngine:
         loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
         self.loss_model: nn.Module = loss_model
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
-        on_host = techniques.state_on_host
+        self._sums_every_time = on_host = techniques.state_on_host
         if on_host:
             self.parameters += ", in host memory"
         if on_host or self.offload is not None:
@@ -121,8 +121,12 @@ class FsdpEngine:
         self._locked.keep(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
-        """Shards of gradients are summed every time, or each rank would hold whole ones; their copies' sum can wait."""
-        self.loss_model.set_requires_all_reduce(last)  # type: ignore[operator]  # FSDP2 made it an FSDPModule
+        """Shards of gradients are summed every time, or each rank would hold whole ones; their copies' sum can wait.
+
+        Until it comes FSDP2 holds them on the device, where those that go to the host have no room.
+        """
+        sums = last or self._sums_every_time
+        self.loss_model.set_requires_all_reduce(sums)  # type: ignore[operator]  # FSDP2 made it an FSDPModule
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
