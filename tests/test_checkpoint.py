@@ -1,5 +1,6 @@
 """Checkpoints: written beside the training, whole or not at all, found again whatever happened to the newest ones."""
 
+import os
 import pickle
 import random
 import shutil
@@ -22,17 +23,18 @@ from worlds import GPU_WORLDS, spawn
 
 from benchmarks.saving import costs
 from lightseq.checkpoint import disk, manifest, saver, saving, state_files
-from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts
+from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts, sweep
 from lightseq.checkpoint.manifest import MANIFEST, File, complaint
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import open_pickle
 from lightseq.memory import staging
+from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
 from lightseq.ranks.mesh import World
 from lightseq.training import journal, trainer
-from lightseq.training.optimization import LossScaler
+from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
 
@@ -465,6 +467,38 @@ def test_random_states_go_on_too(files: Path) -> None:
     assert ranks[0] != ranks[1]
     for whole, _, rest in ranks:
         assert whole[2:] == rest
+
+
+def one_cannot_lock(rank: int, run: str) -> Ended:
+    """A program that resumes, whose second rank finds no more memory to lock for its optimizer's state."""
+    step = LocalAdamW.step
+
+    def refused(self: LocalAdamW) -> None:
+        if rank == 1:
+            raise CannotPin("4,096 bytes of host memory cannot be pinned (CUDA error 2)")
+        step(self)
+
+    LocalAdamW.step = refused  # type: ignore[method-assign]
+    return program(rank, "llama3", run)
+
+
+def test_a_rank_that_finds_no_room_for_its_state_ends_all(files: Path) -> None:
+    train(2, words(files, "pinned", "--max_steps 2 --save_steps 1"))
+    flags = f"--max_steps 3 --resume_from_checkpoint {files / 'pinned' / 'checkpoint-2'}"
+    ends = spawn(2, one_cannot_lock, words(files, "pinned", flags))
+    assert [end.status for end in ends] == [2, 2] and "cannot be pinned" in ends[1].err + ends[0].err
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoint-1.deleted" / "held").mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        sweep(tmp_path)
+    assert (tmp_path / "checkpoint-1.deleted").is_dir()
+    sweep(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 OTHERWISE = {

@@ -1,5 +1,6 @@
 """A training run from its command line to its files: both programs, resuming, checkpoints, evaluation, metrics."""
 
+import dataclasses
 import errno
 import gzip
 import json
@@ -30,16 +31,17 @@ from worlds import free_port, spawn
 from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint.checkpoints import read_facts
 from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import read_pickle
 from lightseq.models import weights
 from lightseq.plan.breakdown import Breakdown
 from lightseq.profiling.recorder import StepProfile
 from lightseq.ranks.mesh import World, make_meshes
-from lightseq.ranks.preemption import StopRequest
+from lightseq.ranks.preemption import ANSWER, StopRequest
 from lightseq.training import journal, trainer, watched
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.prepare import lock
+from lightseq.training.prepare import after_restart, begin, lock
 from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -326,17 +328,71 @@ def test_ranks_agree_on_what_each_knew_when_it_asked() -> None:
     assert spawn(2, asked) == [[(None, False), ("SIGUSR1", True)]] * 2
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, name: str) -> None:
-    flags = "--max_steps 5 --save_steps 100 --warmup_steps 2 --lr_scheduler_type cosine"
+@pytest.mark.parametrize(("name", "every"), [("SIGTERM", 1), ("SIGUSR1", 1), ("SIGINT", 2)])
+def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, name: str, every: int) -> None:
+    flags = f"--max_steps 5 --save_steps 100 --warmup_steps 2 --lr_scheduler_type cosine --logging_steps {every}"
     output = f"preempted-{name}"
     words = files.words("llama2", output, flags)
     ends = spawn(2, preempted, "llama2", words, getattr(signal, name))
     assert [end.status for end in ends] == [0, 0] and f"stopped by {name}; go on with" in ends[0].out
-    assert files.checkpoints(output) == ["checkpoint-3"] and list(files.losses(output)) == [1, 2, 3]
+    assert files.checkpoints(output) == ["checkpoint-3"]
+    assert list(files.losses(output)) == [1, 2, 3][every - 1 :], "what came after the last record is written, too"
     if name == "SIGTERM":
         train(2, "llama2", words + " --resume_from_checkpoint True", files.words("llama2", "unstopped", flags))
         assert files.losses(output) == files.losses("unstopped")
+
+
+def test_a_run_killed_while_it_goes_on_keeps_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MetricsFile(tmp_path, 0).write({"step": 1, "loss": 2.0})
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: exit("killed"))
+        with pytest.raises(SystemExit):
+            MetricsFile(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    MetricsFile(tmp_path, 1).write({"step": 2, "loss": float("nan")})
+    assert [r["loss"] for r in read_records(tmp_path / "metrics.jsonl")] == [2.0, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_launch_that_dies_while_it_clears_an_old_run_begins_anew(tmp_path: Path) -> None:
+    launch = World(0, 1, 0, 1, torch.device("cpu"), 0, "new")
+    again, config = dataclasses.replace(launch, restarts=1), _replacing(tmp_path)
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    lock(tmp_path, launch).close()
+    assert after_restart(config, again) == config, "nothing of this launch is there yet"
+    with lock(tmp_path, launch) as held:
+        begin(held, tmp_path, launch)
+    for _ in range(2):
+        assert after_restart(config, again).resume_from_checkpoint == "True"
+        with lock(tmp_path, again) as held:
+            begin(held, tmp_path, again)
+    assert (tmp_path / "lock").read_text().count("\n") == 2
+
+
+def _replacing(output: Path) -> TrainConfig:
+    return TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(output), overwrite_output_dir=True)
+
+
+TOLD_TWICE = """
+import signal
+from lightseq.ranks import preemption
+with preemption.StopRequest() as stop:
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)
+    print("goes on", flush=True)
+    preemption.ONE_CTRL_C = 0.0
+    signal.raise_signal(signal.SIGINT)
+    print("never")
+"""
+
+
+def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(TOLD_TWICE)
+    done = subprocess.run([sys.executable, str(tmp_path / "told.py")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGINT and done.stdout == "goes on\n", done.stderr
+    assert done.stderr == f"\nSIGTERM: {ANSWER}\n"
 
 
 def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:

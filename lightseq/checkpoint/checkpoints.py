@@ -134,10 +134,13 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def sweep(output_dir: Path, also: str = DELETED) -> None:
-    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish."""
+    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish.
+
+    What cannot be removed, for another host reads it, say, is left for the next time.
+    """
     for end in {DELETED, also}:
         for left in output_dir.glob(f"checkpoint-*{end}"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
@@ -151,9 +154,24 @@ def read_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing.
+
+    Raises OSError where the host does not lock as much memory, which one rank may find alone.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        set_rate(group, 0.0)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_rate(group, rate)
+
+
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fills weights and optimizer state in place, each rank its own part. Raises ValueError for another model's."""
-    _make_state(optimizer)
+    """Fills weights and the state that was made, each rank its own part. Raises ValueError for another model's."""
     reader = state_files.Reader(directory / STATE)
     saved = state_files.shapes(reader)
     if _before_the_first_update(directory, saved):
@@ -206,16 +224,3 @@ def tensors_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict
         for key, value in state.items():
             found[f"optimizer.{names[id(parameter)]}.{key}"] = value
     return found
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        set_rate(group, 0.0)
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        set_rate(group, rate)

@@ -1,19 +1,29 @@
-"""Whether somebody asked the run to stop: SIGTERM or SIGUSR1 at any rank ends all of them after the same step."""
+"""Whether somebody asked the run to stop: SIGTERM, SIGUSR1 or Ctrl-C at any rank ends all after the same step."""
 
+import os
 import signal
+import time
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from lightseq.ranks.environment import is_main_process
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ANSWER = "ends after this step, with a checkpoint if this run saves any; Ctrl-C ends it at once"
+ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one on
 
 
 class StopRequest:
-    """Remembers a signal. What these signals did before, they do again after the `with`."""
+    """Remembers a signal. What these signals did before, they do again after the `with`.
+
+    A step can take hours: a second Ctrl-C ends the process at once. Of the others several may be one, from a scheduler
+    and from a launcher that passes its own on.
+    """
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._asked, self._first = 0, 0.0
         self._answer: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
@@ -41,4 +51,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._asked and time.monotonic() - self._first > ONE_CTRL_C:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not self._asked:
+            self._first = time.monotonic()
+            if is_main_process():
+                line = f"\n{signal.Signals(number).name}: {ANSWER}\n"
+                os.write(2, line.encode())  # Python's own streams may be in the middle of something
         self._asked = number

@@ -90,7 +90,7 @@ class FsdpEngine:
     def __init__(
         self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, techniques: Techniques
     ) -> None:
-        self.parameters = FSDP[config.fsdp_mode]
+        self.parameters, self._world = FSDP[config.fsdp_mode], world
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()
         names = meshes.parameters.mesh_dim_names or ()
@@ -152,6 +152,7 @@ class FsdpEngine:
         raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
+        agree(self._world, lambda: checkpoints.make_state(self.optimizer))  # before ranks wait for one another
         checkpoints.restore(checkpoint_directory, self.model, self.optimizer)
         facts = checkpoints.read_facts(checkpoint_directory)
         if self._scaler is not None and facts.get("scaler"):

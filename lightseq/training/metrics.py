@@ -69,19 +69,21 @@ class MetricsFile:
     def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = ()) -> None:
         self.path, self._sinks = directory / METRICS, sinks
         kept = [r for r in read_records(self.path) if r["step"] <= first_step] if first_step else []
-        self._file = self.path.open("w")
-        for record in kept:
-            self._line(record)
+        partial = self.path.with_suffix(".partial")  # a run that is killed here has its records still
+        partial.write_text("".join(_line(record) for record in kept))
+        partial.replace(self.path)
+        self._file = self.path.open("a")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._line(record)
+        self._file.write(_line(record))
+        self._file.flush()
         for sink in self._sinks:
             sink.write(record)
 
-    def _line(self, record: Mapping[str, Any]) -> None:
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
+
+def _line(record: Mapping[str, Any]) -> str:
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

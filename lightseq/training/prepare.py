@@ -235,7 +235,8 @@ def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
 def lock(output_dir: Path, world: World) -> TextIO:
     """Makes the directory and holds it until the file that is returned is closed, or the process ends.
 
-    Raises ValueError where it cannot be made, or another run writes into it.
+    Whether its launch has begun there stays as it was. Raises ValueError where it cannot be made, or another run
+    writes into it.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -254,10 +255,18 @@ def lock(output_dir: Path, world: World) -> TextIO:
             f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
             "one on another file system"
         ) from error
+    begun = _begun_by(output_dir, world)
     held.truncate(0)
-    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world)}")
+    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
     held.flush()
     return held
+
+
+def begin(held: TextIO, output_dir: Path, world: World) -> None:
+    """What lies in the directory is of this launch from now on: where it is started again, it goes on with that."""
+    if not _begun_by(output_dir, world):
+        held.write(_launch(world))
+        held.flush()
 
 
 def clear(output_dir: Path) -> None:

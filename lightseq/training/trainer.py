@@ -33,7 +33,7 @@ from lightseq.training.garbage import collected_together
 from lightseq.training.journal import Journal
 from lightseq.training.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.training.optimization import LearningRate
-from lightseq.training.prepare import Inputs, clear, continues, lock
+from lightseq.training.prepare import Inputs, begin, clear, continues, lock
 from lightseq.training.run_facts import describe, facts
 from lightseq.training.sharding import Sharding
 from lightseq.training.terminal import Terminal
@@ -104,6 +104,7 @@ class Trainer:
         self._lock = lock(self.output_dir, self.world)
         if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
             clear(self.output_dir)
+        begin(self._lock, self.output_dir, self.world)
         checkpoints.sweep(self.output_dir, checkpoints.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoints.set_aside(broken, checkpoints.BROKEN)
@@ -138,15 +139,15 @@ class Trainer:
                 window.results.append(self._step(done - 1))
             profile.after(done)
             collect(done)
-            if done % self.config.logging_steps == 0 or done == last:
+            stopped_by, save_failed = stop.agreed()
+            ends = done == last or stopped_by is not None
+            if done % self.config.logging_steps == 0 or ends:
                 self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
                 own_seconds = self.engine.stopwatch.seconds()
                 closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
                 window = self._window()
             evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
             saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            stopped_by, save_failed = stop.agreed()
-            ends = done == last or stopped_by is not None
             saves |= ends and self.saving is not None
             evaluates |= saves and self.config.keep_best
             if evaluates or ends:
