@@ -178,6 +178,11 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
     (said,) = train(2, "llama2", words + " --resume_from_checkpoint True")
     assert "nothing to train: " in said.out and "checkpoint-6 is after step 6 of 6" in said.out
+    fewer = words.replace("--max_steps 6", "--max_steps 4") + " --resume_from_checkpoint True"
+    about = (files.root / "killed" / "run.json").read_text()
+    end = spawn(1, program, "llama2", fewer)[0]
+    assert end.status == 2 and "is after step 6, and this run ends at step 4; give a larger --max_steps" in end.err
+    assert (files.root / "killed" / "run.json").read_text() == about, "it says what was trained"
 
 
 def uneven_hosts(rank: int) -> str:

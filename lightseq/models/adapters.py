@@ -142,6 +142,11 @@ def rope_of(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, An
     return {key: found[key] for key in ("rope_parameters", "max_position_embeddings")}
 
 
+def base_of(name: str) -> str:
+    """What an adapter calls the model that it belongs to, by what `--model_name_or_path` calls that."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
 def save(
     whole: Iterable[tuple[str, Tensor]],
     directory: Path,
@@ -154,8 +159,7 @@ def save(
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    source = str(Path(base).resolve()) if Path(base).is_dir() else base
-    _peft_config(lora, source).save_pretrained(str(directory))
+    _peft_config(lora, base_of(base)).save_pretrained(str(directory))
     if rope is not None:
         (directory / ROPE).write_text(json.dumps(rope, indent=2) + "\n")
     if tokenizer_from is not None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import ANEW, Found
 from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.checkpoint.same_model import check_same_model
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
@@ -66,8 +67,10 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     model = find_model(config, family, world)
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
+    same: tuple[str, ...] = ()
     if resume_from is not None:
         checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
+        same = check_same_model(resume_from, config, model.config, model.lora)
     stream = BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,
@@ -85,6 +88,11 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
+    if resume_from is not None and total_steps < stream.first_step:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} is after step {stream.first_step}, and this run ends at step "
+            f"{total_steps}; give a larger --max_steps or --num_train_epochs"
+        )
     profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
     trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     one_bytes, there = saved_bytes(trained, config), len(checkpoints.listed(Path(config.output_dir)))
@@ -94,9 +102,9 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + resumed + profiled
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
     notes += (room,) if room else ()
-    if resume_from is not None and total_steps <= stream.first_step:
+    if resume_from is not None and total_steps == stream.first_step:
         notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
     return Inputs(
         model.config,

@@ -1,0 +1,69 @@
+"""Whether a run has the model that a checkpoint was trained in: names and shapes of tensors alone do not tell."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.models import adapters
+from lightseq.models.adapters import Lora, read_object
+
+CONFIG = "config.json"
+# What changes the arithmetic and no shape. Of a context's length the frequencies tell.
+TELLING = ("rope_parameters", "rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_same_model(
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None
+) -> tuple[str, ...]:
+    """Raises ValueError naming what a run that resumes `directory` has otherwise; what it should know, else."""
+    differences = _of_adapter(directory, config, model, lora) if lora else _of_model(directory, model)
+    for name, before, now in differences:
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} was trained with {name} {before}, this run has {now}; give the "
+            "flags and the model that it was trained with, or begin anew in another directory"
+        )
+    return _another_base(directory, config) if lora else ()
+
+
+def _of_model(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
+    if not (directory / CONFIG).is_file():
+        return
+    saved = type(model).from_dict(read_object(directory / CONFIG))
+    for name in TELLING:
+        before, now = (_plain(getattr(x, name, None)) for x in (saved, model))
+        if before != now:
+            yield name, before, now
+
+
+def _of_adapter(
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora
+) -> Iterator[tuple[str, Any, Any]]:
+    alpha = _adapter_config(directory).get("lora_alpha", lora.alpha)
+    if alpha != lora.alpha:
+        yield "lora_alpha", alpha, lora.alpha
+    both = adapters.read_rope(directory), adapters.rope_of(config, model)
+    before, now = (_plain((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
+    if before != now:
+        yield "rope_parameters", before, now
+
+
+def _another_base(directory: Path, config: TrainConfig) -> tuple[str, ...]:
+    """A directory may have moved, so that another name is no error."""
+    before = _adapter_config(directory).get("base_model_name_or_path")
+    now = adapters.base_of(config.model_name_or_path)
+    if before in (None, now):
+        return ()
+    return (f"warning: {directory} was trained beside the weights of {before}, and goes on beside those of {now}",)
+
+
+def _adapter_config(directory: Path) -> Mapping[str, Any]:
+    path = directory / adapters.CONFIG
+    return read_object(path) if path.is_file() else {}
+
+
+def _plain(value: Any) -> Any:
+    """Without what is left out as often as it is written."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value

@@ -1,0 +1,69 @@
+"""What a run that resumes a checkpoint may not have otherwise, though every tensor would fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from lightseq.__main__ import BOTH
+from lightseq.checkpoint.same_model import check_same_model
+from lightseq.config.train_config import TrainConfig
+from lightseq.models import adapters
+from lightseq.models.adapters import Lora
+from lightseq.models.family import apply_rope, preset_config
+
+CONFIG = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o")
+SCALINGS: list[dict[str, Any] | None] = [
+    None,
+    {"rope_type": "yarn", "factor": 16},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 4},
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+]
+
+
+def model(scaling: dict[str, Any] | None = None, theta: float | None = None, **changes: Any) -> PreTrainedConfig:
+    found = preset_config(BOTH, "tiny-llama3")
+    found.update(changes)
+    return apply_rope(found, theta, scaling)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    model(scaling).save_pretrained(tmp_path)
+    assert check_same_model(tmp_path, CONFIG, model(scaling), None) == ()
+    assert check_same_model(tmp_path / "of an engine", CONFIG, model(scaling), None) == ()
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (model(), "rope_parameters {"),
+        (model({"rope_type": "yarn", "factor": 8}), "rope_parameters {"),
+        (model({"rope_type": "yarn", "factor": 16}, 9e6), "rope_parameters {"),
+        (model({"rope_type": "yarn", "factor": 16}, rms_norm_eps=0.5), "rms_norm_eps 1e-05, this run has 0.5"),
+    ],
+)
+def test_in_another_it_is_refused(now: PreTrainedConfig, named: str, tmp_path: Path) -> None:
+    model({"rope_type": "yarn", "factor": 16}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was trained with ") as refused:
+        check_same_model(tmp_path, CONFIG, now, None)
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) -> None:
+    lora, other = Lora(4, 8.0, ("q_proj",)), Lora(4, 99.0, ("q_proj",))
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
+    scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)
+    changed = model(yarn["rope_scaling"])
+    adapters.save([], tmp_path, lora, "base", None, adapters.rope_of(scaled, changed))
+    assert check_same_model(tmp_path, scaled, changed, lora) == ()
+    with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, this run has 99\.0; "):
+        check_same_model(tmp_path, scaled, changed, other)
+    with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, this run has like its model's; "):
+        check_same_model(tmp_path, CONFIG, model(), lora)
+    (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))
+    (note,) = check_same_model(tmp_path, scaled, changed, lora)
+    assert note.startswith("warning: ") and "beside the weights of another, and goes on beside those of base" in note
