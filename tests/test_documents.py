@@ -1,5 +1,6 @@
 """Packed documents against each document by itself: tables, balance, attention in float64 under every schedule."""
 
+import gc
 import random
 from dataclasses import replace
 from itertools import pairwise, product
@@ -26,6 +27,7 @@ from lightseq.schedule.choice import Choice, packed_choice, refusal
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import (
     LARGEST_IMBALANCE,
+    MOST_PACKED,
     area_before,
     imbalance,
     packed_schedule,
@@ -307,6 +309,18 @@ def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> No
                 for got, x in zip(_packed(context, _inputs(length), boundaries), want, strict=True):
                     error = (got - x).abs().max().item()
                     assert error < 1e-12, f"{context.schedule}, {kernel}, {length}, {boundaries}: off by {error}"
+
+
+def _tables_left(rank: int) -> int:
+    context = _context("striped", "cpu", torch.float64)
+    for end in range(2, 2 + 3 * MOST_PACKED):
+        _packed(context, _inputs(64), (0, end, 64))
+    gc.collect()
+    return sum(isinstance(x, Schedule) and x.boundaries is not None for x in gc.get_objects())
+
+
+def test_few_tables_of_documents_that_are_past_are_kept() -> None:
+    assert max(spawn(2, _tables_left)) <= MOST_PACKED
 
 
 @pytest.mark.parametrize("world", [3, 4])  # 2: with a kernel that takes documents in one call, above

@@ -4,7 +4,7 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import MappingProxyType
 
 import torch
@@ -17,6 +17,7 @@ from lightseq.attention.passes import Pass, Place, make_pass
 from lightseq.attention.program import Operand, Program, Room, StepProgram, Taking, TileProgram, make_program, takings
 from lightseq.comm.transport import Exchange, Receive, Transport
 from lightseq.kernels import Kernel, Launches, addresses, backward_tile, forward_tile, row_terms
+from lightseq.schedule.documents import MOST_PACKED
 from lightseq.schedule.table import Schedule, Tile
 
 MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
@@ -143,12 +144,18 @@ def _run(
     with transport.outbox(asked.outbox_bytes) as outbox:
         program = outbox.known.get(asked)
         if program is None:
-            if len(outbox.known) > MOST_PROGRAMS:
+            if len(outbox.known) > (MOST_PACKED if asked.schedule.boundaries else MOST_PROGRAMS):
                 outbox.known.clear()
             program = outbox.known[asked] = make_program(asked, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
         Run(program, operands, homes, forms, transport, compute, launches, arenas).run()
     return [x for home in homes.values() for x in home.finals]
+
+
+def _made_once(make: Callable[..., Pass]) -> Callable[..., Pass]:
+    """A pass is the same for all layers. Few of packed sequences are kept, for with each goes its table."""
+    whole, packed = lru_cache(MOST_PROGRAMS)(make), lru_cache(MOST_PACKED)(make)
+    return wraps(make)(lambda schedule, *more: (packed if schedule.boundaries else whole)(schedule, *more))
 
 
 def attention_forward(
@@ -171,7 +178,7 @@ def attention_forward(
     return out, lse
 
 
-@lru_cache(maxsize=MOST_PROGRAMS)
+@_made_once
 def _forward_pass(schedule: Schedule, rank: int, shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> Pass:
     """`shape` is that of q."""
     of_q, of_out = form(schedule, shape, dtype), form(schedule, shape, dtype, lse=wide(dtype))
@@ -216,7 +223,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-@lru_cache(maxsize=MOST_PROGRAMS)
+@_made_once
 def _backward_pass(
     schedule: Schedule, rank: int, shape: torch.Size, kv_heads: int, dtype: torch.dtype, travelling: int,
     lse: torch.dtype,

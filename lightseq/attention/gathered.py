@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightseq.attention.bundles import Bundle, Form
+from lightseq.schedule.documents import MOST_PACKED
 from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule
 
@@ -29,7 +30,7 @@ class Gathered(NamedTuple):
         }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_PACKED)
 def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
     found = arenas(schedule.forward, schedule.layout, rank)
     assert all(len(arena.chunks) == schedule.layout.chunk_count for arena in found), f"{schedule} gathers parts"

@@ -20,6 +20,9 @@ from lightseq.schedule.table import Assignment, Schedule, Tile, steps_of
 
 Ints = NDArray[np.int64]
 
+# Tables of packed sequences that are kept: they hardly come again, and a kernel's indices of their rows lie on the
+# device for as long (12 MiB of each at 1M tokens over four ranks under striped).
+MOST_PACKED = 8
 PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel, so that a row without a key need not exist
 MOST_CHUNKS = 32  # of one rank
 LEAST_CHUNK_TOKENS = 16
@@ -142,7 +145,7 @@ def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
     return whole // schedule.world
 
 
-@lru_cache(maxsize=64)  # a batch's table serves all its layers, forward and backward
+@lru_cache(maxsize=MOST_PACKED)  # a batch's table serves all its layers, forward and backward
 def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
     """The schedule's table for one sequence of documents. Schedules that pull keys get a layout of their own."""
     layout = schedule.layout
