@@ -22,6 +22,11 @@ from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
 
 PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
+# Variables by which launch/slurm/job.sh is told of one run. A cell says all of that by flags.
+OF_ONE_RUN: Final = (
+    *("FAMILY", "MODEL", "DATA", "LENGTH", "MAX_STEPS", "OUTPUT_DIR"),
+    *("GLOBAL_BATCH", "MICRO_BATCH", "SEQUENCE_PARALLEL", "FLAGS_FILE"),
+)
 # What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
 # ranks' complaints follow from it.
 CAUSES: Final = (
@@ -63,10 +68,11 @@ def typed(cell: Cell, command: Sequence[str]) -> str:
 
 def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
     """For the launch scripts: this program's own interpreter, unless another is named or the container has its own;
-    and the GPUs, where a cell has its own."""
+    and the GPUs, where a cell has its own. What the shell still holds for another run is left out."""
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_ONE_RUN}
     python = {} if "CONTAINER" in os.environ else {"PYTHON": sys.executable}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**python, **os.environ, "NPROC": str(processes), **visible}
+    return {**python, **inherited, "NPROC": str(processes), **visible}
 
 
 def make_data(flags: Settings) -> None:

@@ -3,6 +3,7 @@ stand-in for the trainer writes a run's files at once; one cell trains for real.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
 from launch.sweep_estimate import check_device
-from launch.sweep_run import cause
+from launch.sweep_run import OF_ONE_RUN, cause
+from launch.sweep_run import environment as environment_of_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"
@@ -289,6 +291,16 @@ def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path, listed: C
     launch(sweep_dir, path, "--submit", JOBS=str(jobs), ALIVE="1\n2")
     assert len(jobs.read_text().splitlines()) == 2, "not twice"
     assert "failed: ranks-1: job 1 ended without all steps" in listed(path, JOBS=str(jobs), ALIVE="2")[1]
+
+
+def test_what_the_shell_says_of_another_run_does_not_reach_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variable that job.sh reads is either kept from the cells, or about the host they run on."""
+    read = set(re.findall(r"\$\{([A-Z_]+):-", (ROOT / "launch" / "slurm" / "job.sh").read_text()))
+    own = {name for name in read if not name.startswith(("SLURM_", "OMP_", "TORCH_", "PET_"))}
+    for name in own:
+        monkeypatch.setenv(name, "7")
+    of_host = {"NPROC", "PYTHON", "CONTAINER", "REQUEUE"}
+    assert own - of_host == {*OF_ONE_RUN} and own & environment_of_cell(2).keys() == of_host
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused(sweep_dir: Path) -> None:

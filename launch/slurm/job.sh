@@ -4,6 +4,7 @@
 #
 # Words after `--` are those after the script's name in `sbatch`. A script that sbatch reads from a pipe gets none, so all
 # that matters has a variable as well. One that is unset adds no flag; of a flag given twice the last counts.
+# Those of the first four lines are about one run: a sweep keeps them from its cells (OF_ONE_RUN in launch/sweep_run.py).
 #   FAMILY MODEL DATA LENGTH MAX_STEPS OUTPUT_DIR   llama2 or llama3, and what most runs say by flags
 #   GLOBAL_BATCH                                    sequences of a step; the accumulation is worked out
 #   MICRO_BATCH SEQUENCE_PARALLEL                   sequences of a forward pass, ranks that share a sequence
