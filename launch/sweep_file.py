@@ -32,6 +32,7 @@ KEYS: Final = (
 )
 PLAIN: Final = ("output_dir", "timeout_seconds", "gpus_per_node")
 SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
+UNSAID: Final[Settings] = {"vocab_size": "512", "seed": "0"}  # of the data, where the file leaves them out
 HOUR: Final = 3600.0
 
 
@@ -183,7 +184,7 @@ class Raw:
         missing = [key for key in ("kind", "documents", "length", "output") if key not in value]
         if missing:
             raise self.wrong("data", f"{missing[0]} is missing")
-        return {key: in_tokens(word) if key == "length" else word for key, word in value.items()}
+        return {**UNSAID, **{key: in_tokens(word) if key == "length" else word for key, word in value.items()}}
 
     def entries(self, key: str) -> tuple[Axes, ...]:
         value = self.top.get(key, [])

@@ -1,6 +1,7 @@
 """Runs cells' processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -20,6 +21,7 @@ from launch.sweep_cells import Cell
 from launch.sweep_file import Settings, Sweep
 from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
+from lightseq.words import first_line
 
 PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
 # Variables by which launch/slurm/job.sh is told of one run. A cell says all of that by flags.
@@ -76,15 +78,43 @@ def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
 
 
 def make_data(flags: Settings) -> None:
-    """What `data` in the sweep file describes, where it is not there yet."""
+    """What `data` in the sweep file describes, where it is not there yet. Raises ValueError where other data is."""
     output = Path(flags["output"])
-    if (output / "meta.json").exists() or output.is_file():
+    if output.is_file():
+        print(f"data: {output} is taken as it is; it does not say what it was made with")
+        return
+    if (output / "meta.json").exists():
+        check_data(output, flags)
         return
     words = [word for key, value in flags.items() for word in (f"--{key}", value)]
     done = subprocess.run([sys.executable, "-m", "data_gen", "synthetic", *words], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"data: {cause(done.stderr) or 'data_gen failed'}")
     print(f"data: {done.stdout.strip()}")
+
+
+def check_data(output: Path, flags: Settings) -> None:
+    """Raises ValueError where a token directory says that it was made with other flags; what it does not say may be."""
+    remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
+    try:
+        there = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = first_line(error)
+        raise ValueError(f"data.output {output}: its meta.json cannot be read ({said}); {remedy}") from error
+    asked = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
+    wrong = [f"{key} {word} (not {flags[key]})" for key, word in there.items() if word != asked[key]]
+    if wrong:
+        raise ValueError(f"data.output {output} was made with {', '.join(wrong)}; {remedy}")
+
+
+def made_with(meta: Mapping[str, Any]) -> Settings:
+    """The flags of `data_gen synthetic` as far as its meta.json tells them."""
+    found = {key: meta.get(key) for key in ("documents", "vocab_size", "seed")}
+    if "tokens" in meta and "documents" in meta:
+        found["length"] = meta["tokens"] // meta["documents"]  # of each document
+    if "source" in meta:
+        found["kind"] = meta["source"].removeprefix("synthetic ")
+    return {key: str(value) for key, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)

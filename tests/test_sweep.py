@@ -18,7 +18,7 @@ import pytest
 from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
 from launch.sweep_estimate import check_device
-from launch.sweep_run import OF_ONE_RUN, cause
+from launch.sweep_run import OF_ONE_RUN, cause, make_data
 from launch.sweep_run import environment as environment_of_cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -338,6 +338,30 @@ def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
     run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
     assert run["world_size"] == 2 and run["schedule"] == "zigzag"
     assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_data_that_was_made_otherwise_is_neither_trained_on_nor_replaced(tmp_path: Path) -> None:
+    flags = {"kind": "zipf", "documents": "2", "length": "8", "vocab_size": "1_6", "seed": "0"}
+    flags["output"] = str(tmp_path / "data")
+    make_data(flags)
+    make_data(flags)
+    for key, word, said in (
+        ("seed", "7", "seed 0 (not 7)"),
+        ("kind", "copy", "kind zipf (not copy)"),
+        ("documents", "4", "documents 2 (not 4)"),
+        ("length", "9", "length 8 (not 9)"),
+        ("vocab_size", "512", "vocab_size 16 (not 512)"),
+    ):
+        with pytest.raises(
+            ValueError, match=re.escape(f"data.output {tmp_path}/data was made with {said}; name anothe")
+        ):
+            make_data({**flags, key: word})
+    meta = tmp_path / "data" / "meta.json"
+    meta.write_text('{"tokens": 16}')
+    make_data({**flags, "seed": "7"})  # an older one, which does not say
+    meta.write_text("[]")
+    with pytest.raises(ValueError, match=r"data: its meta.json cannot be read .*; name another output"):
+        make_data(flags)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ def test_a_change_knows_older_spellings_and_reaches_the_data(tmp_path: Path) -> 
     path = write(tmp_path, f"{data}\nfixed: {{{fixed}}}\ngrid: {{length: [64, 128]}}")
     sweep = read_sweep(path, ["seed=7", "data.vocab_size=512", "data.length=2K", "data.output=data/b"])
     assert [cell.config.seed for cell in expand(sweep)] == [7, 7]
-    assert sweep.data == {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "output": "data/b"}
+    flags = {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "seed": "0", "output": "data/b"}
+    assert sweep.data == flags
 
 
 def test_data_of_ones_own_takes_the_place_of_what_the_file_makes(tmp_path: Path) -> None:
