@@ -40,7 +40,7 @@ tokens() {
 rope_flags() {
     (($1 <= context)) && return
     local factor
-    factor=$(awk -v length_="$1" -v context="$context" 'BEGIN { printf "%.6g", length_ / context }')
+    factor=$(awk -v length_="$1" -v context="$context" 'BEGIN { printf "%.17g", length_ / context }')
     if [[ $rope == theta ]]; then
         printf '%s\n' --rope_theta "$(awk -v theta="$theta" -v factor="$factor" 'BEGIN { printf "%.0f", theta * factor }')"
     else

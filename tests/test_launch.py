@@ -151,6 +151,14 @@ def test_stages_grow_from_each_others_weights(tmp_path: Path) -> None:
     assert json.loads(third["--rope_scaling"]) == {"rope_type": "yarn", "factor": 64}
 
 
+def test_the_factor_of_a_stage_reaches_its_length_exactly(tmp_path: Path) -> None:
+    given = {"MODEL": "m", "DATA": "d", "OUTPUT": str(tmp_path), "DRY_RUN": "1", "STAGES": "100000:5 1000000:5"}
+    for context in (8192, 10007):
+        stages = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given, CONTEXT=str(context)))
+        factors = [json.loads(stage["--rope_scaling"])["factor"] for stage in stages]
+        assert factors == [100_000 / context, 1_000_000 / context]
+
+
 def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     for done in ("8K/checkpoint-5", "64K/checkpoint-1"):
         (tmp_path / done).mkdir(parents=True)

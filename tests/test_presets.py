@@ -252,6 +252,17 @@ def test_stages_of_scaling_start_from_the_context_that_the_model_had() -> None:
     assert (once.max_position_embeddings, twice.max_position_embeddings) == (32768, 131072)
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "linear"])  # which keep the length they reach, and do not
+def test_a_length_that_is_no_multiple_of_the_context_is_reached_to_the_last_position(rope_type: str) -> None:
+    context, length = 10_000, 10_010
+    config = config_of("llama3-8b")
+    config.max_position_embeddings = context
+    assert int(context * (length / context)) < length
+    scaled = apply_rope(config, rope_scaling={"rope_type": rope_type, "factor": length / context})
+    assert context_warning(scaled, length) is None
+    assert (scaled.max_position_embeddings == length) == (rope_type == "yarn")
+
+
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"])
 def test_a_scaled_config_builds_a_model_and_its_frequencies_change(rope_type: str) -> None:
     config = config_of("tiny-llama3")

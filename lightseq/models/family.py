@@ -107,7 +107,8 @@ def apply_rope(
             context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
     if rope_scaling is not None and rope["rope_type"] in REACHING:
-        reached = int(rope["original_max_position_embeddings"] * rope["factor"])
+        # A length over a context is seldom a binary fraction: the product may lie just below the length.
+        reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
         changed = type(config).from_dict(
@@ -122,7 +123,7 @@ def context_warning(config: PreTrainedConfig, length: int) -> str | None:
     """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
-    covered = int(config.max_position_embeddings * factor)
+    covered = round(config.max_position_embeddings * factor)
     if length <= covered:
         return None
     return (
