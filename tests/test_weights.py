@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -318,3 +319,17 @@ def test_a_directory_that_lacks_a_file_is_refused_by_name(tmp_path: Path) -> Non
     gone.unlink()
     with pytest.raises(ValueError, match=gone.name):
         weights.load(empty(tiny(), fsdp=None), tmp_path)
+
+
+def test_a_tokenizer_of_the_hub_comes_whole_with_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenizer = ["tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]
+    fetched: list[str] = []
+
+    def fetch(_: str, allow_patterns: list[str]) -> str:
+        held = ["config.json", "model.safetensors", "pytorch_model.bin", "README.md", *tokenizer]
+        fetched.extend(filter_repo_objects(held, allow_patterns=allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(weights, "snapshot_download", fetch)
+    assert weights.download("some/model") == tmp_path
+    assert fetched == ["config.json", "model.safetensors", *tokenizer]

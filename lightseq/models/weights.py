@@ -165,9 +165,9 @@ def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill
 
 
 def download(hub_id: str) -> Path:
-    """The local copy of a hub repository's safetensors. Raises ValueError where it cannot be had."""
+    """The local copy of a hub repository's safetensors and tokenizer. Raises ValueError where it cannot be had."""
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+        return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
     except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
         raise ValueError(
             f"{hub_id} cannot be fetched ({type(error).__name__}); give a local directory, or add --random_init to "
