@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,6 +210,17 @@ def test_what_failed_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(300)), {"body": "x"})
     assert "line 301 has no column 'text'; it has: body" in refusal(path)
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_process_left_is_cleared_away_and_stops_nobody(tmp_path: Path) -> None:
+    path, cache = lines(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "cache"
+    directory = opened(path).source.path
+    shutil.rmtree(directory)
+    for left in (f".{directory.name}.partial-{os.getpid()}", f".{directory.name}.partial-x1", ".other.partial-x1"):
+        (cache / left).mkdir()
+        (cache / left / "tokens.bin").write_bytes(b"1")
+    assert opened(path).source.path == directory
+    assert {p.name for p in cache.iterdir()} == {directory.name, f"{directory.name}.lock", ".other.partial-x1"}
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_writing_refuses_to_replace_without_force(tmp_path: Path) -> None:
     (path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"thesis\.tex"):
         write_token_directory(path, [np.array([5, 6])], 10, dict, force=True)
+
+
+def test_what_a_killed_process_of_the_same_number_left_stops_no_write(tmp_path: Path) -> None:
+    left = tmp_path / f".t.partial-{os.getpid()}"
+    left.mkdir()
+    path = token_directory(tmp_path / "t", [1, 2])
+    assert path.stat().st_mode == left.stat().st_mode, "others may read it"
+    write_token_directory(path, [np.array([5, 6])], 10, dict, force=True)
+    assert open_token_directory(path).document(0).tolist() == [5, 6]
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lightseq.data.progress import with_bar
 from lightseq.data.rows import IN_FOLDERS, Named, identity, passed_over, rows_of
 from lightseq.data.samples import Kind, encode, kind_of
 from lightseq.data.tokenizer import Targets, Tokenizer
-from lightseq.data.tokens import IntArray, Reading, write_token_directory
+from lightseq.data.tokens import IntArray, Reading, clear_partials, write_token_directory
 from lightseq.words import plural
 
 T = TypeVar("T")
@@ -115,6 +115,7 @@ def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading
         time.sleep(0 if progress else HEAD_START)
         with _locked(reading.cache, fingerprint):
             if not directory.exists():
+                clear_partials(directory)
                 _write(
                     directory, source, vocab_size, tokenizer, reading, {**about, "fingerprint": fingerprint}, progress
                 )

@@ -10,12 +10,12 @@ meta.json      dtype, counts, vocabulary, tokenizer, source, seed, what was skip
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
+PARTIAL = ".partial-"  # in the names of folders that are being written, after the name of what is to come
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET: np.dtype[Any] = np.dtype("<i8")
 FLAG: np.dtype[Any] = np.dtype("u1")
@@ -52,7 +53,9 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
             f"{path} holds {min(strangers)}, so it is no token directory and is not replaced; move it away"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = (path.with_name(f".{path.name}.{word}-{os.getpid()}") for word in ("partial", "old"))
+    # In a folder of its own: in containers, a process that was killed may have had any other's number.
+    folder = Path(mkdtemp(prefix=f".{path.name}{PARTIAL}", dir=path.parent))
+    partial, old = folder / "new", folder / "old"
     try:
         yield partial
         if path.exists() and (path.is_dir() or partial.is_dir()):  # a directory is never renamed over another
@@ -61,11 +64,14 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
     finally:
         if old.exists() and not path.exists():
             old.rename(path)
-        for leftover in (partial, old):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def clear_partials(path: Path) -> None:
+    """Removes what killed processes left of writing `path`; the caller sees to it that nobody is writing it now."""
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(f".{path.name}{PARTIAL}"):
+            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and is in nobody's way
 
 
 def write_token_directory(
