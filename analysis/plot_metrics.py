@@ -81,6 +81,7 @@ HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one proce
 # What a run comes to as a whole; of other metrics the median past the warm-up counts, and the range is drawn.
 WHOLE: Mapping[str, Callable[[Run, np.ndarray], float]] = {
     "memory": lambda run, values: np.nanmax(values),
-    "time": lambda run, values: np.nansum(values * np.diff(run.column(STEP), prepend=0)),  # of the steps since the last
+    # A record has the mean of the steps since the last one.
+    "time": lambda run, values: np.nansum(values * np.diff(run.column(STEP), prepend=run.steps_before)),
     "loss": lambda run, values: smoothed(values)[-1],
 }

@@ -30,7 +30,7 @@ ROW_HEIGHT = 0.22
 # Differ between any two runs and say nothing of them, or follow from the flags.
 NEVER = (
     *("output_dir", "overwrite_output_dir", "command", "commit", "launch", "date", "total_steps", "data_ranks"),
-    *("sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
+    *("first_step", "sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
 )
 LENGTHS = ("model_max_length", "tokens_per_rank")
 

@@ -29,6 +29,18 @@ class Run:
         """One number a logged step; NaN where the run knew none."""
         return column(self.steps, key)
 
+    @property
+    def steps_before(self) -> int:
+        """Steps that the first record says nothing of: those before the checkpoint of another directory."""
+        logged = int(self.steps[0]["step"] or 0)
+        begin = self.about.get("first_step")
+        if isinstance(begin, int) and begin <= logged:
+            return begin - 1
+        # An older run, or one that went on where it lay: its metrics begin before the steps that it made itself.
+        config = self.about.get("config")
+        every = config.get("logging_steps") if isinstance(config, dict) else None
+        return max(0, logged - every) if isinstance(every, int) else 0
+
     def pace(self, key: str) -> np.ndarray:
         """The same without the steps that `--profile_steps` traced and those beside them, in which the profiler starts
         and writes: NaN."""
@@ -38,7 +50,7 @@ class Run:
         if not isinstance(span, list) or len(span) != 2:
             return values
         last = self.column("step")
-        first = np.concatenate([[1.0], last[:-1] + 1])  # a record speaks of all steps since the one before
+        first = np.array([self.steps_before, *last[:-1]]) + 1  # a record speaks of all steps since the one before
         return np.where((last >= span[0] - 1) & (first <= span[1] + 1), np.nan, values)
 
     def knows(self, key: str) -> bool:

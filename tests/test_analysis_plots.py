@@ -101,6 +101,34 @@ def test_the_time_of_a_run_that_did_not_end_is_not_drawn_and_that_is_said(
     assert "fa4-8192: only 4 of 12 steps are there" in said and "training time" not in said
 
 
+@pytest.mark.parametrize(
+    ("logged", "facts", "steps"),
+    [
+        (range(1010, 1050, 10), {"first_step": 1006}, 35),
+        (range(1010, 1050, 10), {}, 40),  # an older run.json
+        (range(10, 50, 10), {"first_step": 31}, 40),  # it went on in its own directory
+        (range(3, 4), {"first_step": 1}, 3),  # it ended before its first tenth step
+        (range(3, 4), {}, 3),
+    ],
+)
+def test_a_run_answers_for_the_steps_that_it_made_itself(
+    tmp_path: Path, logged: range, facts: dict[str, int], steps: int
+) -> None:
+    records = [record(step, step_seconds=0.5) for step in logged]
+    config = {"logging_steps": 10, "profile_steps": [900, 901]}
+    run = read_run(write_run(tmp_path, records, about(config=config, **facts)), "run")
+    assert point(run, Plot("one", "time", "kernel", None, {}, None), METRICS["time"]).value == 0.5 * steps
+    assert np.isfinite(run.pace("step_seconds")).all(), "it traced none of them"
+
+
+def test_where_a_run_began_is_no_line_of_its_own(tmp_path: Path) -> None:
+    for length, begin in ((4096, 1), (8192, 6)):
+        facts = about(config={"model_max_length": length}, first_step=begin)
+        write_run(tmp_path / str(length), [record(step) for step in range(begin, 13)], facts)
+    found = Plot("one", "speed", "model_max_length", None, {}, None)
+    assert list(grouped(found, found_runs([tmp_path], []))) == ["all"]
+
+
 @pytest.mark.parametrize(("every", "disturbed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that hold steps 6 to 9
 def test_steps_that_were_traced_and_those_beside_them_say_nothing_of_the_pace(
     tmp_path: Path, every: int, disturbed: set[int]

@@ -498,6 +498,8 @@ def test_a_run_resumes_into_another_directory(files: Files) -> None:
     train(2, "llama2", files.words("llama2", "second", flags, f"--resume_from_checkpoint {checkpoint}"))
     first = files.losses("first")
     assert files.losses("second") == {3: first[3], 4: first[4]}
+    begun = [json.loads((files.root / name / "run.json").read_text())["first_step"] for name in ("first", "second")]
+    assert begun == [1, 3]
 
 
 def test_the_same_seed_gives_the_same_bits(files: Files) -> None:
