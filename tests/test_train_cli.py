@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import FAMILIES, Ended, program
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
@@ -41,7 +42,7 @@ from lightseq.ranks.preemption import ANSWER, StopRequest
 from lightseq.training import journal, trainer, watched
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.prepare import after_restart, begin, lock
+from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_of
 from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -345,6 +346,30 @@ def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, 
     if name == "SIGTERM":
         train(2, "llama2", words + " --resume_from_checkpoint True", files.words("llama2", "unstopped", flags))
         assert files.losses(output) == files.losses("unstopped")
+
+
+def test_a_checkpoint_has_the_tokenizer_that_the_run_was_given(files: Files, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="a", eos_token="b").save_pretrained(tmp_path / "own")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a b b a " * 16}) + "\n")
+    flags = f"--data_path {tmp_path}/rows.jsonl --tokenizer {tmp_path}/own --data_cache {tmp_path}/cache"
+    words = f"--model_name_or_path tiny-llama2 --random_init --output_dir {tmp_path}/run {flags}"
+    words += " --max_steps 1 --model_max_length 32"
+    end = spawn(1, program, "llama2", words)[0]
+    assert end.status == 0, end.err
+    own, saved = (folder / "tokenizer.json" for folder in (tmp_path / "own", tmp_path / "run" / "checkpoint-1"))
+    assert saved.read_text() == own.read_text()
+
+
+def test_a_tokenizer_is_that_of_the_flag_else_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(weights: Path | str | None, tokenizer: str | None) -> Path | None:
+        return tokenizer_of(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
+
+    monkeypatch.setattr(weights, "download_tokenizer", lambda hub_id: Path("hub") / hub_id)
+    assert of("some/model", "some/model") == Path("fetched") and of("some/model", str(tmp_path)) == tmp_path
+    assert of("some/model", "other/model") == Path("hub/other/model")
+    assert of(tmp_path, "byte") is None and of(None, None) is None
 
 
 def test_a_run_killed_while_it_goes_on_keeps_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

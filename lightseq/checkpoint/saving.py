@@ -88,7 +88,7 @@ class Saving:
     def _write_gathered(self, directory: Path) -> None:
         whole = self._engine.whole_parameters()
         try:
-            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.weights, whole)
+            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
         finally:
             for _ in whole:  # all ranks gather each of them, whether or not the disk takes it
                 pass
@@ -100,8 +100,8 @@ class Saving:
         whole = state_files.whole_tensors(state, "model.")
         if self._inputs.lora is not None:
             base, rope = self._config.model_name_or_path, adapters.rope_of(self._config, self._inputs.model_config)
-            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.weights, rope)
-        weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.weights, whole)
+            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
+        weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
 
     @contextmanager
     def around(self) -> Iterator[None]:

@@ -175,6 +175,15 @@ def download(hub_id: str) -> Path:
         ) from error
 
 
+def download_tokenizer(hub_id: str) -> Path:
+    """The local copy of the tokenizer of a hub repository. Raises ValueError where it cannot be had."""
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(TOKENIZER_FILES)))
+    except Exception as error:  # as above
+        why = type(error).__name__
+        raise ValueError(f"tokenizer {hub_id} cannot be fetched ({why}); give a local directory, or byte") from error
+
+
 def save_pretrained(
     model: PreTrainedModel,
     directory: Path,

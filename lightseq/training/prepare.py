@@ -19,6 +19,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.data.tokens import Reading
 from lightseq.hf import LENGTH_DEPENDENT_ROPE
 from lightseq.kernels import KernelSpec, select
@@ -56,6 +57,7 @@ class Inputs:
     notes: tuple[str, ...]  # what the user should know, said once
     lora: Lora | None = None  # None: every weight trains
     passed_over: tuple[Path, ...] = ()  # checkpoints later than the one resumed from, which are damaged
+    tokenizer: Path | None = None  # the directory whose tokenizer checkpoints get
 
 
 def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
@@ -119,6 +121,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         notes + model.warnings,
         model.lora,
         tuple(path for path, _ in found.passed_over),
+        tokenizer_of(model, directory),
     )
 
 
@@ -233,6 +236,16 @@ def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data
 def fetch(model: FoundModel) -> Path | None:
     """The directory of a model's weights; None if they are drawn from the seed."""
     return weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+
+
+def tokenizer_of(model: FoundModel, directory: Path | None) -> Path | None:
+    """Where the tokenizer lies that the model is trained with: with its weights, or where `--tokenizer` says."""
+    named = model.tokenizer
+    if named == ByteTokenizer.name or named is None:
+        return None
+    if named == str(model.weights):
+        return directory
+    return Path(named) if Path(named).is_dir() else weights.download_tokenizer(named)
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
