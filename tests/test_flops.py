@@ -15,6 +15,8 @@ from lightseq.models.flops import (
     recompute_flops,
     total_parameters,
 )
+from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
+from lightseq.training.window import Work
 
 LENGTH = 16
 
@@ -94,6 +96,10 @@ def test_recompute_by_hand() -> None:
     assert recompute_flops(small_config(), 16, 3, "attention+linears") == 0
     forward = 2 * 2 * 576 * 16 + 2 * 6144
     assert recompute_flops(small_config(), 16, 3, "attention", grouped=True) == 3 * (linears + forward)
+    mixed = Work(
+        small_config(), 16, 3, "attention", again=Placement((RECOMPUTE, KEEP, RECOMPUTE_OFFLOAD, OFFLOAD)).again
+    )
+    assert mixed.recomputed(1.0) == 3 * (linears + 2 * 6144 / 2)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

@@ -32,6 +32,11 @@ class Placement:
         return self.layers.count(state)
 
     @property
+    def again(self) -> float:
+        """The share of layers that compute all of it again."""
+        return sum(state in AGAIN for state in self.layers) / len(self.layers)
+
+    @property
     def words(self) -> str:
         """`layers 0-11 offload, 12-31 keep`."""
         runs: list[list[int]] = []

@@ -44,6 +44,13 @@ class Work:
     tiled: bool = False  # layers run over tiles
     adapters: int = 0  # weights of adapters, where these alone train
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
+    again: float = 0.0  # the share of layers that keep their input alone, whatever `remat` says
+
+    def recomputed(self, attention_share: float) -> float:
+        """FLOPs of a step that its backward pass repeats."""
+        sizes, how = (self.model, self.length, self.sequences), (self.grouped, self.tiled, attention_share)
+        layers, others = (recompute_flops(*sizes, remat, *how) for remat in ("full", self.remat))
+        return self.again * layers + (1 - self.again) * others
 
 
 @dataclass
@@ -133,7 +140,6 @@ class Closed:
         tokens = work.sequences * work.length
         share = squares / self.steps / (work.sequences * work.length**2)
         flops = model_flops(work.model, work.length, work.sequences, work.adapters, share)
-        repeated = recompute_flops(work.model, work.length, work.sequences, work.remat, work.grouped, work.tiled, share)
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
@@ -155,7 +161,7 @@ class Closed:
             tokens_per_second_per_gpu=tokens / seconds / ranks,
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,
             mfu=mfu(flops, seconds, ranks, peak),
-            hfu=mfu(flops + repeated, seconds, ranks, peak),
+            hfu=mfu(flops + work.recomputed(share), seconds, ranks, peak),
             peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
             peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
             host_rss_bytes=int(rss),
