@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.operator import attention
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.parts import check_right_padding, find_boundaries, local_part, local_positions, packed_positions
+from lightseq.data.parts import check_right_padding, find_boundaries, local_batch, local_positions, packed_positions
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
 from lightseq.schedule.cost import AttentionShape
@@ -132,7 +132,7 @@ def shard_batch(
         if boundaries is not None:
             labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
             labels[:, boundaries[-1] :] = IGNORE_INDEX
-    ids, local, documents = local_part(context, input_ids, labels, boundaries)
+    ids, local, documents = local_batch(context, input_ids, labels, boundaries)
     if documents is None:
         positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}

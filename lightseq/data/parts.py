@@ -15,7 +15,7 @@ from lightseq.schedule.layout import shard
 Labels = TypeVar("Labels", bound=Tensor | None)
 
 
-def local_part(
+def local_batch(
     context: SequenceContext, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
 ) -> tuple[Tensor, Labels, Documents | None]:
     """This rank's ids and shifted labels of a whole batch, and the documents in it where it has boundaries."""

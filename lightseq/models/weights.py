@@ -33,12 +33,12 @@ Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
 
 def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
-    local, place = local_part(parameter)
+    local, place = part_and_place(parameter)
     if local.numel():
         local.copy_(read(place))
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def part_and_place(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """What this rank holds of a parameter, sharing its memory, and where in the whole that lies."""
     data = parameter.detach()
     if isinstance(data, DTensor):
@@ -77,7 +77,7 @@ def materialize(
     def empty(like: Tensor) -> Tensor:
         new = torch.empty_like(like, device=parameters_on or device)
         if made is not None and isinstance(like, nn.Parameter):
-            made(local_part(new)[0])
+            made(part_and_place(new)[0])
         return new
 
     (root or model)._apply(empty)

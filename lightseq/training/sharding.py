@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.data.batches import Batch
-from lightseq.data.parts import local_part, local_positions, packed_positions
+from lightseq.data.parts import local_batch, local_positions, packed_positions
 from lightseq.evaluate.perplexity import Shard
 
 
@@ -17,7 +17,7 @@ class Sharding:
         self._positions: dict[int, Tensor] = {}  # by length
 
     def __call__(self, batch: Batch) -> Shard:
-        ids, labels, documents = local_part(self._context, batch.input_ids, batch.labels, batch.boundaries)
+        ids, labels, documents = local_batch(self._context, batch.input_ids, batch.labels, batch.boundaries)
         if documents is not None:
             positions = self._there(packed_positions(self._context, documents))
         else:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightseq.comm.transport import Transport
 from lightseq.config.train_config import TrainConfig
 from lightseq.layers.loss import IGNORE_INDEX
-from lightseq.models.weights import local_part
+from lightseq.models.weights import part_and_place
 from lightseq.ranks.mesh import World
 from lightseq.schedule.proof import validate
 from lightseq.training.prepare import Inputs
@@ -182,7 +182,7 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
     for name, parameter in model.named_parameters():
         want = whole[name].detach() if world.is_main else torch.empty(parameter.shape, device=world.device)
         dist.broadcast(want, 0)
-        local, place = local_part(parameter)
+        local, place = part_and_place(parameter)
         difference = (local - want[place].to(local.device)).abs()
         differs, elements = int((difference != 0).sum()), elements + local.numel()
         if differs:
