@@ -23,7 +23,9 @@ from lightseq.plan.plan import make_plan, placement_of
 from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
-from lightseq.ranks.mesh import FREE_SHARE, World
+from lightseq.ranks.host_memory import Bytes, host_memory
+from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
+from lightseq.verify.machines import machine
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -93,13 +95,65 @@ def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.
     assert hardware.host_cores == 24 and hardware.cores_per_rank == 6
 
 
+V2, CGROUP_V2 = "0::/slurm/step_0\n", ("memory.max", "memory.current", "anon 1\ninactive_file")
+V1 = "5:cpu,cpuacct:/\n4:memory:/slurm/step_0\n0::/\n"
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1\ntotal_inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("membership", "names", "groups", "expected"),
+    [
+        (V2, CGROUP_V2, {"slurm/step_0": (32, 10, 4)}, (32, 26)),  # page cache makes room
+        (V2, CGROUP_V2, {"slurm/step_0": ("max", 10, 4), "slurm": (40, 30, 0)}, (40, 10)),
+        (V2, CGROUP_V2, {"slurm/step_0": (32, 31, 0), "slurm": (20, 2, 0), "": (70, 60, 0)}, (20, 1)),
+        (V2, CGROUP_V2, {"": (16, 17, 0)}, (16, 0)),  # as in a container that does not see its group's name
+        (V2, CGROUP_V2, {"slurm/step_0": (90, 1, 0)}, (80, 64)),
+        (V2, CGROUP_V2, {}, (80, 64)),
+        (V1, CGROUP_V1, {"memory/slurm/step_0": (32, 10, 4)}, (32, 26)),
+        (V1, CGROUP_V1, {"memory/slurm/step_0": (2**33, 10, 4), "memory/slurm": (40, 30, 0)}, (40, 10)),
+        ("4:memory:/docker/a7\n", CGROUP_V1, {"memory": (16, 6, 0)}, (16, 10)),
+        (None, CGROUP_V2, {"slurm": (32, 10, 4)}, (80, 64)),
+    ],
+)
+def test_a_host_has_what_every_cgroup_leaves_of_it(
+    membership: str | None,
+    names: tuple[str, str, str],
+    groups: dict[str, tuple[int | str, int, int]],
+    expected: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB, total=80 * GIB))
+    if membership is not None:
+        (tmp_path / "self").write_text(membership)
+    for group, (limit, taken, cache) in groups.items():
+        directory = tmp_path / "fs" / group
+        directory.mkdir(parents=True, exist_ok=True)
+        limit = limit if limit == "max" else int(limit) << 30
+        values = (limit, taken << 30, f"{names[2]} {cache << 30}\nslab 3")
+        for name, value in zip((*names[:2], "memory.stat"), values, strict=True):
+            (directory / name).write_text(f"{value}\n")
+    found = host_memory(tmp_path / "self", tmp_path / "fs")
+    assert (found.total / GIB, found.free / GIB) == expected
+
+
+def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ranks.mesh", "plan.this_run", "verify.machines"):
+        monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    world = World(0, 4, 0, 4, torch.device("cpu"))
+    config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
+    assert free_host_memory(world) == FREE_SHARE * 16 * GIB
+    assert planned(config, LlamaConfig(), world).hardware.host_memory == 80 * GIB
+    assert machine(world.device).items() >= {"memory_bytes": 80 * GIB, "free_bytes": 64 * GIB}.items()
+
+
 def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def bytes_of(flags: str, counts_only: bool = False) -> float:
         world = World(0, 4, 0, 4, torch.device("cpu"))
         return host_memory_for_layers(planned_run(model, flags, 4), world, counts_only)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB, total=80 * GIB))
+    monkeypatch.setattr("lightseq.ranks.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
     states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - host_by_layer(run, OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments

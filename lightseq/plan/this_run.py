@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
@@ -15,6 +14,7 @@ from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, remedies
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.mesh import World, for_layers, free_host_memory
 
 
@@ -24,7 +24,7 @@ def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plann
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
         chip, memory = chip_of_device(about.name) or chip, float(about.total_memory)
-    host = float(psutil.virtual_memory().total)
+    host = float(host_memory().total)
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
     cores = len(os.sched_getaffinity(0))
     return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, host, cores))

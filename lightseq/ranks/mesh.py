@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightseq.ranks.environment import keep_compiled_kernels
+from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.meeting import Meeting
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ def leave(status: int) -> NoReturn:
 
 def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
     """This rank's share, in bytes, of what may be used of the memory that its host has free."""
-    return share * psutil.virtual_memory().available / world.local_size
+    return share * host_memory().free / world.local_size
 
 
 def for_layers(free: float, state: float) -> float:

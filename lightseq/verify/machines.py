@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-import psutil
 import torch
 
 from lightseq.plan.breakdown import GIB
+from lightseq.ranks.host_memory import host_memory
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.source import digest
 from lightseq.verify.report import Row, gathered, span, verdict
@@ -25,8 +25,8 @@ SMI_SECONDS: Final = 20.0  # that nvidia-smi may take; with many GPUs it is slow
 def machine(device: torch.device) -> dict[str, Any]:
     """What one rank computes on. What the driver's tool does not tell is None."""
     if device.type != "cuda":
-        memory = psutil.virtual_memory()
-        return hardware(device) | {"memory_bytes": memory.total, "free_bytes": memory.available}
+        memory = host_memory()
+        return hardware(device) | {"memory_bytes": memory.total, "free_bytes": memory.free}
     p = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     known = {"memory_bytes": total, "free_bytes": free, "capability": f"{p.major}.{p.minor}"}
