@@ -19,12 +19,21 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.memory import offload
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
+from lightseq.plan import deepspeed_memory
+from lightseq.ranks import mesh
+from lightseq.ranks.host_memory import Bytes
 from lightseq.training import trainer
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
 STAGES = (1, 2, 3)
-CPU = {"device": "cpu"}
+CPU = {"device": "cpu", "pin_memory": False}  # where there is nothing to pin for
+HOST_BYTES = 2**26
+HOST_BUFFERS = (  # of DeepSpeed's optimizers
+    *("single_partition_of_fp32_groups", "param_buffer_of_bit16_for_cpu_offload_groups"),
+    *("temp_grad_buffer_for_cpu_offload", "accumulated_grads_in_cpu"),
+    *("fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "param_groups_fp16_flat_cpu_memory"),
+)
 FILES: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2}},
@@ -89,6 +98,46 @@ def with_a_full_disk(rank: int, line: str) -> Ended:
 
     weights.save_file, weights.SHARD_BYTES = full, 1  # at the first of many tensors
     return program(rank, "llama3", line)
+
+
+def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[float, int]]:
+    """By run, what layers leave of the host's memory beyond FREE_SHARE, and what DeepSpeed has there after a step."""
+    engines: list[DeepSpeedEngine] = []
+
+    class Kept(DeepSpeedEngine):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            engines.append(self)
+
+    trainer.DeepSpeedEngine = Kept  # type: ignore[misc]
+    mesh.host_memory = lambda: Bytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
+    deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
+    found = []
+    for name in runs:
+        line = words(files, name, f"{COMMON} --max_steps 1 --save_strategy no --deepspeed {files}/{name}.json")
+        ended = program(rank, "llama3", f"{line} --offload activations")
+        assert ended.status == 0, ended.err
+        limit = json.loads((files / name / "run.json").read_text())["host_memory_bytes"]
+        optimizer = engines[-1].optimizer
+        held = [getattr(optimizer, buffers, None) for buffers in HOST_BUFFERS]
+        found.append((HOST_BYTES / 2 - limit / mesh.FREE_SHARE, storage([*held, dict(optimizer.optimizer.state)])))
+    return found
+
+
+def storage(held: Any) -> int:
+    """Bytes of all tensors in it, each memory once, with their gradients."""
+    found: dict[int, int] = {}
+
+    def look(x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            look(x.grad)
+        elif isinstance(x, dict | list | tuple):
+            for each in x.values() if isinstance(x, dict) else x:
+                look(each)
+
+    look(held)
+    return sum(found.values())
 
 
 def trained(world: int, runs: list[str]) -> list[Ended]:
@@ -194,6 +243,16 @@ def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files:
     checkpoint = files / "zero2" / "checkpoint-2"
     assert read_facts(checkpoint)["engine"] == "DeepSpeed ZeRO-2" and read_facts(checkpoint)["ranks"] == 2
     assert sorted(path.name for path in (files / "zero2").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_layers_leave_what_deepspeed_will_hold_in_host_memory(tmp_path: Path) -> None:
+    runs = ["offload2", "offload3"]
+    write_inputs(tmp_path)
+    for name in runs:
+        (tmp_path / f"{name}.json").write_text(json.dumps(FILES[name]))
+    for ends in spawn(2, holding_on_the_host, tmp_path, runs):
+        for left, held in ends:
+            assert held <= left * 1.001 and left <= 1.1 * held, (left, held)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
 from lightseq.ranks.host_memory import Bytes, host_memory
 from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
+from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.verify.machines import machine
 
 LAYERS = 8
@@ -161,6 +162,37 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))
     assert bytes_of("--offload both --host_memory_budget 20") == 20 * GIB
     assert bytes_of("--offload both --host_memory_budget 20", counts_only=True) == 16 * GIB
+
+
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "parts", "bytes_of_a_weight"),
+    [
+        (2, (), 0),
+        (2, ("offload_optimizer",), 18),  # masters, gradients, moments, and weights in bfloat16
+        (3, ("offload_optimizer",), 20),  # gradients twice instead
+        (3, ("offload_param",), 2),
+        (3, ("offload_optimizer", "offload_param"), 22),
+    ],
+)
+def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
+    stage: int, parts: tuple[str, ...], bytes_of_a_weight: int, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightseq.ranks.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
+    offloads = {part: {"device": "cpu", "pin_memory": pins} for part in parts}
+    zero = {"stage": stage, "sub_group_size": 1e7, **offloads}
+    settings = DeepSpeedSettings("ds.json", stage, {"zero_optimization": zero})
+
+    def bytes_of(flags: str) -> float:
+        run = planned_run(model, f"--bf16 --deepspeed ds.json --offload activations {flags}", 4)
+        return host_memory_for_layers(run, World(0, 4, 0, 4, torch.device("cpu")), False, settings)
+
+    taken = 16 * GIB - bytes_of("") / FREE_SHARE
+    least = bytes_of_a_weight * total_parameters(model) / 4
+    # Beside these a buffer for the largest gradient. What torch pins takes up to twice as much.
+    assert least <= taken <= (2 if pins or "offload_param" in parts else 1.2) * least + 0.3 * GIB * bool(parts)
+    assert bytes_of("--host_memory_budget 20") == 20 * GIB
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,12 @@ def _rounded_gradients(run: PlannedRun) -> float:
     if run.adapters:  # small
         return 0.0
     shards = [FLOAT32 * ceil(size / run.shards) for size in run.made_of.sizes]
-    return float(sum((1 << (size - 1).bit_length()) - size for size in shards))
+    return float(sum(pinned_by_torch(size) - size for size in shards))
+
+
+def pinned_by_torch(size: int) -> int:
+    """Bytes that a piece of so many takes."""
+    return 1 << (size - 1).bit_length()
 
 
 def _waits(run: PlannedRun, placement: Placement, group: int) -> list[int]:

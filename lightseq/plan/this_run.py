@@ -10,12 +10,14 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB, Breakdown, advice
+from lightseq.plan.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, remedies
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.mesh import World, for_layers, free_host_memory
+from lightseq.training.deepspeed_config import DeepSpeedSettings
 
 
 def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
@@ -54,14 +56,16 @@ def auto_notes(plan: Plan) -> list[str]:
     return [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
 
 
-def host_memory_for_layers(run: PlannedRun, world: World, counts_only: bool) -> float:
+def host_memory_for_layers(
+    run: PlannedRun, world: World, counts_only: bool, deepspeed: DeepSpeedSettings | None = None
+) -> float:
     """Bytes that layers may hand over on this rank, before there is anything of the model on its host.
 
     What only counts must not count on what the host does not have.
     """
     free, asked = free_host_memory(world, share=1.0), run.config.host_memory_budget
     if asked is None:
-        return for_layers(free, state_bytes_on_host(run))
+        return for_layers(free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run))
     return min(asked * GIB, free if counts_only else math.inf)
 
 

@@ -41,6 +41,9 @@ class DeepSpeedSettings:
     def name(self) -> str:
         return f"DeepSpeed ZeRO-{self.stage}"
 
+    def on_cpu(self, part: str) -> bool:
+        return (self.settings["zero_optimization"].get(part) or {}).get("device") == "cpu"
+
 
 def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -> DeepSpeedSettings | None:
     """The file that --deepspeed names, completed from the flags; None without one.

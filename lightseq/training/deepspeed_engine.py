@@ -53,7 +53,7 @@ class DeepSpeedEngine:
         self._deepspeed = _import(world)
         self._settings, self._world = settings, world
         agree(world, lambda: self._check(config))
-        offloads = [part for part in ("offload_optimizer", "offload_param") if _on_cpu(settings, part)]
+        offloads = [part for part in ("offload_optimizer", "offload_param") if settings.on_cpu(part)]
         if offloads:
             use_host_cores(world)
         self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
@@ -177,10 +177,6 @@ def check_harmless(state: Path) -> None:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
         if strange:
             raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")
-
-
-def _on_cpu(settings: DeepSpeedSettings, part: str) -> bool:
-    return (settings.settings["zero_optimization"].get(part) or {}).get("device") == "cpu"
 
 
 def _import(world: World) -> Any:

@@ -65,7 +65,7 @@ class Trainer:
         self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
         placed = self.placement.layers if self.placement else None
         run = plan.run if plan else planned(config, inputs.model_config, world)
-        host = host_memory_for_layers(run, world, rehearses)
+        host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
         self.state_on_host = run.state_on_host
         techniques = techniques_of(config, placed, self.state_on_host, host, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
