@@ -1,10 +1,12 @@
 """DeepSpeed's ZeRO in the place of FSDP2: the same losses and weights, resumed and offloaded too."""
 
 import json
+import socket
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from programs import Ended, program
@@ -274,6 +276,43 @@ def test_three_ranks_on_one_sequence_equal_fsdp2_whatever_layers_keep(files: Pat
         assert_equal_runs(files, output, "three-fsdp2", step=2)
         away = [r["offloaded_bytes"] for r in read_records(files / output / "metrics.jsonl") if "offloaded_bytes" in r]
         assert any(away) == ("away" in output), output
+
+
+# A rank's files end at a quota, or there is no room for the scripts that rank 0 puts beside them.
+DISK = """
+import errno, os, resource, sys
+import llama3
+from deepspeed.runtime import engine
+from lightseq.training import command
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+if sys.argv[1] == "scripts":
+    engine.copyfile = full
+elif sys.argv[1] == os.environ["RANK"]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+command.main(llama3.FAMILY, sys.argv[2:])
+"""
+
+
+def test_what_one_rank_cannot_save_under_zero_ends_all_with_its_cause(tmp_path: Path) -> None:
+    cases = {"1": (1, "File too large"), "scripts": (0, "No space left on device")}
+    write_inputs(tmp_path)
+    (tmp_path / "zero3.json").write_text(json.dumps(FILES["zero3"]))
+    (tmp_path / "disk.py").write_text(DISK)
+    flags = f"--max_steps 1 --sequence_parallel_size 1 --step_timeout 30 --deepspeed {tmp_path}/zero3.json"
+    worlds = {}
+    for what in cases:  # at once
+        (tmp_path / what).mkdir()
+        worlds[what] = forked.World(
+            2, f"{tmp_path}/disk.py {what} {words(tmp_path, f'{what}/run', flags)}", tmp_path / what
+        )
+    for what, (rank, why) in cases.items():
+        ends = worlds[what].end(60)
+        assert [end.returncode for end in ends] == [1, 1], ends
+        (line,) = [line for end in ends for line in end.stderr.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: {tmp_path}/{what}/run/checkpoint-1 could not be saved: ")
+        assert f"{why} (rank {rank} on {socket.gethostname()}); make room, and go on" in line
+        assert not list((tmp_path / what / "run").glob("checkpoint*"))
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
 from lightseq.ranks.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
+from lightseq.training import deepspeed_saving
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.optimization import UNNAMED, make_optimizer
@@ -154,7 +155,7 @@ class DeepSpeedEngine:
         return None
 
     def save_state(self, directory: Path) -> None:
-        self._engine.save_checkpoint(str(directory), tag=TAG)
+        deepspeed_saving.save(self._engine, directory, TAG)
 
     def restore(self, checkpoint_directory: Path) -> None:
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed runs what its files ask for
