@@ -285,6 +285,7 @@ def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     locks.refuse = True
     monkeypatch.setattr(endings, "leave", sys.exit)
     monkeypatch.setattr(endings, "first_to", lambda _: True)
+    monkeypatch.setattr(endings, "has_done", lambda _: None)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     with pytest.raises(SystemExit), endings.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
         HostMemory(float("inf"), pinned=True).take(1024, torch.float32)

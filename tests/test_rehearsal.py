@@ -1,7 +1,11 @@
 """Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
 
+import io
 import json
 import pickle
+import sys
+import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import forked
@@ -21,8 +25,10 @@ from lightseq.layers.mlp import Linear, gated_mlp
 from lightseq.models.family import preset_config
 from lightseq.plan.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.plan.rehearsal import STAGES
+from lightseq.ranks.mesh import World
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training import endings
+from lightseq.training.terminal import Terminal
 
 REQUIRED = "--model_name_or_path tiny-llama3 --random_init --data_path d --output_dir o"
 
@@ -204,6 +210,37 @@ def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
     assert [end.returncode for end in ends] == [1, 1]
     assert said.count("CUDA out of memory. Tried to allocate 7.00 GiB.") == 1, said
     assert "parameters" in said and "to fit: " in said
+
+
+def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tuple[float, float, str]:
+    """When rank 0 had explained it, when this rank left, and what rank 0 had said before it began to explain."""
+    endings.RANK_0_SECONDS, endings.EXPLAINING_SECONDS = 0.2, others_stay
+    endings.leave = sys.exit  # type: ignore[assignment]
+    explained, said, err = 0.0, "", io.StringIO()
+
+    def explain() -> list[str]:
+        nonlocal explained, said
+        said = err.getvalue()
+        time.sleep(explaining)
+        explained = time.monotonic()
+        return ["to fit: less"]
+
+    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    dist.barrier()
+    with (
+        redirect_stderr(err),
+        pytest.raises(SystemExit),
+        endings.explained_out_of_memory(world, Terminal(1, 0), explain),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+    return explained, time.monotonic(), said
+
+
+@pytest.mark.parametrize(("explaining", "others_stay"), [(1.0, 60.0), (3.0, 0.2)])
+def test_ranks_stay_while_one_explains_but_not_for_ever(explaining: float, others_stay: float) -> None:
+    (explained, _, said), (nothing, left, _) = spawn(2, ended_without_memory, explaining, others_stay)
+    assert said == "error: rank 0: CUDA out of memory. Tried to allocate 7.00 GiB.\n", "a plan may take too long"
+    assert nothing == 0.0 and (left > explained) == (others_stay > explaining)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ With environment.py and launch/, the only place that reads environment variables
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +159,18 @@ def set_device(world: World) -> None:
 def first_to(do: str) -> bool:
     """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
     return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
+
+
+def has_done(do: str) -> None:
+    """Tells the ranks that were not `first_to` do this that it is done."""
+    dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
+
+
+def wait_until_done(do: str, seconds: float) -> None:
+    """Until who was `first_to` do this has done it, or for so long."""
+    store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
+        time.sleep(0.1)
 
 
 def leave(status: int) -> NoReturn:

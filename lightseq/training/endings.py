@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint.checkpoints import listed
-from lightseq.ranks.mesh import World, first_to, leave
+from lightseq.ranks.mesh import World, first_to, has_done, leave, wait_until_done
 from lightseq.ranks.watchdog import Unanswered
 from lightseq.training.terminal import Terminal
 from lightseq.words import first_line
 
-RANK_0_SECONDS = 5.0  # that other ranks leave it to explain an end
+RANK_0_SECONDS = 5.0  # that other ranks leave it to begin to explain an end
+EXPLAINING_SECONDS = 60.0  # that they stay for it: the launcher ends all ranks once one has ended
 # What others than torch's allocator say of a GPU that is full: the driver, Triton, cuBLAS, cuDNN, NCCL.
 LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 
@@ -37,8 +38,15 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         if first_to("explain"):
-            *parts, remedy = explain()
-            print("\n".join([*parts, f"error: rank {world.rank}: {what}", remedy]), file=sys.stderr, flush=True)
+            # Before what a plan takes seconds to find, or finds no memory for.
+            print(f"error: rank {world.rank}: {what}", file=sys.stderr, flush=True)
+            try:
+                print("\n".join(explain()), file=sys.stderr, flush=True)
+            finally:
+                has_done("explain")
+        else:
+            with suppress(RuntimeError):  # the store ends with the rank that holds it
+                wait_until_done("explain", EXPLAINING_SECONDS)
         leave(1)
 
 
