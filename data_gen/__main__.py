@@ -25,7 +25,7 @@ TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "
     "that is not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, "
     "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
-    "ends with the tokenizer's end-of-document id. Files that cannot be read are left out and counted."
+    "ends with the tokenizer's end-of-document id. Files and rows that cannot be read are left out and counted."
 )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import sysconfig
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightseq.data import corpus
-from lightseq.data.rows import HUB_PREFIX, rows_of, text_in
+from lightseq.data.examples import STORIES
+from lightseq.data.rows import HUB_PREFIX, Row, lines_of, row_in, rows_of, text_in
 from lightseq.data.samples import EMPTY
 from lightseq.words import first_line, plural
 
@@ -19,14 +21,23 @@ NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 @dataclass
 class Skipped(corpus.Skipped):
-    """What was left out: counted by reason, and the whole story of the first few unreadable files."""
+    """What was left out: counted by reason, the first few unreadable files and rows with their whole story."""
 
-    stories: list[str] = field(default_factory=list)
+    told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    cut_short: list[str] = field(default_factory=list)  # files of which the rest could not be read
 
     def add(self, reason: str, where: str, story: str = "") -> None:
         super().add(reason, where)
-        if story and len(self.stories) < 5:
-            self.stories.append(story)
+        if story and len(self.told[reason]) < STORIES:
+            self.told[reason].append(story)
+
+    @property
+    def stories(self) -> list[str]:
+        """Each reason has its own few: a file that breaks off is said beside any number of bad rows."""
+        return [story for stories in self.told.values() for story in stories]
+
+    def facts(self) -> dict[str, object]:
+        return {**super().facts(), "cut_short": self.cut_short}
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.counts.items()))
@@ -63,17 +74,14 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def texts_of(source: Path | str, column: str, skipped: Skipped) -> Iterator[str]:
-    """The texts of one file or data set. A file that cannot be read is counted; a data set that cannot is an error."""
-    named = _texts_of_rows(source, column) if isinstance(source, str) else _readable(source, column, skipped)
-    for where, text in named:
+    """The texts of one file or data set. Rows and files that cannot be read are counted; a data set that cannot is an
+    error."""
+    streamed = ((where, text_in(row, column, where)) for where, row in rows_of(source))
+    for where, text in streamed if isinstance(source, str) else _readable(source, column, skipped):
         if text:
             yield text
         else:
             skipped.add(EMPTY, where)
-
-
-def _texts_of_rows(source: Path | str, column: str) -> Iterator[tuple[str, str]]:
-    return ((where, text_in(row, column, where)) for where, row in rows_of(source))
 
 
 def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[tuple[str, str]]:
@@ -82,11 +90,26 @@ def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[tuple[str, 
         if path.suffix not in TEXT_SUFFIXES:
             yield str(path), path.read_bytes().decode("utf-8")
             return
-        for named in _texts_of_rows(path, column):
-            yield named
+        for where, row in lines_of(path) if path.suffix == ".jsonl" else rows_of(path):
+            text = _text_or_none(row, column, where, skipped)
+            if text is not None:
+                yield where, text
             rows += 1
     except UnicodeDecodeError:
         skipped.add("not UTF-8", str(path), f"{path} is not UTF-8 text")
     except (OSError, ValueError) as error:
-        kept = f"; {plural(rows, 'row')} before it kept" if rows else ""
-        skipped.add("unreadable", str(path), first_line(error) + kept)
+        if not rows:
+            skipped.add("unreadable", str(path), first_line(error))
+            return
+        skipped.cut_short.append(str(path))
+        rest = f"the rest of the file, after {plural(rows, 'row')}, was not read"
+        skipped.add("cut short", str(path), f"{first_line(error)}; {rest}")
+
+
+def _text_or_none(row: Row | bytes, column: str, where: str, skipped: Skipped) -> str | None:
+    """None for a row that is counted as unreadable: those after it may be sound."""
+    try:
+        return text_in(row_in(row, where) if isinstance(row, bytes) else row, column, where)
+    except ValueError as error:
+        skipped.add("unreadable", where, first_line(error))
+        return None

@@ -120,11 +120,31 @@ def test_a_folder_is_read_in_name_order_and_what_is_left_out_is_said(
     assert shown.out.endswith("left out: 2 empty, 1 not UTF-8\n") and "picture.png" in shown.err
 
 
-def test_a_file_that_breaks_off_keeps_the_rows_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "tw')
-    assert run("text", tmp_path / "rows.jsonl", "--output", tmp_path / "out") == 0
-    assert open_token_directory(tmp_path / "out").meta["skipped"] == {"unreadable": 1}
-    assert "line 2" in (shown := capsys.readouterr().err) and "; 1 row before it kept" in shown
+def test_a_bad_row_is_left_out_and_those_after_it_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, rows = tmp_path / "rows.jsonl", ['{"text": "one"}', '{"text": 3}', '{"text": "tw', "[]", '{"text": "two"}']
+    path.write_text("\n".join(rows))
+    assert run("text", path, "--output", tmp_path / "out") == 0
+    meta = open_token_directory(tmp_path / "out").meta
+    assert meta["documents"] == 2 and meta["skipped"] == {"unreadable": 3} and meta["cut_short"] == []
+    assert meta["skipped_rows"] == [f"{path} line {number}: unreadable" for number in (2, 3, 4)]
+    shown = capsys.readouterr()
+    assert "line 2: 'text' is 3, not text" in shown.err and shown.out.endswith("; left out: 3 unreadable\n")
+
+
+def test_a_file_that_breaks_off_keeps_the_rows_before_and_says_that_the_rest_was_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["one"] * 257}), path, row_group_size=256)
+    content, second = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(1).column(0).dictionary_page_offset
+    content[second : second + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    assert run("text", path, "--output", tmp_path / "out") == 0
+    meta = open_token_directory(tmp_path / "out").meta
+    assert meta["documents"] == 256 and meta["skipped"] == {"cut short": 1} and meta["cut_short"] == [str(path)]
+    shown = capsys.readouterr()
+    assert "past row 256: " in shown.err and "; the rest of the file, after 256 rows, was not read\n" in shown.err
 
 
 def test_globs_and_columns_choose_what_is_read(tmp_path: Path) -> None:

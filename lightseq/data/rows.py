@@ -108,19 +108,26 @@ def _object(value: Any, where: str) -> Row:
     return value
 
 
-def _lines(path: Path) -> Iterator[Named]:
+def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each line that is not blank and where it stands; `row_in` reads it, so that a bad one need not be the last."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                value = json.loads(line.strip())
-            except json.JSONDecodeError as error:  # its own text counts lines within this one
-                raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
-            yield where, _object(value, where)
+            if line.strip():
+                yield f"{path} line {number}", line.strip()
+
+
+def row_in(line: bytes, where: str) -> Row:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:  # its own text counts lines within this one
+        raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
+    return _object(value, where)
+
+
+def _lines(path: Path) -> Iterator[Named]:
+    return ((where, row_in(line, where)) for where, line in lines_of(path))
 
 
 def _array(path: Path) -> Iterator[Named]:
