@@ -212,6 +212,10 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--fsdp auto_wrap", "name one of full_shard, hybrid_shard"),
         ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
         ("--eval_strategy steps", "give --eval_data_path too"),
+        (
+            "--eval_data_path gone",
+            "--eval_data_path gone would never be read, for --eval_strategy is no; add --eval_str",
+        ),
         ("--host_memory_budget 64", "bounds offloaded activations, but --offload is none; add --offload activations"),
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
         ("--device_memory_budget 64", "is what --offload auto plans for, but --offload is none; add --offload auto"),

@@ -629,12 +629,13 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
 
 
 def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
-    flags = f"--per_device_train_batch_size 4 --num_train_epochs 2 --eval_data_path {files.root / 'eval.pkl'}"
+    flags = "--per_device_train_batch_size 4 --num_train_epochs 2 --save_strategy no"
+    evaluated = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy epoch"
     train(
         2,
         "llama2",
-        files.words("llama2", "evaluated", flags, "--eval_strategy epoch --save_strategy no"),
-        files.words("llama2", "unevaluated", flags, "--save_strategy no"),
+        files.words("llama2", "evaluated", flags, evaluated),
+        files.words("llama2", "unevaluated", flags),
     )
     evaluations = [r for r in files.records("evaluated") if "eval_loss" in r]
     keys = {"step", "eval_loss", "eval_perplexity"}

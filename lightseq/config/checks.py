@@ -213,6 +213,9 @@ def _check_evaluation(config: TrainConfig) -> None:
         _check_keep_best(config)
     if config.eval_strategy != "no" and not config.eval_data_path:
         raise ValueError(f"--eval_strategy {config.eval_strategy} has nothing to evaluate; give --eval_data_path too")
+    if config.eval_data_path and config.eval_strategy == "no":
+        given = f"--eval_data_path {config.eval_data_path} would never be read, for --eval_strategy is no"
+        raise ValueError(f"{given}; add --eval_strategy steps, or leave it out")
 
 
 def _check_keep_best(config: TrainConfig) -> None:
