@@ -42,7 +42,7 @@ from lightseq.ranks.preemption import ANSWER, StopRequest
 from lightseq.training import journal, trainer, watched
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_of
+from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_of, unread
 from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +124,7 @@ def test_the_original_command_lines_run(files: Files, family: str) -> None:
     output = f"original-{family}"
     end = train(2, family, files.words(family, output, ORIGINAL, "--max_steps 2 --model_max_length 48"))[0]
     assert "float16 compute" in end.out and "step 2/2" in end.out
+    assert "--lazy_preprocess True is not used: " in end.out
     assert list(files.losses(output)) == [1, 2]
     assert files.checkpoints(output) == ["checkpoint-2"]
 
@@ -626,6 +627,21 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
     assert files.checkpoints("best") == [f"checkpoint-{first}", f"checkpoint-{last}"]
     assert f"best        {files.root / 'best' / f'checkpoint-{first}'}, by evaluation loss" in ends[1].out
     assert read_facts(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
+
+
+def test_lazy_preprocess_is_said_not_to_be_used_where_no_text_waits_to_be_tokenised(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for name in ("text.jsonl", "rows/text.jsonl"):
+        (tmp_path / name).touch()
+    words = f"--model_name_or_path m --output_dir o --lazy_preprocess True --data_path {tmp_path}"
+
+    def said(more: str) -> tuple[str, ...]:
+        return unread(parse(f"{words}/{more}".split(), ""))
+
+    assert said("tokens") == (f"--lazy_preprocess True is not used: {tmp_path}/tokens holds tokens already",)
+    assert said("text.jsonl") == said(f"tokens --eval_strategy steps --eval_data_path {tmp_path}/text.jsonl") == ()
+    assert len(said("rows")) == 1 and "rows is no single file, and is tokenised beforehand" in said("rows")[0]
+    assert said("tokens --lazy_preprocess False") == ()
 
 
 def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:

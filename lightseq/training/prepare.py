@@ -19,6 +19,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
+from lightseq.data.rows import holds_rows
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.data.tokens import Reading
 from lightseq.hf import LENGTH_DEPENDENT_ROPE
@@ -105,7 +106,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
-    notes += (room,) if room else ()
+    notes += unread(config) + ((room,) if room else ())
     if resume_from is not None and total_steps == stream.first_step:
         notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
     return Inputs(
@@ -123,6 +124,15 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         tuple(path for path, _ in found.passed_over),
         tokenizer_of(model, directory),
     )
+
+
+def unread(config: TrainConfig) -> tuple[str, ...]:
+    """What to say of --lazy_preprocess where no text waits to be tokenised; commands that are kept may have it."""
+    rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
+    if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
+        return ()
+    why = f"{', '.join(rows)} is no single file, and is tokenised beforehand"
+    return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
