@@ -138,6 +138,33 @@ def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert "'labels' are not the input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_rows_of_ids_ask_for_no_tokenizer(tmp_path: Path, suffix: str) -> None:
+    path, reading = lines(tmp_path / f"a{suffix}", {"input_ids": [5, 299, 7]}), Reading(cache=tmp_path / "cache")
+    for lazy in (True, False):
+        examples = open_examples(path, 8, 300, None, lazy, reading=reading)
+        assert isinstance(examples, WindowExamples) and examples[0].input_ids.tolist() == [5, 299, 7]
+        assert examples.source.meta["tokenizer"] is None and "by no tokenizer" in examples.notes[0]
+    if suffix == ".jsonl":
+        assert len(open_examples(path, 8, 300, str(tmp_path), reading=reading)) == 1, "a model's directory without one"
+
+
+def test_rows_that_teach_nothing_are_named_before_a_tokenizer_is_asked_for(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    for name, content in (("a.jsonl", ""), ("b.json", "{}"), ("c.jsonl", '{"body": 1}'), ("d.jsonl", '{"text": "a"}')):
+        (tmp_path / name).write_text(content)
+    for name, said in (
+        ("a.jsonl", "a.jsonl holds no row"),
+        ("a.parquet", "a.parquet holds no row"),
+        ("b.json", "b.json line 1 has no column at all; give it 'text', messages"),
+        ("c.jsonl", "it has: body; name the text with --text_column"),
+        ("d.jsonl", "d.jsonl holds rows to tokenise, and there is no tokenizer; give --tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            open_examples(tmp_path / name, 8, 300)
+
+
 def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Path) -> None:
     padded = {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
     whole, hidden = {"input_ids": [8, 9], "attention_mask": None}, {"input_ids": [0, 0], "attention_mask": [0, 0]}

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightseq.data.corpus import open_rows
+from lightseq.data.corpus import kind_and_rows, open_rows
 from lightseq.data.examples import IGNORE_INDEX, STORIES, Example, Examples, open_pickle, open_windows
 from lightseq.data.lazy_texts import open_lazily
 from lightseq.data.rows import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
-from lightseq.data.tokenizer import Tokenizer, load_tokenizer
+from lightseq.data.samples import IDS
+from lightseq.data.tokenizer import Tokenizer, load_tokenizer, no_tokenizer
 from lightseq.data.tokens import META, Reading
 
 SAMPLED = 16  # examples that tell data from other data
@@ -38,10 +39,12 @@ def open_examples(
     if holds_rows(path):
         if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
             raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+        if _holds_ids(path, reading, known=tokenizer is not None):
+            return open_rows(path, length, vocab_size, no_tokenizer(vocab_size), reading, progress)
         if tokenizer is None:
             raise ValueError(
-                f"{path} holds rows, and there is no tokenizer; give --tokenizer a directory, a hub id, or byte (which "
-                "rows of input_ids never ask)"
+                f"{path} holds rows to tokenise, and there is no tokenizer; give --tokenizer a directory, a hub id, or "
+                "byte"
             )
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():
@@ -67,6 +70,14 @@ def open_examples(
     raise ValueError(
         f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
     )
+
+
+def _holds_ids(source: str | Path, reading: Reading, known: bool) -> bool:
+    """Whether rows ask for no tokenizer, as the first tells. Looking at that of a hub's set is a download more, and at
+    that of an array a whole parse: not where a tokenizer is known anyway."""
+    if known and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
+        return False
+    return kind_and_rows(source, reading.text_column, 1)[0].name == IDS
 
 
 def require_target(examples: Examples, path: str | Path) -> None:

@@ -69,13 +69,23 @@ def open_rows(
     directory = tokenised(source, vocab_size, tokenizer, reading, progress)
     examples = open_windows(directory, length, vocab_size)
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
-    notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}"]
+    alone = "" if meta["tokenizer"] else ", by no tokenizer"
+    notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
     notes += left_out(str(source), meta)
     notes += _not_read(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
     return dataclasses.replace(examples, notes=(*notes, *examples.notes))
+
+
+def kind_and_rows(source: str | Path, column: str, limit: int | None = None) -> tuple[Kind, Iterator[Named]]:
+    """What the first row tells, and all of them. Raises ValueError where there is none, or none of a known kind."""
+    rows = rows_of(source, limit)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{source} holds no row, so nothing to predict")
+    return kind_of(list(first[1]), column, first[0]), itertools.chain([first], rows)
 
 
 def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
@@ -145,16 +155,13 @@ def _write(
     made: Mapping[str, Any],
     progress: bool,
 ) -> None:
-    rows = rows_of(source, reading.limit)
-    first = next(rows, None)
-    if first is None:
-        raise ValueError(f"{source} holds no row, so nothing to predict")
-    kind, skipped = kind_of(list(first[1]), reading.text_column, first[0]), Skipped()
+    kind, rows = kind_and_rows(source, reading.text_column, reading.limit)
+    skipped = Skipped()
     prompts, others = LongestPrompts(), passed_over(source)
 
     def about() -> dict[str, object]:
         return {
-            "tokenizer": tokenizer.name,
+            "tokenizer": tokenizer.name or None,
             "source": str(source),
             "seed": None,
             "kind": kind.name,
@@ -165,7 +172,7 @@ def _write(
             "made": made,
         }
 
-    documents = _documents(itertools.chain([first], rows), kind, vocab_size, tokenizer, skipped, prompts)
+    documents = _documents(rows, kind, vocab_size, tokenizer, skipped, prompts)
     shown = with_bar(documents, progress=progress)
     try:
         write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)

@@ -6,7 +6,7 @@ A row is named by its file and number, so that whatever is wrong with it can be 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +38,14 @@ def rows_of(source: str | Path, limit: int | None = None) -> Iterator[Named]:
 def text_in(row: Row, column: str, where: str) -> str:
     """A column that holds text; a null counts as an empty one."""
     if column not in row:
-        raise ValueError(f"{where} has no column {column!r}; it has: {', '.join(row)}")
+        raise ValueError(f"{where} has no column {column!r}; it has: {listed(row)}")
     if not isinstance(row[column], str | None):
         raise ValueError(f"{where}: {column!r} is {row[column]!r:.40}, not text")
     return encodable(row[column] or "", where)
+
+
+def listed(columns: Iterable[str]) -> str:
+    return ", ".join(columns) or "none"
 
 
 def encodable(text: str, where: str) -> str:

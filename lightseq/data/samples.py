@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightseq.data.rows import Row, encodable, text_in
+from lightseq.data.rows import Row, encodable, listed, text_in
 from lightseq.data.tokenizer import Part, Targets, Tokenizer
 from lightseq.data.tokens import IntArray
 from lightseq.words import first_line
@@ -23,6 +23,7 @@ PAIRS: Final = (
 )  # fmt: skip
 ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of `from` and `value`
 EMPTY, NO_ANSWER = "empty", "without an answer"
+IDS: Final = "ids"  # the kind of rows that no tokenizer is asked of
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class Kind:
 
 def kind_of(columns: Sequence[str], text_column: str, where: str) -> Kind:
     """Told by the columns of the first row. Raises ValueError where none is known."""
+    if not columns:
+        raise ValueError(f"{where} has no column at all; give it {text_column!r}, messages, or prompt and completion")
     chat = next((name for name in CHATS if name in columns), None)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     if text_column != "text" and text_column not in columns:
-        raise ValueError(f"{where} has no column {text_column!r}; it has: {', '.join(columns)}")
+        raise ValueError(f"{where} has no column {text_column!r}; it has: {listed(columns)}")
     if text_column in columns:
         return Kind("text", lambda row, where, _: _text(row, text_column, where), masked=False, whole=True)
     if chat is not None:
@@ -62,16 +65,16 @@ def kind_of(columns: Sequence[str], text_column: str, where: str) -> Kind:
     if pair is not None:
         return Kind("prompt and answer", lambda row, where, tokenizer: _pair(row, pair, where, tokenizer))
     if "input_ids" in columns:
-        return Kind("ids", _ids, masked="labels" in columns)
+        return Kind(IDS, _ids, masked="labels" in columns)
     raise ValueError(
-        f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {', '.join(columns)}; "
+        f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {listed(columns)}; "
         "name the text with --text_column"
     )
 
 
 def column(row: Row, name: str, where: str) -> Any:
     if name not in row:
-        raise ValueError(f"{where} has no column {name!r}; it has: {', '.join(row)}")
+        raise ValueError(f"{where} has no column {name!r}; it has: {listed(row)}")
     return row[name]
 
 
@@ -145,7 +148,7 @@ def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
         if "from" in turn:
             turn = {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
         if not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {', '.join(turn)}")
+            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {listed(turn)}")
         turns.append({key: value for key, value in turn.items() if value is not None})
     return turns
 

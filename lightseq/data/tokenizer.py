@@ -96,6 +96,11 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
+def no_tokenizer(vocab_size: int) -> Tokenizer:
+    """What stands in its place where rows are ids already: a vocabulary, which nothing asks for ids."""
+    return ByteTokenizer(name="", vocab_size=vocab_size, fingerprint=f"ids below {vocab_size}")
+
+
 @dataclass(frozen=True)
 class PretrainedTokenizer:
     """A Hugging Face tokenizer; its end-of-sequence id ends every document, whether or not it adds one itself."""
