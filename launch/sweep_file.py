@@ -97,8 +97,13 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
     """
     key, given, text = change.partition("=")
     known = (*SETTINGS, *PLAIN, *(f"data.{flag}" for flag in SYNTHETIC))
-    if not given or key not in known:
+    if not given or not key:
         raise ValueError(f"--set {change}: give KEY=VALUE{nearest(key, known)}")
+    if key in OURS and key not in PLAIN:
+        raise ValueError(f"--set {change}: every cell gets its own {key}; leave it out")
+    if key not in known:
+        others = f"; there are {', '.join((*SHORT, *LAUNCHER, *PLAIN))}, data.KEY and the flags of llama3/train.py"
+        raise ValueError(f"--set {change}: {key} is no setting{nearest(key, known) or others}")
     try:
         value = yaml.load(text, Loader=Words) if text else ""
     except yaml.YAMLError:
