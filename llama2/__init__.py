@@ -4,6 +4,6 @@ from lightseq.models.presets import Family
 
 from .presets import ALIASES, PRESETS
 
-FAMILY = Family("llama2", PRESETS, ALIASES)
+FAMILY = Family("llama2", PRESETS, ALIASES, sibling="llama3")
 
 __all__ = ["FAMILY"]

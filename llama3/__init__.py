@@ -4,6 +4,6 @@ from lightseq.models.presets import Family
 
 from .presets import ALIASES, PRESETS, grown
 
-FAMILY = Family("llama3", PRESETS, ALIASES, grown)
+FAMILY = Family("llama3", PRESETS, ALIASES, grown, sibling="llama2")
 
 __all__ = ["FAMILY"]

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is no directory", "preset", "tiny-llama3")),
     "unknown preset": (f"{RANDOM} llama3-9b", ("llama3-9b is no", "did you mean llama3-8b?")),
     "a preset has no weights": ("--model_name_or_path tiny-llama3", ("tiny-llama3 is a preset", "add --random_init")),
-    "the other family's preset": (f"{RANDOM} llama2-7b", ("llama2-7b is no", "preset of llama3")),
+    "the other family's preset": (f"{RANDOM} llama2-7b", ("a preset of llama2", "use llama2/train.py")),
     "directory without a model": (
         "--model_name_or_path {files}/empty",
         ("{files}/empty is a directory without", "give"),

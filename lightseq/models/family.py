@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,7 +195,11 @@ def _check_hub(family: Family, hub_id: str) -> None:
 
 
 def _unknown_name(family: Family, name: str) -> str:
-    nearest = difflib.get_close_matches(name, family.presets, n=1)
-    guess = f"; did you mean {nearest[0]}?" if nearest else ""
+    other: Family | None = import_module(family.sibling).FAMILY if family.sibling else None
+    if other is not None and other.preset(name) is not None:
+        return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
+    nearest = difflib.get_close_matches(name, [*family.presets, *(other.presets if other else ())], n=1)
+    elsewhere = f", of {other.name}/train.py" if other and nearest and nearest[0] in other.presets else ""
+    guess = f"; did you mean {nearest[0]}{elsewhere}?" if nearest else ""
     presets = ", ".join(family.presets)
     return f"--model_name_or_path {name} is no directory, hub id or preset of {family.name} ({presets}){guess}"

@@ -13,6 +13,7 @@ class Family:
     aliases: Mapping[str, str]
     grown: Callable[[str], Mapping[str, object] | None] = lambda _name: None  # presets too many to list
     program: str = ""  # what trains it; the train.py of its folder, if nothing is said
+    sibling: str = ""  # the package of the other family, by name: the two import nothing of each other
 
     def preset(self, name: str) -> Mapping[str, object] | None:
         """The architecture of that name, if the family has one."""
