@@ -67,6 +67,7 @@ SIZES = (
     "num_key_value_heads",
 )
 PHI = Phi3Config(**{name: getattr(LLAMA, name) for name in SIZES}, pad_token_id=0)
+YARN = '{"rope_type":"yarn","factor":8}'
 WORDS = "--model_name_or_path llama3-8b --bf16 --torch_compile --host_memory 1900"
 
 
@@ -492,6 +493,12 @@ def test_how_many_cores_an_update_on_the_host_is_reckoned_with_is_said(capsys: p
     for more, said in (("", False), (" --offload both", True), (" --offload both --host_cores 64", False)):
         assert main(f"plan {WORDS} --gpus 8{more}".split()) == 0
         assert ("reckoned with 8 cores a rank" in " ".join(capsys.readouterr().out.split())) == said, more
+
+
+def test_a_scaling_that_shortens_the_context_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan --model_name_or_path llama3.2-1b --bf16 --gpus 8 --json --rope_scaling {YARN}"
+    assert main(words.split()) == 0
+    assert "leaves 65536 of the 131072 positions" in " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

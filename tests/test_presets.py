@@ -14,7 +14,10 @@ from lightseq.config.command_line import parse
 from lightseq.models import family, hub
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.models.flops import total_parameters
+from lightseq.ranks.mesh import World
+from lightseq.training.prepare import find_model
 
+YARN = {"rope_type": "yarn", "factor": 8}
 FAMILIES = (llama2.FAMILY, llama3.FAMILY)
 # preset: hidden, intermediate, layers, heads, KV heads, head dim, vocabulary, positions, parameters
 PUBLISHED = {
@@ -237,6 +240,40 @@ def test_a_length_beyond_what_scaling_covers_warns(preset: str, scaling: dict | 
     assert context_warning(config, covered) is None
     warning = context_warning(config, covered + 1)
     assert warning is not None and f"{covered + 1} is beyond the {covered} positions" in warning
+
+
+@pytest.mark.parametrize(
+    ("preset", "scaling", "length", "said"),
+    [
+        ("llama3.2-1b", YARN, 2048, "leaves 65536 of the 131072 positions that the model covers; the factor of"),
+        ("llama3.2-1b", YARN, 100_000, "model covers, and model_max_length is 100000; the factor of --rope_scaling"),
+        ("llama3.2-1b", YARN, 131_072, "counts from 8192: give 16 for 131072, or leave it out"),
+        ("llama3.2-1b", YARN, 200_000, "counts from 8192: give 24.42 for 200000"),
+        ("llama3.1-8b", {"rope_type": "linear", "factor": 2}, 64, "counts from 8192: give 16 for 131072, or leave it"),
+        ("llama3.1-8b", {"rope_type": "default"}, 64, "no factor: give yarn with factor 16 for 131072, or leave it"),
+        ("llama3-8b", YARN, 65_537, "beyond the 65536 positions that the model covers; the factor of --rope_scaling"),
+        ("llama3-8b", YARN, 65_537, "counts from 8192: give 8.01 for 65537, or give 65536 or less"),
+        ("llama3-8b", YARN, 65_536, None),
+        ("llama3.2-1b", YARN | {"factor": 16}, 131_072, None),
+        ("llama3.2-1b", YARN | {"factor": 24.42}, 200_000, None),
+        ("llama3-8b", YARN | {"factor": 8.01}, 65_537, None),
+    ],
+)
+def test_a_scaling_that_covers_too_little_is_warned_of_with_the_factor_that_is_needed(
+    preset: str, scaling: dict[str, Any], length: int, said: str | None
+) -> None:
+    before = config_of(preset)
+    warning = context_warning(apply_rope(before, rope_scaling=scaling), length, before)
+    assert warning is None if said is None else said in str(warning)
+
+
+def test_a_run_whose_scaling_shortens_the_context_says_so_at_any_length() -> None:
+    words = ["--random_init", "--data_path", "d", "--output_dir", "o", "--model_name_or_path", "llama3.2-1b"]
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    scaled = parse([*words, "--rope_scaling", json.dumps(YARN)], "")
+    (warning,) = find_model(scaled, llama3.FAMILY, world).warnings
+    assert warning.startswith("warning: --rope_scaling leaves 65536 of the 131072 positions")
+    assert find_model(parse(words, ""), llama3.FAMILY, world).warnings == ()
 
 
 def test_a_larger_base_is_given_for_the_length_that_is_trained_on() -> None:

@@ -1,6 +1,7 @@
 """What a model name means within one family: a preset, the hub id of one, a local directory or any other hub id."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,17 +121,39 @@ def apply_rope(
     return changed
 
 
-def context_warning(config: PreTrainedConfig, length: int) -> str | None:
-    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover."""
+def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedConfig | None = None) -> str | None:
+    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
+
+    `before` is the model as it was, where --rope_scaling was given: that it covered more is said for any length.
+    """
+    covered, had = positions(config), positions(before) if before is not None else 0
+    if length <= covered and had <= covered:
+        return None
+    if had > covered:
+        asked = f", and model_max_length is {length}" if length > covered else ""
+        leave = ", or leave it out" if length <= had else ""
+        left = f"--rope_scaling leaves {covered} of the {had} positions that the model covers{asked}"
+        return f"{left}; {_needed_factor(config, max(length, had))}{leave}"
+    remedy = "extend them with --rope_scaling" if before is None else _needed_factor(config, length)
+    beyond = f"model_max_length {length} is beyond the {covered} positions that the model covers"
+    return f"{beyond}; {remedy}, or give {covered} or less"
+
+
+def positions(config: PreTrainedConfig) -> int:
+    """How many the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
-    covered = round(config.max_position_embeddings * factor)
-    if length <= covered:
-        return None
-    return (
-        f"model_max_length {length} is beyond the {covered} positions that the model covers; "
-        f"extend them with --rope_scaling, or give {covered} or less"
-    )
+    return round(config.max_position_embeddings * factor)
+
+
+def _needed_factor(config: PreTrainedConfig, length: int) -> str:
+    """What a factor counts from, and the one, rounded up, that covers a length."""
+    rope = config.rope_parameters or {}
+    start = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    factor = f"{math.ceil(100 * length / start) / 100:g}"
+    if rope.get("rope_type") == "default":
+        return f"rope_type default has no factor: give yarn with factor {factor} for {length}"
+    return f"the factor of --rope_scaling counts from {start}: give {factor} for {length}"
 
 
 def _check_factors(scaling: Mapping[str, Any], frequencies: int) -> None:

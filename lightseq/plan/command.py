@@ -103,7 +103,8 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     chip = chip_named(mine.chip)
     gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
     host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
-    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
+    hardware = Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores)
+    return PlannedRun(model, config, hardware, unscaled=source.config if config.rope_scaling else None)
 
 
 def notes(run: PlannedRun) -> list[str]:
@@ -122,5 +123,5 @@ def notes(run: PlannedRun) -> list[str]:
         )
     if run.hardware.gpus > run.hardware.gpus_per_host:
         found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
-    context = context_warning(run.model, run.config.model_max_length)
+    context = context_warning(run.model, run.config.model_max_length, run.unscaled)
     return found + ([context] if context else [])

@@ -209,13 +209,13 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
         )
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
-    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, model_config, sequence_size))
+    context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
+    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, context, sequence_size))
     lora = lora_of(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
 
-def _warnings(config: TrainConfig, model_config: PreTrainedConfig, sequence_size: int) -> list[str]:
-    context = context_warning(model_config, config.model_max_length)
+def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
     uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
