@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lengthens a model's context in stages, each from the weights of the one before, with rotary positions scaled to its length:
-#   MODEL=meta-llama/Llama-3.2-1B DATA=data/books OUTPUT=outputs/extended launch/extend.sh --bf16 --learning_rate 2e-5
+#   MODEL=meta-llama/Meta-Llama-3-8B DATA=data/books OUTPUT=outputs/extended launch/extend.sh --bf16 --learning_rate 2e-5
 # STAGES="LENGTH:STEPS ..." (default: 32K, 128K, 512K); CONTEXT the length the model was made for, before any scaling (8192);
+# REACH the length that its own scaling covers (CONTEXT; give 128K for Llama 3.1 and 3.2), up to which stages keep it;
 # ROPE=yarn, linear, dynamic, or theta (the base grows with the length; THETA is the one to begin with, 500000). DATA_512K=DIR
 # in the place of DATA for one stage. DRY_RUN=1 prints the commands. NPROC and PYTHON as for launch/local.sh, flags go to every
 # stage. Run again, it goes on where it stopped.
@@ -36,9 +37,15 @@ tokens() {
     esac
 }
 
-# The flags that make positions up to a length known; none where they are already.
+reach=$(tokens "${REACH:-$context}")
+if [[ -z ${REACH:-} && ${MODEL,,} == *llama-3.[12]* ]]; then
+    echo "launch/extend.sh: warning: $MODEL reaches 131072 by its own scaling, which shorter stages cut; set REACH=128K" >&2
+fi
+[[ $rope == theta ]] && context=$reach # a larger base leaves the model's own scaling in place
+
+# The flags that make positions up to a length known; none where the model covers them as it is.
 rope_flags() {
-    (($1 <= context)) && return
+    (($1 <= reach)) && return
     local factor
     factor=$(awk -v length_="$1" -v context="$context" 'BEGIN { printf "%.17g", length_ / context }')
     if [[ $rope == theta ]]; then

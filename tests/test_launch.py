@@ -159,6 +159,21 @@ def test_the_factor_of_a_stage_reaches_its_length_exactly(tmp_path: Path) -> Non
         assert factors == [100_000 / context, 1_000_000 / context]
 
 
+def test_stages_keep_a_scaling_that_covers_them_already(tmp_path: Path) -> None:
+    given = {"MODEL": "meta-llama/Llama-3.2-1B", "DATA": "d", "OUTPUT": str(tmp_path), "DRY_RUN": "1"}
+    warned = run("extend.sh", "--bf16", cwd=tmp_path, **given)
+    assert "warning: meta-llama/Llama-3.2-1B reaches 131072 by its own scaling" in warned.stderr
+    assert "--rope_scaling" in stage_flags(warned)[0]
+    done = run("extend.sh", "--bf16", cwd=tmp_path, **given, REACH="128K")
+    assert "warning" not in done.stderr
+    first, second, third = stage_flags(done)
+    assert not (first.keys() | second.keys()) & {"--rope_scaling", "--rope_theta"}
+    assert json.loads(third["--rope_scaling"]) == {"rope_type": "yarn", "factor": 64}, "from before any scaling"
+    third = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given, REACH="128K", ROPE="theta"))[2]
+    assert third["--rope_theta"] == "2000000", "beside the model's own scaling"
+    assert "warning" not in run("extend.sh", cwd=tmp_path, **given | {"MODEL": "meta-llama/Meta-Llama-3-8B"}).stderr
+
+
 def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     for done in ("8K/checkpoint-5", "64K/checkpoint-1"):
         (tmp_path / done).mkdir(parents=True)
@@ -177,6 +192,7 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     for change, line in (
         ({"STAGES": "8K"}, "'8K' is no stage"),
         ({"ROPE": "pi"}, "ROPE 'pi' is none of"),
+        ({"REACH": "far"}, "'far' is no length"),
         ({"MODEL": ""}, "error: MODEL is not set: "),
     ):
         refused = run("extend.sh", cwd=tmp_path, **given | change)
