@@ -25,6 +25,7 @@ from lightseq.attention import bundles, context
 from lightseq.attention import operator as attention
 from lightseq.attention.context import SequenceContext
 from lightseq.comm import transport as comm
+from lightseq.config.command_line import parse
 from lightseq.data import parts
 from lightseq.data.tokens import write_token_directory
 from lightseq.kernels.torch_native import CpuKernel
@@ -104,6 +105,13 @@ def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) ->
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
     for wrong in spawn(ranks, passes, str(tmp_path), FLAGS[ranks]):
         assert not wrong, "\n".join(wrong)
+
+
+def test_a_presets_name_is_no_tokenizer_where_the_data_holds_tokens(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    for name, tokenizer in (("rows.jsonl", "tiny-llama3"), ("tokens", None)):
+        words = f"--model_name_or_path tiny-llama3 --output_dir o --data_path {tmp_path}/{name}"
+        assert verify.shortened(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU)).tokenizer == tokenizer
 
 
 # ---- faults: each is in force while its context is open, on the ranks that it concerns ------------------------------

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.rows import holds_rows
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
@@ -110,7 +111,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         if value:
             raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
     made = asked.data_path == NOWHERE
-    from_model = None if made or asked.random_init else asked.model_name_or_path
+    from_model = None if asked.random_init or not holds_rows(asked.data_path) else asked.model_name_or_path
     config = dataclasses.replace(
         asked, random_init=True, tokenizer=asked.tokenizer or from_model, max_steps=1,
         data_path=str(folder / "data.pkl") if made else asked.data_path, output_dir=str(folder / "run"),
