@@ -151,19 +151,27 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("{files}/other already holds a run", "--overwrite_output_dir"),
     ),
     "another model's checkpoint": (
-        f"{RANDOM} tiny-llama3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
+        f"{RANDOM} tiny-llama3 --max_steps 3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
+        ("checkpoint-2 was trained with rope_parameters", "the model that it was trained with"),
+    ),
+    "a checkpoint of a larger model": (
+        f"{RANDOM} {{files}}/wider --max_steps 3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
         ("checkpoint-2 holds model.model.", "resume with the model"),
+    ),
+    "a checkpoint of later steps": (
+        "--resume_from_checkpoint {files}/run/checkpoint-2",
+        ("checkpoint-2 is after step 2, and this run ends at step 1", "a larger --max_steps"),
     ),
     "a checkpoint without its state": (
         "--resume_from_checkpoint {files}/stateless/checkpoint-1",
         ("checkpoint-1 is damaged: state/__0_0.distcp is missing", "name another"),
     ),
     "an optimizer that has no place for what was saved": (
-        "--optim sgd --resume_from_checkpoint {files}/run/checkpoint-2",
+        "--optim sgd --max_steps 3 --resume_from_checkpoint {files}/run/checkpoint-2",
         ("checkpoint-2 holds optimizer.", "resume with the model and the optimizer"),
     ),
     "another optimizer's checkpoint": (
-        "--resume_from_checkpoint {files}/other/checkpoint-2",
+        "--max_steps 3 --resume_from_checkpoint {files}/other/checkpoint-2",
         ("checkpoint-2 holds no optimizer.model", "resume with the model and the optimizer"),
     ),
 }
@@ -218,6 +226,7 @@ def _write_models(folder: Path) -> None:
         "dropout": {"attention_dropout": 0.1},
         "window": {"model_type": "mistral", "sliding_window": 16},
         "odd": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+        "wider": {"intermediate_size": 128},
         "headless": {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": None},
         "heads": {"num_key_value_heads": 3},
         "gpt2": {"model_type": "gpt2"},
