@@ -440,6 +440,8 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
     assert read(before, range(3)) + read(after, range(3, 7)) == whole
     bounded = BatchStream(examples, 48, 3, epochs=2, first_step=3, first_place=before.places_after(3))
     assert bounded.steps == 3 + 7 and bounded.epochs_after(bounded.steps) == 2
+    over = BatchStream(examples, 48, 2, epochs=1, first_step=3, first_place=len(examples) + 2)
+    assert over.steps == 3, "the last step had read beyond the end by more than a step reads now"
 
 
 def draws(rank: int, runs: list[str]) -> list[Any]:

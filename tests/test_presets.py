@@ -175,6 +175,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
         ),
         ("llama2-7b", True, "llama2-7b is a preset of llama2: use llama2/train.py"),
         ("lama2-13b", True, "tiny-llama3); did you mean llama2-13b, of llama2/train.py?"),
+        ("tiny-llama", True, "did you mean tiny-llama3?"),
         ("./no/such/directory", True, "is no directory, hub id or preset of llama3"),
         (str(Path(__file__).parent), False, "is a directory without config.json"),
     ],
@@ -183,6 +184,12 @@ def test_a_name_that_means_nothing_is_refused(name: str, random_init: bool, line
     with pytest.raises(ValueError) as refusal:
         resolve(llama3.FAMILY, name, random_init)
     assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tiny-llama", "tiny-llama2"), ("llama2-8b", "llama2-7b")])
+def test_of_two_presets_that_are_as_near_the_own_familys_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"did you mean {meant}\?"):
+        resolve(llama2.FAMILY, name, True)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,23 @@ def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tu
     return explained, time.monotonic(), said
 
 
+def test_an_end_that_no_memory_is_left_to_explain_is_one_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+
+    def explain() -> list[str]:
+        raise MemoryError
+
+    for name, stand_in in (("first_to", bool), ("has_done", done.append), ("leave", sys.exit)):
+        monkeypatch.setattr(endings, name, stand_in)
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    with pytest.raises(SystemExit), endings.explained_out_of_memory(world, Terminal(1, 0), explain):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+    said = capsys.readouterr().err
+    assert said == "error: rank 0: CUDA out of memory. Tried to allocate 7.00 GiB.\n" and done == ["explain"]
+
+
 @pytest.mark.parametrize(("explaining", "others_stay"), [(1.0, 60.0), (3.0, 0.2)])
 def test_ranks_stay_while_one_explains_but_not_for_ever(explaining: float, others_stay: float) -> None:
     (explained, _, said), (nothing, left, _) = spawn(2, ended_without_memory, explaining, others_stay)

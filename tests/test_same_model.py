@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedConfig
+from transformers import NemotronConfig, PreTrainedConfig
 
 from lightseq.__main__ import BOTH
 from lightseq.checkpoint.same_model import check_same_model
@@ -51,6 +51,18 @@ def test_in_another_it_is_refused(now: PreTrainedConfig, named: str, tmp_path: P
     with pytest.raises(ValueError, match="was trained with ") as refused:
         check_same_model(tmp_path, CONFIG, now, None)
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(tmp_path: Path) -> None:
+    model({"rope_type": "yarn", "factor": 12.207}).save_pretrained(tmp_path)
+    assert check_same_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.20703125}), None) == ()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"model_type": "mistral"}))
+    with pytest.raises(ValueError, match="was trained with model_type mistral, this run has llama; "):
+        check_same_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.207}), None)
+    NemotronConfig(norm_eps=1e-5).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"was trained with norm_eps 1e-05, this run has 0\.5; "):
+        check_same_model(tmp_path, CONFIG, NemotronConfig(norm_eps=0.5), None)
 
 
 def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) -> None:

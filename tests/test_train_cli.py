@@ -42,7 +42,7 @@ from lightseq.ranks.preemption import ANSWER, StopRequest
 from lightseq.training import journal, trainer, watched
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_of, unread
+from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_directory, unread
 from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -365,7 +365,7 @@ def test_a_checkpoint_has_the_tokenizer_that_the_run_was_given(files: Files, tmp
 
 def test_a_tokenizer_is_that_of_the_flag_else_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(weights: Path | str | None, tokenizer: str | None) -> Path | None:
-        return tokenizer_of(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
+        return tokenizer_directory(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
 
     monkeypatch.setattr(weights, "download_tokenizer", lambda hub_id: Path("hub") / hub_id)
     assert of("some/model", "some/model") == Path("fetched") and of("some/model", str(tmp_path)) == tmp_path
@@ -407,23 +407,32 @@ def _replacing(output: Path) -> TrainConfig:
 
 
 TOLD_TWICE = """
-import signal
+import signal, sys
 from lightseq.ranks import preemption
+first, last = (getattr(signal, name) for name in sys.argv[1:])
 with preemption.StopRequest() as stop:
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+    for number in (first, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.raise_signal(number)
-    print("goes on", flush=True)
     preemption.ONE_CTRL_C = 0.0
-    signal.raise_signal(signal.SIGINT)
-    print("never")
+    signal.raise_signal(signal.SIGUSR1)
+    print("goes on", flush=True)
+    signal.raise_signal(last)
+    print("still", flush=True)
 """
 
 
-def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "last", "ends"), [("SIGTERM", "SIGINT", True), ("SIGINT", "SIGTERM", True), ("SIGTERM", "SIGTERM", False)]
+)
+def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
+    first: str, last: str, ends: bool, tmp_path: Path
+) -> None:
+    """A launcher makes a SIGTERM of the second; a scheduler may send several."""
     (tmp_path / "told.py").write_text(TOLD_TWICE)
-    done = subprocess.run([sys.executable, str(tmp_path / "told.py")], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == -signal.SIGINT and done.stdout == "goes on\n", done.stderr
-    assert done.stderr == f"\nSIGTERM: {ANSWER}\n"
+    words = [sys.executable, str(tmp_path / "told.py"), first, last]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
+    assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {ANSWER}\n"
 
 
 def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:

@@ -1,5 +1,6 @@
 """Whether a run has the model that a checkpoint was trained in: names and shapes of tensors alone do not tell."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from lightseq.models.adapters import Lora, read_object
 
 CONFIG = "config.json"
 # What changes the arithmetic and no shape. Of a context's length the frequencies tell.
-TELLING = ("rope_parameters", "rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")
+TELLING = (
+    *("rope_parameters", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"),
+)
+ROUNDED = 1e-4  # of a number that a command line gives: some digits fewer are no other model
 
 
 def check_same_model(
@@ -31,10 +36,14 @@ def check_same_model(
 def _of_model(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     if not (directory / CONFIG).is_file():
         return
-    saved = type(model).from_dict(read_object(directory / CONFIG))
+    read = read_object(directory / CONFIG)
+    kind = read.get("model_type", model.model_type)
+    if kind != model.model_type:
+        yield "model_type", kind, model.model_type
+    saved = type(model).from_dict(read)
     for name in TELLING:
         before, now = (_plain(getattr(x, name, None)) for x in (saved, model))
-        if before != now:
+        if not _alike(before, now):
             yield name, before, now
 
 
@@ -46,7 +55,7 @@ def _of_adapter(
         yield "lora_alpha", alpha, lora.alpha
     both = adapters.read_rope(directory), adapters.rope_of(config, model)
     before, now = (_plain((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
-    if before != now:
+    if not _alike(before, now):
         yield "rope_parameters", before, now
 
 
@@ -62,6 +71,14 @@ def _another_base(directory: Path, config: TrainConfig) -> tuple[str, ...]:
 def _adapter_config(directory: Path) -> Mapping[str, Any]:
     path = directory / adapters.CONFIG
     return read_object(path) if path.is_file() else {}
+
+
+def _alike(before: Any, now: Any) -> bool:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(_alike(before[key], now[key]) for key in before)
+    if isinstance(before, int | float) and isinstance(now, int | float):
+        return math.isclose(before, now, rel_tol=ROUNDED)
+    return bool(before == now)
 
 
 def _plain(value: Any) -> Any:

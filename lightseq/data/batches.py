@@ -142,9 +142,9 @@ class BatchStream:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that read every epoch to its end."""
+        """Optimizer steps that read every epoch to its end, or none more where the last was more than that."""
         assert self.end is not None, "an endless stream has no number of steps"
-        return self.first_step - (self.first_place - self.end) // self.sequences_per_step
+        return self.first_step + max(0, -((self.first_place - self.end) // self.sequences_per_step))
 
     def state(self, step: int) -> dict[str, int]:
         """What a checkpoint keeps: how far the line was read, by how many a step, and what decides its order."""

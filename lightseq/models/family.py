@@ -221,8 +221,13 @@ def _unknown_name(family: Family, name: str) -> str:
     other: Family | None = import_module(family.sibling).FAMILY if family.sibling else None
     if other is not None and other.preset(name) is not None:
         return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
-    nearest = difflib.get_close_matches(name, [*family.presets, *(other.presets if other else ())], n=1)
-    elsewhere = f", of {other.name}/train.py" if other and nearest and nearest[0] in other.presets else ""
-    guess = f"; did you mean {nearest[0]}{elsewhere}?" if nearest else ""
+    known = [*family.presets, *(other.presets if other else ())]
+    nearest = max(  # of equals, one of this family
+        difflib.get_close_matches(name, known, n=len(known)),
+        key=lambda preset: (difflib.SequenceMatcher(None, preset, name).ratio(), preset in family.presets),
+        default=None,
+    )
+    elsewhere = f", of {other.name}/train.py" if other and nearest in other.presets else ""
+    guess = f"; did you mean {nearest}{elsewhere}?" if nearest else ""
     presets = ", ".join(family.presets)
     return f"--model_name_or_path {name} is no directory, hub id or preset of {family.name} ({presets}){guess}"

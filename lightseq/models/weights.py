@@ -5,7 +5,7 @@ A model is built on the meta device and split before it has memory. Each rank th
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -166,22 +166,20 @@ def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill
 
 def download(hub_id: str) -> Path:
     """The local copy of a hub repository's safetensors and tokenizer. Raises ValueError where it cannot be had."""
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
-    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
-        raise ValueError(
-            f"{hub_id} cannot be fetched ({type(error).__name__}); give a local directory, or add --random_init to "
-            "train the architecture from fresh weights"
-        ) from error
+    remedy = "give a local directory, or add --random_init to train the architecture from fresh weights"
+    return _fetched(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
 
 
 def download_tokenizer(hub_id: str) -> Path:
     """The local copy of the tokenizer of a hub repository. Raises ValueError where it cannot be had."""
+    return _fetched(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
+
+
+def _fetched(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(TOKENIZER_FILES)))
-    except Exception as error:  # as above
-        why = type(error).__name__
-        raise ValueError(f"tokenizer {hub_id} cannot be fetched ({why}); give a local directory, or byte") from error
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+        raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
 
 def save_pretrained(

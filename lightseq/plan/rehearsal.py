@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightseq.checkpoint.checkpoints import make_state
 from lightseq.config.command_line import parse
 from lightseq.config.masking import masked
 from lightseq.config.train_config import TrainConfig
@@ -101,10 +102,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     # DeepSpeed makes its state with its engine; state on the host, which the update makes, leaves the GPU as it is.
     if trainer.inputs.deepspeed is None and not trainer.state_on_host:
         with trainer.explained_out_of_memory():
-            for p in trainer.model.parameters():
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-            trainer.engine.optimizer.step()
-            trainer.engine.optimizer.zero_grad()
+            make_state(trainer.engine.optimizer)
     times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled

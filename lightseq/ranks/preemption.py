@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightseq.ranks.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ANSWER = "ends after this step, with a checkpoint if this run saves any; Ctrl-C ends it at once"
+ANSWER = "ends after this step, with a checkpoint if this run saves any; another Ctrl-C ends it at once"
 ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one on
 
 
@@ -51,12 +51,16 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._asked and time.monotonic() - self._first > ONE_CTRL_C:
+        if self._asked and time.monotonic() - self._first > ONE_CTRL_C and self._is_ctrl_c(number):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        if not self._asked:
-            self._first = time.monotonic()
-            if is_main_process():
-                line = f"\n{signal.Signals(number).name}: {ANSWER}\n"
-                os.write(2, line.encode())  # Python's own streams may be in the middle of something
-        self._asked = number
+        if self._asked:
+            return
+        self._asked, self._first = number, time.monotonic()
+        if is_main_process():
+            line = f"\n{signal.Signals(number).name}: {ANSWER}\n"
+            os.write(2, line.encode())  # Python's own streams may be in the middle of something
+
+    def _is_ctrl_c(self, number: int) -> bool:
+        """Of a second one torch's launcher, which keeps its processes off the terminal, makes a SIGTERM."""
+        return number == signal.SIGINT or (number == signal.SIGTERM and self._asked == signal.SIGINT)

@@ -37,15 +37,15 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         terminal.close()
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
-        if first_to("explain"):
-            # Before what a plan takes seconds to find, or finds no memory for.
-            print(f"error: rank {world.rank}: {what}", file=sys.stderr, flush=True)
-            try:
-                print("\n".join(explain()), file=sys.stderr, flush=True)
-            finally:
-                has_done("explain")
-        else:
-            with suppress(RuntimeError):  # the store ends with the rank that holds it
+        with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it
+            if first_to("explain"):
+                # Before what a plan takes seconds to find.
+                print(f"error: rank {world.rank}: {what}", file=sys.stderr, flush=True)
+                try:
+                    print("\n".join(explain()), file=sys.stderr, flush=True)
+                finally:
+                    has_done("explain")
+            else:
                 wait_until_done("explain", EXPLAINING_SECONDS)
         leave(1)
 

@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     if resume_from is not None and total_steps < stream.first_step:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} is after step {stream.first_step}, and this run ends at step "
-            f"{total_steps}; give a larger --max_steps or --num_train_epochs"
+            f"{total_steps}; give a larger --max_steps"
         )
     profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
     trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
@@ -122,7 +122,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         notes + model.warnings,
         model.lora,
         tuple(path for path, _ in found.passed_over),
-        tokenizer_of(model, directory),
+        tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
     )
 
 
@@ -248,7 +248,7 @@ def fetch(model: FoundModel) -> Path | None:
     return weights.download(model.weights) if isinstance(model.weights, str) else model.weights
 
 
-def tokenizer_of(model: FoundModel, directory: Path | None) -> Path | None:
+def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
     """Where the tokenizer lies that the model is trained with: with its weights, or where `--tokenizer` says."""
     named = model.tokenizer
     if named == ByteTokenizer.name or named is None:
