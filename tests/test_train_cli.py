@@ -42,7 +42,8 @@ from lightseq.ranks.preemption import ANSWER, StopRequest
 from lightseq.training import journal, trainer, watched
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.prepare import FoundModel, after_restart, begin, lock, tokenizer_directory, unread
+from lightseq.training.output_directory import after_restart, begin, lock
+from lightseq.training.prepare import FoundModel, tokenizer_directory, unread
 from lightseq.training.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,8 @@ def check_same_model(
 ) -> tuple[str, ...]:
     """Raises ValueError naming what a run that resumes `directory` has otherwise; what it should know, else."""
     differences = _of_adapter(directory, config, model, lora) if lora else _of_model(directory, model)
-    for name, before, now in differences:
+    if (difference := next(differences, None)) is not None:
+        name, before, now = difference
         raise ValueError(
             f"--resume_from_checkpoint {directory} was trained with {name} {before}, this run has {now}; give the "
             "flags and the model that it was trained with, or begin anew in another directory"

@@ -67,7 +67,7 @@ def main(family: Family, words: Sequence[str]) -> int:
         plan = make_plan(run)
         further, changes = longest(run), faster(run) if plan.fits else remedies(run)
         found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
-        found["notes"] = notes(plan.run)
+        found["notes"] = notes(family, plan.run)
         if mine.output is not None:
             _add_line(mine.output, found)
     except (ValueError, OSError) as error:
@@ -103,11 +103,10 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     chip = chip_named(mine.chip)
     gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
     host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
-    hardware = Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores)
-    return PlannedRun(model, config, hardware, unscaled=source.config if config.rope_scaling else None)
+    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
 
 
-def notes(run: PlannedRun) -> list[str]:
+def notes(family: Family, run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
     if run.config.kernel_name == "reference":
         found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
@@ -123,5 +122,7 @@ def notes(run: PlannedRun) -> list[str]:
         )
     if run.hardware.gpus > run.hardware.gpus_per_host:
         found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
-    context = context_warning(run.model, run.config.model_max_length, run.unscaled)
+    scaled = bool(run.config.rope_scaling)
+    before = resolve(family, run.config.model_name, random_init=True).config if scaled else None
+    context = context_warning(run.model, run.config.model_max_length, before)
     return found + ([context] if context else [])

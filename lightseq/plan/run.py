@@ -53,7 +53,6 @@ class PlannedRun:
     config: TrainConfig
     hardware: Hardware
     state_leaves: bool = False  # with `--offload auto`, as with `both`: weights and their state are in host memory
-    unscaled: PreTrainedConfig | None = None  # the model before --rope_scaling, where that was given
 
     def __post_init__(self) -> None:
         size = self.config.sequence_parallel_size or self.hardware.gpus

@@ -1,12 +1,7 @@
 """Everything a run can refuse, looked at before any process waits for another and before anything is written."""
 
-import fcntl
-import os
-import shutil
-import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeGuard
 
 import torch
 from transformers import PreTrainedConfig
@@ -35,11 +30,11 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import Family
 from lightseq.ranks.mesh import World, check_devices, check_sequence_size
 from lightseq.training.deepspeed_config import DeepSpeedSettings, deepspeed_settings
-from lightseq.training.metrics import METRICS, RUN, check_mirror
+from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
+from lightseq.training.output_directory import check_output_dir
 
 UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
-LOCK = "lock"  # in the output directory, of the run that writes there
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
     resume_from = found.path
-    _check_output_dir(Path(config.output_dir), config, found)
+    check_output_dir(Path(config.output_dir), config, found)
     model = find_model(config, family, world)
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
@@ -160,28 +155,6 @@ def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, 
     return (said,) if last <= first_step else ()
 
 
-def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any.
-
-    A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
-    """
-    output_dir, asked = Path(config.output_dir), config.resume_from_checkpoint
-    saved = bool(checkpoints.listed(output_dir))
-    if world.restarts and _begun_by(output_dir, world):
-        return replace(config, resume_from_checkpoint="True" if saved else asked, overwrite_output_dir=True)
-    # Where nothing was saved, `auto` begins anew.
-    return replace(config, overwrite_output_dir=config.overwrite_output_dir or (asked == "auto" and not saved))
-
-
-def _begun_by(output_dir: Path, world: World) -> bool:
-    held = output_dir / LOCK
-    return held.is_file() and held.read_text().endswith(_launch(world))
-
-
-def _launch(world: World) -> str:
-    return f"launch {world.launch}\n"
-
-
 @dataclass(frozen=True)
 class FoundModel:
     """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
@@ -256,80 +229,6 @@ def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | Non
     if named == str(model.weights):
         return directory
     return Path(named) if Path(named).is_dir() else weights.download_tokenizer(named)
-
-
-def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
-    """Whether a run goes on in the directory of the one that it resumes."""
-    return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
-
-
-def lock(output_dir: Path, world: World) -> TextIO:
-    """Makes the directory and holds it until the file that is returned is closed, or the process ends.
-
-    Whether its launch has begun there stays as it was. Raises ValueError where it cannot be made, or another run
-    writes into it.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        held = (output_dir / LOCK).open("a+")
-    except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        held.seek(0)
-        raise ValueError(
-            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; name another"
-        ) from error
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
-            "one on another file system"
-        ) from error
-    begun = _begun_by(output_dir, world)
-    held.truncate(0)
-    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
-    held.flush()
-    return held
-
-
-def begin(held: TextIO, output_dir: Path, world: World) -> None:
-    """What lies in the directory is of this launch from now on: where it is started again, it goes on with that."""
-    if not _begun_by(output_dir, world):
-        held.write(_launch(world))
-        held.flush()
-
-
-def clear(output_dir: Path) -> None:
-    """Removes what an earlier run left in its directory, and nothing else."""
-    for name in (RUN, METRICS):
-        (output_dir / name).unlink(missing_ok=True)
-    for directory in [*output_dir.glob("checkpoint-*"), *(output_dir / name for name in ("profile", "runs", "hang"))]:
-        if directory.is_dir():
-            shutil.rmtree(directory)
-
-
-def _check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> None:
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
-    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
-    if not parent.is_dir():
-        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
-    resume_from = found.path
-    if continues(resume_from, output_dir):
-        newest = checkpoints.listed(output_dir)[-1]
-        if newest.name != resume_from.name and not found.passed_over:
-            raise ValueError(
-                f"--resume_from_checkpoint {resume_from}: {output_dir} holds the later {newest.name}; continue that "
-                "one with --resume_from_checkpoint True, or give another --output_dir"
-            )
-        return
-    holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
-    if holds_run and not config.overwrite_output_dir:
-        raise ValueError(
-            f"--output_dir {output_dir} already holds a run; name another, continue it with "
-            "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
-        )
 
 
 def check_layers(config: TrainConfig, found: Architecture) -> None:

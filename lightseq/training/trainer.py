@@ -33,7 +33,8 @@ from lightseq.training.garbage import collected_together
 from lightseq.training.journal import Journal
 from lightseq.training.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.training.optimization import LearningRate
-from lightseq.training.prepare import Inputs, begin, clear, continues, lock
+from lightseq.training.output_directory import begin, clear, continues, lock
+from lightseq.training.prepare import Inputs
 from lightseq.training.run_facts import describe, facts
 from lightseq.training.sharding import Sharding
 from lightseq.training.terminal import Terminal

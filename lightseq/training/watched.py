@@ -10,7 +10,8 @@ from lightseq.models.presets import Family
 from lightseq.ranks.mesh import agree, start
 from lightseq.ranks.watchdog import Watchdog
 from lightseq.training.endings import explained_silence
-from lightseq.training.prepare import after_restart, prepare
+from lightseq.training.output_directory import after_restart
+from lightseq.training.prepare import prepare
 from lightseq.training.trainer import Trainer
 
 
