@@ -256,17 +256,16 @@ def line(search: Search, probe: Probe) -> str:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD)
-    headings = ("GPUs", "longest", "too long", "a GPU", "a GiB of GPU", "host GiB", "a GiB of host")
-    for name in ("model", "flags", *headings):
-        out.add_column(name, justify="right" if name in headings else "left")
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    out.add_column("model, flags", overflow="fold")
+    for name in ("GPUs", "longest", "too\nlong", "GiB a\nGPU", "tokens\na GiB", "GiB of\nhost", "tokens\na GiB"):
+        out.add_column(name, justify="right", no_wrap=True)
     for row in found:
-        host = row["host_bytes"]
-        numbers = (row["longest"], row["too_long"], row["tokens_per_gpu"], row["tokens_per_gpu_gib"])
-        cells = [f"{n:,.0f}" if n is not None else "-" for n in numbers]
-        per_host = row["tokens_per_host_gib"]
-        end = [f"{host / GIB:,.1f}" if host else "-", f"{per_host:,.0f}" if per_host else "-"]
-        out.add_row(row["model"], row["flags"] or "-", str(row["gpus"]), *cells, *end)
+        lengths = [shown(n) if n else "-" for n in (row["longest"], row["too_long"])]
+        gpu, host = (f"{n / GIB:,.1f}" if n else "-" for n in (row["peak_bytes"], row["host_bytes"]))
+        a_gib = [f"{n:,.0f}" if n else "-" for n in (row["tokens_per_gpu_gib"], row["tokens_per_host_gib"])]
+        words = f"{row['model']} {row['flags']}".strip()
+        out.add_row(words, str(row["gpus"]), *lengths, gpu, a_gib[0], host, a_gib[1])
     return out
 
 

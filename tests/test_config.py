@@ -188,7 +188,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
             "--optim adamw_8bit does not run under --deepspeed; use adamw_torch_f",
         ),
         ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
-        ("--model_max_length 1Z", "1Z is no number of tokens; write 131072, 128K or 1M"),
+        ("--model_max_length 1Z", "1Z is no number of tokens; write 131072, 128K or 1.5M"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
         ("--learning_rate fast", "'fast' is not a number"),
         ("--learning_rate=-1", "--learning_rate -1.0: give a finite number of at least 0"),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks import longest
 from benchmarks.longest import Probe, Search, main, next_length
@@ -80,6 +81,17 @@ def test_only_a_lack_of_memory_counts_as_too_long(
     else:
         with pytest.raises(ValueError, match=why):
             longest.rehearse(search, 1024, 1.0)
+
+
+def test_a_terminal_of_80_columns_shows_every_number_whole() -> None:
+    file = Path(longest.__file__).parent / "results" / "longest-1b-1xh200.jsonl"
+    found = [r for r in read_records(file) if r["benchmark"] == "longest"]
+    console = Console(width=80)
+    with console.capture() as terminal:
+        console.print(longest.table(found))
+    lines = terminal.get().splitlines()
+    assert "3008K 3040K 137.5 22,407 176.2 17,476" in " ".join(terminal.get().split())
+    assert max(map(len, lines)) <= 80 and "…" not in terminal.get()
 
 
 @pytest.mark.slow

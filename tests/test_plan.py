@@ -516,7 +516,7 @@ def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[st
         ("--gpus 0", "--gpus 0: give at least 1"),
         ("--gpus 8 --host_cores 0", "--host_cores 0: give at least 1"),
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
-        ("--gpus 8 --model_max_length 1.5M", "--model_max_length: 1.5M is no number of tokens"),
+        ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is no number of tokens"),
         ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),

@@ -1,18 +1,22 @@
 """Lengths as people write them: 128K is 131,072 tokens."""
 
 import argparse
+import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final
 
 UNITS: Final[Mapping[str, int]] = {"M": 2**20, "K": 2**10}
+DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def tokens(text: str, flag: str = "") -> int:
-    """131072, 128K or 1M. Raises ValueError for anything else, with the flag that it was given for."""
+    """131072, 128K or 1.5M. Raises ValueError for anything else, with the flag that it was given for."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1M".lstrip())
-    return int(digits) * unit
+    length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
+    if length < 1 or length.denominator > 1:
+        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1.5M".lstrip())
+    return int(length)
 
 
 def length_flag(text: str) -> int:
@@ -20,7 +24,7 @@ def length_flag(text: str) -> int:
     try:
         return tokens(text) if text[-1:].upper() in UNITS else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; write 131072, 128K or 1M") from None
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; write 131072, 128K or 1.5M") from None
 
 
 def shown(length: int) -> str:
