@@ -77,6 +77,7 @@ POINTS = (
     Point("8b 128K, everything on the host, one GPU", 1, "llama3-8b", 128 * K, LEAST, None, 1, 1),
     Point("8b 128K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, BOTH_8BIT, None, 1, 1),
     Point("8b 192K, offload auto, adamw_8bit, one GPU", 1, "llama3-8b", 192 * K, AUTO_8BIT, None, 1, 1),
+    Point("8b 32K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 32 * K, BOTH_8BIT, None, 1, 2),
 )  # fmt: skip
 
 

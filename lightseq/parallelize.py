@@ -20,6 +20,7 @@ from lightseq.layers.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.layers.mlp import shrunk, tile_mlps
 from lightseq.layers.projections import keep_projections
 from lightseq.layers.tiled import tile_layers
+from lightseq.memory.ahead import Ahead
 from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
 from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
 from lightseq.memory.remat import apply_remat, checkpoint_groups
@@ -154,6 +155,9 @@ def parallelize(
     loss_model, context = transform(model, meshes, device, techniques)
     groups = _groups(model.model.layers, techniques)
     shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, techniques.state_on_host)
+    alone = meshes.parameters.size(-1) == 1
+    if techniques.state_on_host and alone and not techniques.tile_layers:  # layers over tiles compute for seconds
+        Ahead(groups, device.type)
     return loss_model, context
 
 

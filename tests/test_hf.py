@@ -584,6 +584,24 @@ def test_attention_is_recomputed_only_under_full_and_a_layer_gathered_once_a_pas
     spawn(2, remat)
 
 
+@pytest.mark.parametrize(
+    ("techniques", "units"),
+    [
+        ({}, []),
+        ({"state_on_host": True}, [SIZES["num_hidden_layers"]]),
+        ({"state_on_host": True, "layers_per_checkpoint": SIZES["num_hidden_layers"]}, [1]),
+        ({"state_on_host": True, "tile_layers": True}, []),
+    ],
+)
+def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
+    alone: None, monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], units: list[int]
+) -> None:
+    come: list[int] = []
+    monkeypatch.setattr("lightseq.parallelize.Ahead", lambda groups, _: come.append(len(groups)))
+    prepared("attention", **techniques)
+    assert come == units
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 

@@ -444,15 +444,16 @@ def test_too_little_host_memory_is_said() -> None:
     assert make_plan(run).lacks[0].startswith("host memory, by ")
 
 
-def test_weights_on_the_host_come_beside_the_computing_unless_a_rank_is_alone() -> None:
-    def exposed(gpus: int, length: int) -> float:
-        run = planned_run(LLAMA, f"--bf16 --offload optimizer --model_max_length {length}", gpus, gpu=1e12)
+def test_weights_on_the_host_come_beside_the_computing_but_for_layers_over_tiles_of_a_rank_that_is_alone() -> None:
+    def exposed(gpus: int, length: int, more: str = "") -> float:
+        run = planned_run(LLAMA, f"--bf16 --offload optimizer --model_max_length {length} {more}", gpus, gpu=1e12)
         return make_plan(run).seconds["offloading, exposed"] * host_link(run) / FLOAT32
 
     ends = 2 * LLAMA.vocab_size * LLAMA.hidden_size
     layers = total_parameters(LLAMA) - ends - LLAMA.hidden_size  # but for the last norm
     for length in (4096, 65536):
-        assert exposed(1, length) == pytest.approx(2 * layers + ends)
+        assert exposed(1, length, "--tile_layers True") == pytest.approx(2 * layers + ends)
+    assert exposed(1, 65536) == pytest.approx(ends)
     assert exposed(4, 262144) == pytest.approx(ends / 4)
     assert ends / 4 < exposed(4, 64) < (2 * layers + ends) / 4
 

@@ -174,16 +174,13 @@ def _loss(run: PlannedRun, placement: Placement) -> Moment:
 
 
 def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Moment:
-    """A layer's backward pass: what it computes with, its weights, the next one's, its gradients on their way.
-
-    One rank alone gathers nothing ahead (FSDP2 copies its weights when they are needed).
-    """
+    """A layer's backward pass: what it computes with, its weights, the next one's if they come ahead, its gradients."""
     moment = layer_moments(run)[name]
     unit = run.group * run.layer_parameters
     last = group == run.groups - 1
     trains = run.adapters == 0  # gradients of adapters alone are not worth counting
     leaving = run.head_parameters if last and not run.tied else 0 if last else unit
-    working = run.tokens * _bytes(run, moment.widths) + min(2, run.shards) * unit * run.element
+    working = run.tokens * _bytes(run, moment.widths) + (1 + run.weights_ahead) * unit * run.element
     # Of layers over tiles, gradients are there when all tiles are done, and before that their sums.
     summed = run.layer_parameters if run.config.tile_layers else 0
     working += trains * ((unit - summed) * run.element + summed * FLOAT32 + leaving * FLOAT32)

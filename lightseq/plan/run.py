@@ -77,6 +77,11 @@ class PlannedRun:
         return {"full_shard": self.hardware.gpus, "hybrid_shard": per_host, "ddp": 1}[self.config.fsdp_mode]
 
     @property
+    def weights_ahead(self) -> bool:
+        """Whether a layer's weights come while another one computes: gathered by FSDP2, or copied from the host."""
+        return self.shards > 1 or (self.state_on_host and not self.config.tile_layers)
+
+    @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
         asked = self.config.transport.removesuffix(BLOCKING)

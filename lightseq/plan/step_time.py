@@ -155,12 +155,12 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
 def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
     """Of weights that wait on the host: a layer's come in float32 for its forward and for its backward pass.
 
-    FSDP2 gathers a layer's beside the computing of another; where a rank is alone, it copies them when they are needed.
+    They do beside the computing of another layer, if they come ahead; those of the ends never do.
     """
     if not run.state_on_host:
         return 0.0
     layer, ends = (FLOAT32 * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
-    shares = (0.0, 0.0) if run.shards == 1 else (FORWARD_SHARE, 1 - FORWARD_SHARE)
+    shares = (FORWARD_SHARE, 1 - FORWARD_SHARE) if run.weights_ahead else (0.0, 0.0)
     return run.layers * sum(max(0.0, layer - share * layer_seconds) for share in shares) + ends * (1 if run.tied else 2)
 
 

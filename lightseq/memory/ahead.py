@@ -1,0 +1,55 @@
+"""Brings weights that wait on the host to the device one unit of FSDP2 ahead, where every rank has all of them.
+
+FSDP2 gathers a unit's weights beside the computing of the unit before it. Where there is nobody to gather from it
+copies them when their unit begins, and nothing computes meanwhile. Here each unit that begins, in the forward and in
+the backward pass, has the next one's brought on a side stream: two units' are there at a time, as where ranks gather.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Ahead:
+    """For `units` of neighbouring layers, in the model's order, each of which `fully_shard` was given as one list."""
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
+        self._units = units
+        self._side = torch.cuda.Stream() if device_type == "cuda" else None
+        self._coming: dict[int, torch.cuda.Event] = {}  # by unit; what the device waits for before it computes there
+        for index, unit in enumerate(units):  # hooks run in the order of their registration: FSDP2's own come first
+            unit[0].register_forward_pre_hook(partial(self._before_forward, index))
+            unit[-1].register_forward_hook(partial(self._after_forward, index))
+
+    def _before_forward(self, index: int, *_: Any) -> None:
+        self._begin(index, index + 1)
+
+    def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self._before_backward, index))
+
+    def _before_backward(self, index: int, _gradient: Tensor) -> None:
+        self._begin(index, index - 1)
+
+    def _begin(self, index: int, following: int) -> None:
+        came = self._coming.pop(index, None)
+        if came is not None:
+            torch.cuda.current_stream().wait_event(came)
+        if 0 <= following < len(self._units):
+            self._bring(following)
+
+    def _bring(self, index: int) -> None:
+        unit = self._units[index][0]
+        assert isinstance(unit, FSDPModule)
+        if self._side is None:
+            unit.unshard()
+            return
+        # The side stream's memory goes round: what it is given now, another unit's weights may have been until now.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            unit.unshard()
+            self._coming[index] = self._side.record_event()
