@@ -48,6 +48,7 @@ class Techniques:
     tile_layers: bool = False
     offload: str = "none"
     state_on_host: bool = False  # weights, gradients and the optimizer's state
+    state_stays: int = 0  # but for the first so many layers
     placement: tuple[str, ...] | None = None  # the state of every layer, with offload "auto"
     host_memory_bytes: float = math.inf
     compute_dtype: torch.dtype = torch.float32
@@ -65,6 +66,7 @@ def techniques_of(
     config: TrainConfig,
     placement: tuple[str, ...] | None,
     state_on_host: bool,
+    state_stays: int,
     host_memory_bytes: float,
     gpus_per_host: int,
     rehearses: bool = False,
@@ -83,6 +85,7 @@ def techniques_of(
         tile_layers=config.tile_layers,
         offload=config.offload,
         state_on_host=state_on_host,
+        state_stays=state_stays,
         placement=placement,
         host_memory_bytes=host_memory_bytes,
         compute_dtype=getattr(torch, config.compute_dtype),
@@ -153,10 +156,11 @@ def parallelize(
 ) -> tuple[LossModel, SequenceContext]:
     """Distributed attention, FP8, rematerialisation, compilation, sharding. The model may be on the meta device."""
     loss_model, context = transform(model, meshes, device, techniques)
-    groups = _groups(model.model.layers, techniques)
-    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, techniques.state_on_host)
+    groups, on_host = _groups(model.model.layers, techniques), techniques.state_on_host
+    staying = -(-techniques.state_stays // techniques.layers_per_checkpoint)
+    shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host, staying)
     alone = meshes.parameters.size(-1) == 1
-    if techniques.state_on_host and alone and not techniques.tile_layers:  # layers over tiles compute for seconds
+    if on_host and alone and not techniques.tile_layers:  # layers over tiles compute for seconds
         Ahead(groups, device.type)
     return loss_model, context
 
@@ -243,22 +247,25 @@ def shard_parameters(
     compute_dtype: torch.dtype,
     groups: Sequence[list[nn.Module]],
     on_host: bool = False,
+    staying: int = 0,
 ) -> None:
     """FSDP2 on `root`, which holds the model: a unit for every group of layers, the embeddings and the head.
 
     Float32 shards, gathered in the compute dtype; gradients add in float32. The sum is the gradient: the loss is
     divided by the global number of valid tokens before the backward pass. Embeddings that are the head too stay
     gathered from one end of the step to the other, with the root. `on_host` leaves the shards, and with them their
-    gradients and the optimizer's state, in host memory.
+    gradients and the optimizer's state, in host memory, but for the first groups `staying`.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": place}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[0].weight is ends[1].weight
-    for unit in [*groups, *([] if tied else [[end] for end in ends])]:
+    for unit in groups[:staying]:
         fully_shard(unit, **options)
-    fully_shard(root, **options)
+    for unit in [*groups[staying:], *([] if tied else [[end] for end in ends])]:
+        fully_shard(unit, offload_policy=place, **options)
+    fully_shard(root, offload_policy=place, **options)
     if not tied:
         for end in ends:  # a lookup has no use for its table in the backward pass, nor has a loss that is done with it
             end.set_unshard_in_backward(False)

@@ -347,7 +347,7 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
         if locks:
             memory.lock(local)
 
-    weights.materialize(model, torch.device(device), torch.device("cpu"), take, root)
+    weights.materialize(model, torch.device(device), lambda _: torch.device("cpu"), take, root)
     held = {name.removesuffix(".weight"): local_part(p) for name, p in model.named_parameters()}
     memory.keep(held.values())
     if device == "cuda":

@@ -36,6 +36,7 @@ from lightseq.plan.memory import host_by_layer, host_bytes, moments, state_bytes
 from lightseq.plan.plan import (
     Plan,
     _changes,
+    _plan_as_it_is,
     _without_a_table,
     faster,
     longest,
@@ -205,13 +206,20 @@ def test_auto_has_weights_wait_on_the_host_where_nothing_fits_otherwise() -> Non
     eight_bit, long = "--optim adamw_8bit", 131072
     found = plan(long, eight_bit)
     assert found.fits and found.run.state_on_host and "weights and their state wait" in placement_words(found)
-    assert record(found, None, [])["state_on_host"] and not record(plan(1024), None, [])["state_on_host"]
-    assert found.parts.parameters == 0 and found.parts.total > 0.9 * found.usable_gpu_bytes  # layers have the rest
+    assert record(found, None, [])["state_on_host"] and not record(plan(2 * long), None, [])["state_on_host"]
+    stays, all_away = found.run.state_stays, _plan_as_it_is(replace(found.run, state_stays=0))
+    assert 0 < stays < LLAMA.num_hidden_layers and f"but for those of layers 0-{stays - 1}" in placement_words(found)
+    assert found.parts.parameters == FLOAT32 * stays * found.run.layer_parameters
+    assert record(found, None, [])["layers_with_state_on_gpu"] == stays
+    assert found.parts.total > 0.9 * found.usable_gpu_bytes and found.step_seconds < 0.98 * all_away.step_seconds
+    assert found.host_bytes < all_away.host_bytes - 16 * GIB
     mixed = plan(196608, eight_bit)
     both = make_plan(replace(mixed.run, config=replace(mixed.run.config, offload="both", remat="full")))
     assert mixed.fits and both.fits and mixed.step_seconds < 0.9 * both.step_seconds
-    assert {OFFLOAD, RECOMPUTE_OFFLOAD, KEEP} <= set(mixed.placement.layers)
-    for hopeless in (plan(long), plan(long, eight_bit, host=64 * GIB)):  # states of 32 bits; a small host
+    assert {OFFLOAD, KEEP} == set(mixed.placement.layers) and mixed.run.state_stays
+    for fits in (plan(long), plan(long, eight_bit, host=64 * GIB)):  # states of 32 bits; a small host
+        assert fits.fits and not _plan_as_it_is(replace(fits.run, state_stays=0)).fits
+    for hopeless in (plan(2 * long), plan(long, eight_bit, host=32 * GIB)):
         assert not hopeless.fits and not hopeless.run.state_on_host and hopeless.lacks[0].startswith("GPU memory")
     bounded = plan(2 * long, f"{eight_bit} --host_memory_budget 5")  # of which a layer's input takes two
     assert not bounded.fits and set(bounded.placement.layers[2:]) == {RECOMPUTE}
@@ -380,7 +388,7 @@ def test_flags_that_would_be_refused_beside_a_change_are_named(
 
 def test_where_host_memory_is_what_lacks_its_size_is_a_remedy() -> None:
     words = "--bf16 --torch_compile --model_max_length 131072 --sequence_parallel_size 1"
-    change = remedies(planned_run(LLAMA, words, 1, gpu=80 * GIB, host=64 * GIB))[0]
+    change = remedies(planned_run(LLAMA, words, 1, gpu=80 * GIB, host=16 * GIB))[0]
     size = re.match(r"(\d+) GiB of memory a host, (--.*)", change.words)
     assert size is not None, change.words
     memory = int(size[1]) * GIB

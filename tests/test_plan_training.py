@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import program
+import torch.distributed as dist
+from programs import run_in
 from small import LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
@@ -19,7 +20,7 @@ from lightseq.models.flops import total_parameters
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, state_bytes_on_host
-from lightseq.plan.plan import make_plan, placement_of
+from lightseq.plan.plan import _plan_as_it_is, make_plan, placement_of
 from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
@@ -43,28 +44,36 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     runs = {
         "kept": steps, "planned": f"{steps} {_tight(config)}", "hopeless": hopeless,
         "whole": whole, "state-away": f"{whole} {_no_room_for_state(config)}",
+        "some-away": f"{whole} {_room_for_state(config, 5, 2)}",
     }  # fmt: skip
     spawn(2, _train, [words(files, name, flags) for name, flags in runs.items()])
     facts = {name: json.loads((files / name / "run.json").read_text()) for name in runs}
     warned = {name for name in runs if "too little GPU memory, by" in " ".join(facts[name]["notes"])}
     assert warned == {"hopeless"}
-    assert [name for name in runs if "for nothing fits otherwise" in " ".join(facts[name]["notes"])] == ["state-away"]
+    found = {name for name in runs if "for nothing fits otherwise" in " ".join(facts[name]["notes"])}
+    assert found == {"state-away", "some-away"}
     placement = facts["planned"]["placement"]
     assert {OFFLOAD, KEEP} <= set(placement) and set(placement) & {RECOMPUTE, RECOMPUTE_OFFLOAD}, placement
     assert len(losses(files, "kept")) == 3
     assert losses(files, "planned") == pytest.approx(losses(files, "kept"), rel=1e-6)
-    assert losses(files, "state-away") == pytest.approx(losses(files, "whole"), rel=1e-6)
-    away = {name for name in runs if facts[name]["parameters"].endswith("in host memory")}
-    assert away == {"state-away"}, away
+    for name in ("state-away", "some-away"):
+        assert losses(files, name) == pytest.approx(losses(files, "whole"), rel=1e-6)
+    away = {name: facts[name]["parameters"].partition(", ")[2] for name in runs if "host" in facts[name]["parameters"]}
+    assert away.keys() == found and away["state-away"] == "in host memory"
+    stays = away["some-away"].removeprefix("in host memory but for ")
+    assert stays in {f"layers 0-{last}" for last in range(LAYERS - 1)}, away
+    assert f"wait in host memory, but for those of {stays}, for nothing fits" in " ".join(facts["some-away"]["notes"])
     for name in ("planned", "state-away"):
         record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert record["offloaded_bytes"] > 0
 
 
-def _train(rank: int, commands: list[str]) -> None:
+def _train(rank: int, commands: list[str], device: str = "cpu") -> None:
     offload.LEAST_BYTES = 0
+    size = dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device(device, rank) if device == "cuda" else torch.device(device))
     for command in commands:
-        ended = program(rank, "llama3", command)
+        ended = run_in(world, "llama3", command)
         assert ended.status == 0, ended.err
 
 
@@ -74,6 +83,16 @@ def _tight(model: LlamaConfig) -> str:
     size = kept_by_layer(run, KEEP)
     device, host = (at_backward_begin(run) + (LAYERS - 3.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
+
+
+def _room_for_state(model: LlamaConfig, layers: int, ranks: int) -> str:
+    """A budget that holds the weights of so many layers with their state, and not of one more."""
+    run = planned_run(model, f"--model_max_length {LENGTH} --offload auto", ranks)
+    less, more = (
+        _plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).parts.total for n in (layers, layers + 1)
+    )
+    assert less < more < _plan_as_it_is(run).parts.total
+    return f"--offload auto --device_memory_budget {less / GIB:.12f}"
 
 
 def _no_room_for_state(model: LlamaConfig) -> str:
@@ -87,6 +106,26 @@ def _no_room_for_state(model: LlamaConfig) -> str:
 def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
     given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
     return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu / (1 - SLACK) + OUTSIDE_BYTES, host))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adamw_8bit"])
+def test_on_a_gpu_state_waits_on_the_host_for_some_layers_and_not_for_others(optim: str, tmp_path: Path) -> None:
+    """A run with a part of its state there, and one that goes on from its checkpoint with all of it on the GPU."""
+    files = write_inputs(tmp_path)
+    config = LlamaConfig.from_pretrained(files / "model")
+    config.num_hidden_layers = LAYERS
+    config.save_pretrained(files / "model")
+    steps = f"--bf16 --max_steps 6 --save_steps 3 --learning_rate 1e-2 --optim {optim}"
+    goes_on = f"{steps} --resume_from_checkpoint {files}/some-away/checkpoint-3"
+    runs = {"whole": steps, "some-away": f"{steps} {_room_for_state(config, 5, 1)}", "goes-on": goes_on}
+    spawn(1, _train, [words(files, name, flags) for name, flags in runs.items()], "cuda", device="cuda")
+    facts = json.loads((files / "some-away" / "run.json").read_text())
+    assert "in host memory but for layers 0-" in facts["parameters"]
+    expected = losses(files, "whole")
+    assert expected[-1] < expected[0] * (0.99 if optim == "sgd" else 0.9)
+    assert losses(files, "some-away") == pytest.approx(expected, rel=2e-3)
+    assert losses(files, "goes-on") == pytest.approx(expected[3:], rel=2e-3)
 
 
 def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:

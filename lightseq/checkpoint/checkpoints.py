@@ -154,16 +154,18 @@ def read_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer: torch.optim.Optimizer, only: torch.device | None = None) -> None:
     """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing.
 
-    Raises OSError where the host does not lock as much memory, which one rank may find alone.
+    `only` of the parameters on one device. Raises OSError where the host does not lock as much memory, which one rank
+    may find alone.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         set_rate(group, 0.0)
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if only is None or parameter.device == only:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

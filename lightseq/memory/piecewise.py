@@ -1,4 +1,7 @@
-"""Tensors of the host, changed on the GPU a piece at a time: one piece arrives, one is computed, one leaves."""
+"""Tensors of the host, changed on the GPU a piece at a time: one piece arrives, one is computed, one leaves.
+
+Those that are on the GPU anyway go the same way, at the rate of its memory.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

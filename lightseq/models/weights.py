@@ -63,20 +63,22 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 def materialize(
     model: PreTrainedModel,
     device: torch.device,
-    parameters_on: torch.device | None = None,
+    parameters_on: Callable[[Tensor], torch.device] | None = None,
     made: Callable[[Tensor], object] | None = None,
     root: nn.Module | None = None,
 ) -> None:
     """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
 
-    Parameters are made on `parameters_on`, where that is not the device that computes. `made` gets what this rank holds
-    of each, before anyone else does: FSDP2 copies what has to be page-locked and is not. `root` is the module around
-    the model that FSDP2 was applied to: of its own parameters, too, it then makes the copies that it needs now.
+    `parameters_on` says where each parameter is made, if not on the device that computes. `made` gets what this rank
+    holds of each, before anyone else does: FSDP2 copies what has to be page-locked and is not. `root` is the module
+    around the model that FSDP2 was applied to: of its own parameters, too, it then makes the copies that it needs now.
     """
 
     def empty(like: Tensor) -> Tensor:
-        new = torch.empty_like(like, device=parameters_on or device)
-        if made is not None and isinstance(like, nn.Parameter):
+        if not isinstance(like, nn.Parameter):
+            return torch.empty_like(like, device=device)
+        new = torch.empty_like(like, device=parameters_on(like) if parameters_on else device)
+        if made is not None:
             made(part_and_place(new)[0])
         return new
 

@@ -43,10 +43,11 @@ def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[i
 
     AdamW has two moments, SGD here none. DeepSpeed's own are not known, and count as working memory.
     """
-    if config.deepspeed or on_host:
+    if config.deepspeed:
         return 0, 0, 0
-    parameters = sum(local_part(p).nbytes for p in model.parameters())
-    gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
+    here = [p for p in model.parameters() if not (on_host and p.device.type == "cpu")]
+    parameters = sum(local_part(p).nbytes for p in here)
+    gradients = sum(local_part(p).nbytes for p in here if p.requires_grad)
     return parameters, gradients, int(moments_of(config) * gradients)
 
 

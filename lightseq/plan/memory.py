@@ -117,7 +117,7 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
 
 def state_bytes_on_host(run: PlannedRun) -> float:
     """Bytes of weights with their gradients and optimizer state that a rank has in host memory."""
-    return sum(_states(run)) + _rounded_gradients(run) if run.state_on_host else 0.0
+    return run.share_on_host * (sum(_states(run)) + _rounded_gradients(run))
 
 
 def _rounded_gradients(run: PlannedRun) -> float:
@@ -194,7 +194,6 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         # Its output and lse are there again.
         both, layer_input = (checkpoint_bytes(run.model, x, run.element) for x in ("attention", "full"))
         working += run.tokens * (both - layer_input)
-    done = (run.groups - 1 - group) * unit + (0 if run.tied else run.head_parameters)
     kept, kept_again = _kept_here(run, placement, group), _kept_again(run, placement)
     if moment.in_attention and not _comes_back(run, placement, group):
         # Its MLP ran backward before its attention, and let go of gate and up; one that came back has them to its end.
@@ -202,7 +201,16 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> M
         kept, kept_again = (kept, kept_again - let_go) if run.group > 1 else (kept - let_go, kept_again)
     working += kept_again
     when = f"backward of layer {group * run.group}, {name}"
-    return _moment(run, when, kept, 0.0, working, FLOAT32 * trains * min(done / run.shards, run.local_trained))
+    return _moment(run, when, kept, 0.0, working, trains * _gradients_after(run, group))
+
+
+def _gradients_after(run: PlannedRun, group: int) -> float:
+    """Bytes on the GPU of gradients that are done, once the layers above a group have run backward."""
+    below = (group + 1) * run.group
+    if run.state_on_host:
+        return FLOAT32 * max(0, run.state_stays - below) * run.layer_parameters / run.shards
+    done = (run.layers - below) * run.layer_parameters + (0 if run.tied else run.head_parameters)
+    return FLOAT32 * min(done / run.shards, run.local_trained)
 
 
 def _kept_again(run: PlannedRun, placement: Placement) -> float:
@@ -233,9 +241,8 @@ def _end_of_backward(run: PlannedRun) -> Moment:
 
 
 def _moment(run: PlannedRun, when: str, kept: float, loss: float, working: float, gradients: float) -> Moment:
-    weights, all_gradients, states = _states(run)
-    if run.state_on_host:
-        weights = all_gradients = states = gradients = 0.0
+    weights, all_gradients, states = (size * (1 - run.share_on_host) for size in _states(run))
+    gradients = min(gradients, all_gradients)
     if run.accumulates:
         gradients = all_gradients
     buffers = attention_of(run).buffers * run.tokens if run.transport == "symmetric" else 0.0

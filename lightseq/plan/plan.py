@@ -40,6 +40,7 @@ from lightseq.ranks.mesh import for_layers
 K = 2**10
 MOST_LENGTH, MOST_GPUS = 2**30, 512  # tables of more ranks take minutes to make
 LEAST_GAIN = 0.02  # of a step's time, for flags to be worth naming
+STAYING_SHARES = 8  # of layers whose state may stay on the GPU where that of others waits on the host
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,20 @@ class Plan:
 def placement_words(plan: Plan) -> str:
     """Of every layer, and what else its run does with what is kept."""
     grouped = f"; {plan.run.group} layers a checkpoint" if plan.run.group > 1 else ""
-    state = "; weights and their state wait on the host" if plan.run.state_leaves else ""
+    stays = f", but for those of layers 0-{plan.run.state_stays - 1}" if plan.run.state_stays else ""
+    state = f"; weights and their state wait on the host{stays}" if plan.run.state_leaves else ""
     return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped}){state}"
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """With `--offload auto` weights and their state wait on the host where nothing fits otherwise."""
+    """With `--offload auto` weights and their state wait on the host where nothing fits otherwise, or most layers'."""
     plan = _plan_as_it_is(run)
     if run.config.offload != "auto" or run.state_leaves or plan.fits:
         return plan
-    away = _plan_as_it_is(dataclasses.replace(run, state_leaves=True))
-    return away if away.fits else plan
+    step = max(1, run.groups // STAYING_SHARES)
+    stays = [min(groups * run.group, run.layers) for groups in range(0, run.groups + 1, step)]
+    found = [_plan_as_it_is(dataclasses.replace(run, state_leaves=True, state_stays=n)) for n in stays]
+    return min((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds, default=plan)
 
 
 def _plan_as_it_is(run: PlannedRun) -> Plan:
@@ -204,7 +208,7 @@ def remedies(run: PlannedRun) -> list[Remedy]:
         _, plan = min(fit, key=lambda option: (option[0], option[1].step_seconds))
         found.append(Remedy(_words(asked, plan.run.config), plan))
     elif enough := _with_more_on_the_host(run):
-        memory = f"{math.ceil(enough.host_bytes / 2**30)} GiB of memory a host"
+        memory = f"{enough.run.hardware.host_memory / 2**30:.0f} GiB of memory a host"
         found.append(Remedy(f"{memory}, {_words(asked, enough.run.config)}", enough))
     gpus = 2 * run.hardware.gpus
     while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
@@ -227,10 +231,20 @@ def _without_a_table(run: PlannedRun) -> PlannedRun:
 
 
 def _with_more_on_the_host(run: PlannedRun) -> Plan | None:
-    """What fits with the least host memory, were there enough of it."""
-    unbounded = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host_memory=math.inf))
-    fit = [plan for _, changed in _changes(unbounded) if (plan := make_plan(changed)).fits]
-    return min(fit, key=lambda plan: plan.host_bytes, default=None)
+    """What fits with the least host memory, were there enough of it: planned for that, in whole GiB."""
+    fit = [plan for _, changed in _changes(_with_host(run, math.inf)) if (plan := make_plan(changed)).fits]
+    if not fit:
+        return None
+    least = min(fit, key=lambda plan: plan.host_bytes)
+    asked = dataclasses.replace(least.run, state_leaves=False, state_stays=0)
+    low, high = int(run.hardware.host_memory / 2**30), math.ceil(least.host_bytes / 2**30)
+    while not (found := make_plan(_with_host(asked, high * 2**30))).fits:  # layers leave a part of it free
+        low, high = high, high + math.ceil(high / 4)
+    while high - low > 1:  # `auto` takes more where there is more
+        middle = (low + high) // 2
+        less = make_plan(_with_host(asked, middle * 2**30))
+        found, low, high = (less, low, middle) if less.fits else (found, middle, high)
+    return found
 
 
 def faster(run: PlannedRun) -> list[Remedy]:
@@ -255,6 +269,10 @@ def _bound_by_hardware(run: PlannedRun) -> PlannedRun:
     memory = usable(run) / (1 - SLACK) + OUTSIDE_BYTES
     config = dataclasses.replace(run.config, device_memory_budget=None)
     return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu_memory=memory))
+
+
+def _with_host(run: PlannedRun, memory: float) -> PlannedRun:
+    return dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host_memory=memory))
 
 
 def _with_gpus(hardware: Hardware, gpus: int) -> Hardware:

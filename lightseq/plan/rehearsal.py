@@ -100,9 +100,9 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
     times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
     # DeepSpeed makes its state with its engine; state on the host, which the update makes, leaves the GPU as it is.
-    if trainer.inputs.deepspeed is None and not trainer.state_on_host:
+    if trainer.inputs.deepspeed is None and (trainer.state_stays or not trainer.state_on_host):
         with trainer.explained_out_of_memory():
-            make_state(trainer.engine.optimizer)
+            make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled

@@ -37,6 +37,7 @@ def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[
         "mfu": plan.mfu,
         "placement": list(plan.placement.layers),
         "state_on_host": run.state_on_host,
+        "layers_with_state_on_gpu": run.state_stays if run.state_on_host else run.layers,
         "longest_length": longest,
         "to_fit": [] if plan.fits else changes,
         "faster": changes if plan.fits else [],

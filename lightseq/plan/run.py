@@ -53,6 +53,7 @@ class PlannedRun:
     config: TrainConfig
     hardware: Hardware
     state_leaves: bool = False  # with `--offload auto`, as with `both`: weights and their state are in host memory
+    state_stays: int = 0  # but for the first so many layers, whose are on the GPU
 
     def __post_init__(self) -> None:
         size = self.config.sequence_parallel_size or self.hardware.gpus
@@ -206,6 +207,13 @@ class PlannedRun:
     @property
     def state_on_host(self) -> bool:
         return self.state_leaves or self.config.state_on_host
+
+    @property
+    def share_on_host(self) -> float:
+        """Of the weights, those that are in host memory, with their gradients and the optimizer's state."""
+        if not self.state_on_host:
+            return 0.0
+        return 1.0 - self.state_stays * self.layer_parameters / self.made_of.total
 
     @property
     def accumulates(self) -> bool:

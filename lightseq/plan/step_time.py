@@ -161,19 +161,20 @@ def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
         return 0.0
     layer, ends = (FLOAT32 * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
     shares = (FORWARD_SHARE, 1 - FORWARD_SHARE) if run.weights_ahead else (0.0, 0.0)
-    return run.layers * sum(max(0.0, layer - share * layer_seconds) for share in shares) + ends * (1 if run.tied else 2)
+    exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
+    return (run.layers - run.state_stays) * exposed + ends * (1 if run.tied else 2)
 
 
 def update_seconds(run: PlannedRun) -> float:
-    norm = run.local_trained * NORM_BYTES
-    adamw = ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
-    moved = norm + run.local_trained * (CLIP_BYTES + adamw)
-    if run.state_on_host:
-        rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
-        if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
-            return norm / rate + run.local_trained / passed  # which clips as well
-        return moved / rate
-    return moved / memory_rate(run) + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
+    moved = NORM_BYTES + CLIP_BYTES + ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
+    away = run.local_trained * run.share_on_host
+    seconds = (run.local_trained - away) * moved / memory_rate(run)
+    if not run.state_on_host:
+        return seconds + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
+    rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
+    if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
+        return seconds + away * NORM_BYTES / rate + away / passed  # which clips as well
+    return seconds + away * moved / rate
 
 
 def memory_rate(run: PlannedRun) -> float:

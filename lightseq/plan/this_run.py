@@ -50,9 +50,10 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
 def auto_notes(plan: Plan) -> list[str]:
     """What `--offload auto` has to say for itself."""
     if plan.run.state_leaves:
-        return [
-            "--offload auto: weights, gradients and optimizer state wait in host memory, for nothing fits otherwise"
-        ]
+        stays = plan.run.state_stays
+        most = f", but for those of layers 0-{stays - 1}," if stays else ","
+        words = f"weights, gradients and optimizer state wait in host memory{most} for nothing fits otherwise"
+        return [f"--offload auto: {words}"]
     return [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
 
 

@@ -102,22 +102,31 @@ class FsdpEngine:
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         self._sums_every_time = on_host = techniques.state_on_host
         if on_host:
-            self.parameters += ", in host memory"
+            stays = techniques.state_stays
+            self.parameters += ", in host memory" + (f" but for layers 0-{stays - 1}" if stays else "")
         if on_host or self.offload is not None:
             use_host_cores(world)
-        agree(world, lambda: self._materialize(world, on_host))
+        agree(world, lambda: self._materialize(world, techniques))
         agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
         if on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
             update_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 
-    def _materialize(self, world: World, on_host: bool) -> None:
+    def _materialize(self, world: World, techniques: Techniques) -> None:
         """On the host weights are page-locked in place, where FSDP2 would copy each into a power of two of bytes."""
-        self._locked = PinnedMemory()
-        lock = self._locked.lock_new if on_host and world.device.type == "cuda" else None
-        place = torch.device("cpu") if on_host else None
-        weights.materialize(self.model, world.device, place, lock, self.loss_model)
+        self._locked, host = PinnedMemory(), torch.device("cpu")
+        layers: Any = self.model.model.layers
+        here = {id(p) for layer in layers[: techniques.state_stays] for p in layer.parameters()}
+
+        def place(parameter: Tensor) -> torch.device:
+            return host if techniques.state_on_host and id(parameter) not in here else world.device
+
+        def made(local: Tensor) -> None:
+            if local.device.type != world.device.type:
+                self._locked.lock_new(local)
+
+        weights.materialize(self.model, world.device, place, made, self.loss_model)
         self._locked.keep(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:

@@ -22,7 +22,7 @@ STATES = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
 
 
 def update_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
-    """From now on the `step()` of torchao's AdamW8bit computes on `device` what waits on the host.
+    """From now on the `step()` of torchao's AdamW8bit computes on `device` what waits on the host, and what does not.
 
     Its state and its checkpoints stay what they are. Gradients count times its `gradient_scale`, and stay what they are
     too. New states are page-locked, which raises CannotPin where the host does not lock as much.
@@ -45,7 +45,8 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
                 continue
             state = optimizer.state[parameter]
             if not state:
-                state.update(_new_state(optimizer, parameter, pinned))
+                waits = parameter.device.type == "cpu"
+                state.update(_new_state(optimizer, parameter, pinned if waits else None))
             state["step"] += 1
             change = partial(_change, settings, scale, state["step"].to(device, copy=True))
             pieces += _pieces(parameter, state, size, change)

@@ -123,9 +123,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
-    """L2 norm of every parameter's gradient over all ranks, on the device; their own norm is the global one."""
-    on_host = any(grad.device.type == "cpu" for grad in grads)
-    squared = torch.stack([_norm_on_host(x) for x in grads] if on_host else list(torch._foreach_norm(grads))).square()
+    """L2 norm of every parameter's gradient over all ranks; their own norm is the global one.
+
+    On the device, or on the host if some gradients wait there.
+    """
+    here = [grad for grad in grads if grad.device.type != "cpu"]
+    norms = torch.stack(torch._foreach_norm(here)) if here else torch.empty(0)
+    if len(here) < len(grads):
+        waiting = [_norm_on_host(grad) for grad in grads if grad.device.type == "cpu"]
+        both = {False: iter(waiting), True: iter(norms.cpu())}
+        norms = torch.stack([next(both[grad.device.type != "cpu"]) for grad in grads])
+    squared = norms.square()
     dist.all_reduce(squared, group=shards)
     return squared.sqrt()
 
@@ -167,8 +175,9 @@ def clip(grads: list[Tensor], norm: Tensor, max_norm: float, optimizer: Any = No
     scale = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     if hasattr(optimizer, "gradient_scale"):
         optimizer.gradient_scale = scale
-    else:
-        torch._foreach_mul_(grads, scale)
+        return
+    for device in {grad.device for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device))
 
 
 @dataclass

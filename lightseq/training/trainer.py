@@ -67,8 +67,9 @@ class Trainer:
         placed = self.placement.layers if self.placement else None
         run = plan.run if plan else planned(config, inputs.model_config, world)
         host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
-        self.state_on_host = run.state_on_host
-        techniques = techniques_of(config, placed, self.state_on_host, host, world.local_size, rehearses, stands_for)
+        self.state_on_host, self.state_stays = run.state_on_host, run.state_stays
+        where = (placed, self.state_on_host, self.state_stays, host)
+        techniques = techniques_of(config, *where, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
         self.terminal = Terminal(inputs.total_steps, 0)
         self._measured: Callable[[], Breakdown | None] = lambda: None
