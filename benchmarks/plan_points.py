@@ -50,8 +50,11 @@ class Point:
 
 
 K = 2**10
-AUTO_8BIT = "--offload auto --optim adamw_8bit"
-BOTH_8BIT = "--offload both --optim adamw_8bit"
+EIGHT_BIT = "--optim adamw_8bit"
+AUTO_8BIT = f"--offload auto {EIGHT_BIT}"
+BOTH_8BIT = f"--offload both {EIGHT_BIT}"
+WITHIN_70 = "--offload auto --device_memory_budget 70"  # a GPU of 80 GB
+WITHIN_70_8BIT = f"{WITHIN_70} {EIGHT_BIT}"
 LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
@@ -78,6 +81,9 @@ POINTS = (
     Point("8b 128K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, BOTH_8BIT, None, 1, 1),
     Point("8b 192K, offload auto, adamw_8bit, one GPU", 1, "llama3-8b", 192 * K, AUTO_8BIT, None, 1, 1),
     Point("8b 32K, offload both, adamw_8bit, one GPU", 1, "llama3-8b", 32 * K, BOTH_8BIT, None, 1, 2),
+    Point("8b 32K, auto within 70 GiB, adamw_8bit, one GPU", 1, "llama3-8b", 32 * K, WITHIN_70_8BIT, None, 1, 2),
+    Point("8b 128K, auto within 70 GiB, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, WITHIN_70_8BIT, None, 1, 1),
+    Point("8b 16K, auto within 70 GiB, one GPU", 1, "llama3-8b", 16 * K, WITHIN_70, None, 1, 2),
 )  # fmt: skip
 
 

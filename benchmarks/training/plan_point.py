@@ -109,6 +109,11 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
         **worst({**memory, **host}, world),
         "peak_by_phase_bytes": worst(peaks, world),
         "spent_ms": spent,
+        "state_on_host": trainer.state_on_host,
+        "layers_with_state_on_gpu": trainer.state_stays
+        if trainer.state_on_host
+        else trainer.model.config.num_hidden_layers,
+        "placement": trainer.placement.layers if trainer.placement else None,
         "tokens": trainer.inputs.stream.sequences_per_step * trainer.config.model_max_length,
         "schedule": trainer.context.schedule.name,
         "head_groups": trainer.context.schedule.turns,

@@ -94,9 +94,16 @@ class Plan:
 def placement_words(plan: Plan) -> str:
     """Of every layer, and what else its run does with what is kept."""
     grouped = f"; {plan.run.group} layers a checkpoint" if plan.run.group > 1 else ""
-    stays = f", but for those of layers 0-{plan.run.state_stays - 1}" if plan.run.state_stays else ""
-    state = f"; weights and their state wait on the host{stays}" if plan.run.state_leaves else ""
+    state = f"; weights and state{of_what_waits(plan.run)} wait on the host" if plan.run.state_leaves else ""
     return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped}){state}"
+
+
+def of_what_waits(run: PlannedRun) -> str:
+    """Whose weights and state are in host memory, where those of some layers are not."""
+    if not run.state_stays:
+        return ""
+    layers = f"layers {run.state_stays}-{run.layers - 1}, " if run.state_stays < run.layers else ""
+    return f" of {layers}embeddings and head"
 
 
 def make_plan(run: PlannedRun) -> Plan:

@@ -12,7 +12,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB, Breakdown, advice
 from lightseq.plan.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.plan.memory import state_bytes_on_host
-from lightseq.plan.plan import Plan, make_plan, remedies
+from lightseq.plan.plan import Plan, make_plan, of_what_waits, remedies
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.host_memory import host_memory
@@ -50,10 +50,8 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
 def auto_notes(plan: Plan) -> list[str]:
     """What `--offload auto` has to say for itself."""
     if plan.run.state_leaves:
-        stays = plan.run.state_stays
-        most = f", but for those of layers 0-{stays - 1}," if stays else ","
-        words = f"weights, gradients and optimizer state wait in host memory{most} for nothing fits otherwise"
-        return [f"--offload auto: {words}"]
+        what = f"weights, gradients and optimizer state{of_what_waits(plan.run)}"
+        return [f"--offload auto: {what} wait in host memory, for nothing fits otherwise"]
     return [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
 
 
