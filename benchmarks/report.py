@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.errors import RESULTS
 from benchmarks.plan import Subject
-from lightseq.comm.transport import BLOCKING
+from lightseq.comm.transport import plain
 from lightseq.config.lengths import shown
 from lightseq.ranks.mesh import World
 from lightseq.training import source
@@ -23,13 +23,15 @@ ARROW = " → "
 GAP = "  "
 
 
-def header(world: World, words: Sequence[str], commit: str | None, packed: bool = False) -> dict[str, Any]:
+def header(
+    world: World, words: Sequence[str], commit: str | None, packed: bool = False, benchmark: str = "attention"
+) -> dict[str, Any]:
     """The first object of a file: all that the numbers after it depend on."""
     launch = f"-m torch.distributed.run --nproc_per_node={world.local_size} " if world.size > 1 else ""
     machine = {key: value for key, value in hardware(world.device).items() if key != "host"}
     return {
-        "benchmark": "attention",
-        "command": f"python3 {launch}benchmarks/attention.py {shlex.join(words)}".strip(),
+        "benchmark": benchmark,
+        "command": f"python3 {launch}benchmarks/{benchmark}.py {shlex.join(words)}".strip(),
         "commit": commit or commit_here(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "world": world.size,
@@ -72,8 +74,8 @@ def names(subjects: Sequence[Subject]) -> int:
 
 def left(length: str, name: str, subjects: Sequence[Subject], kernel: str, transport: str) -> str:
     """`auto` may become symmetric."""
-    hides_nothing = any(s.choice is not None and s.choice.transport.endswith(BLOCKING) for s in subjects)
-    wide = len("symmetric") + (len(BLOCKING) if hides_nothing else 0)
+    asked = [s.choice.transport for s in subjects if s.choice is not None]
+    wide = len("symmetric") + max((len(name) - len(plain(name)) for name in asked), default=0)
     return GAP.join((length.rjust(6), name.ljust(names(subjects)), kernel.ljust(9), transport.ljust(wide)))
 
 

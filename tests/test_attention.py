@@ -16,7 +16,7 @@ from schedules import fitting
 from torch import Tensor
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, SHARED, SHARED_GPU_WORLDS, spawn
 
 from lightseq.attention import executor
 from lightseq.attention.context import Progress, SequenceContext, make_context
@@ -234,6 +234,12 @@ def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
 def test_gpu_schedules_match_float64(dim: int, transport: str, world: int) -> None:
     kernels = ("fa4", "fa3", "fa2", "cudnn", "aten")
     results = spawn(world, _half_precision_errors, "cuda", kernels, dim, 2048 + 5, transport, device="cuda")
+    _check_half_precision(results[0])
+
+
+@pytest.mark.parametrize("world", SHARED_GPU_WORLDS)
+def test_schedules_of_ranks_that_share_a_gpu_match_float64(world: int) -> None:
+    results = spawn(world, _half_precision_errors, "cuda", ("fa4", "cudnn"), 64, 1024 + 5, "symmetric", device=SHARED)
     _check_half_precision(results[0])
 
 

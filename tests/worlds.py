@@ -13,6 +13,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)]
+SHARED = (
+    "cuda, shared"  # all ranks on one GPU, joined by gloo, for NCCL refuses; they map each other's memory as others do
+)
+SHARED_GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(1)) for world in (2, 3, 4)]
 
 
 def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
@@ -20,7 +24,7 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
 
     `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback.
     """
-    context = mp.get_context("spawn") if device == "cuda" else forkserver()
+    context = forkserver() if device == "cpu" else mp.get_context("spawn")
     queue = context.SimpleQueue()
     # Held here, as a launcher would: a rank that came before the one with the store would try again a second later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -58,8 +62,9 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
+        if device != "cpu":
+            torch.cuda.set_device(0 if device == SHARED else rank)
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if device == SHARED else "0"
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
         value = fn(rank, *args)

@@ -24,6 +24,10 @@ class Home(ABC):
         self._totals: Bundle = ()
         self._begun: set[Place] = set()
 
+    def begin(self) -> None:
+        """Nothing has been taken in."""
+        self._begun.clear()
+
     def open(self) -> None:
         """To be called before parts are taken in, or finals written to, on the stream that they are later read on."""
         if not self._totals:

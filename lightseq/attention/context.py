@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.comm.select import make_transport
-from lightseq.comm.transport import BLOCKING, Transport
+from lightseq.comm.transport import Transport, plain
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.ranks.environment import disable_multicast, keep_compiled_kernels
@@ -148,8 +148,7 @@ def make_context(
     disable_multicast()
     keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
-    overlapped = carrier.name.removesuffix(BLOCKING)
-    chosen = _choose(world, shape, overlapped, gpus_per_host or world, asked, keep_gathered)
+    chosen = _choose(world, shape, plain(carrier.name), gpus_per_host or world, asked, keep_gathered)
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(table, shape.heads, shape.kv_heads)
     selection = select(kernel, spec)

@@ -3,9 +3,8 @@
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, wraps
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache, wraps
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from lightseq.attention.bundles import Bundle, Form, form
 from lightseq.attention.gathered import Gathered
 from lightseq.attention.passes import Pass, Place, make_pass
 from lightseq.attention.program import Operand, Program, Room, StepProgram, Taking, TileProgram, make_program, takings
+from lightseq.attention.recorded import Recordings, is_short
 from lightseq.comm.transport import Exchange, Receive, Transport
 from lightseq.kernels import Kernel, Launches, addresses, backward_tile, forward_tile, row_terms
 from lightseq.schedule.documents import MOST_PACKED
@@ -93,7 +93,7 @@ class Run:
         if not step.travels:
             return lambda: then([])
         copy, idle = self._launches.copy, not step.tiles
-        return self._transport.exchange(Exchange(step.sends, receives, then, step.fresh, copy, idle))
+        return self._transport.exchange(Exchange(step.sends, receives, then, step.fresh, step.first, copy, idle))
 
     def _take(self, takes: Sequence[Taking]) -> None:
         for taking in takes:
@@ -135,10 +135,13 @@ def _deliver(dst: Tensor, x: Tensor) -> None:
 
 
 def _run(
-    asked: Pass, transport: Transport, operands: Mapping[str, Bundle], compute: Compute,
-    arenas: Arenas = MappingProxyType({}),
+    asked: Pass, transport: Transport, operands: Mapping[str, Bundle], compute: Compute, like: Hashable,
+    kept: Tensor | None = None, arenas: Callable[[], Arenas] = dict,
 ) -> list[Tensor]:  # fmt: skip
-    """The output and its lse, or the gradients. What is gathered comes into `arenas`, else into memory of the pass."""
+    """The output and its lse, or the gradients. What is gathered comes into `arenas`, else into memory of the pass.
+
+    `like` stands for what `compute` does, which touches `kept` besides.
+    """
     forms, device = asked.forms, operands["q"][0].device
     homes = {item: HOMES[item](forms[item], device, at_once) for item, at_once in asked.at_once.items()}
     with transport.outbox(asked.outbox_bytes) as outbox:
@@ -148,7 +151,21 @@ def _run(
                 outbox.known.clear()
             program = outbox.known[asked] = make_program(asked, outbox.memory, transport.at)
         launches = outbox.known.setdefault(Launches, Launches())
-        Run(program, operands, homes, forms, transport, compute, launches, arenas).run()
+
+        def run() -> None:
+            for home in homes.values():
+                home.begin()
+            Run(program, operands, homes, forms, transport, compute, launches, arenas()).run()
+
+        if outbox.recorded is None or not is_short(asked):
+            run()
+        else:
+            for home in homes.values():
+                home.open()
+            touched = [*operands.values(), *(home.finals for home in homes.values())]
+            places = addresses([x for bundle in touched for x in bundle] + ([] if kept is None else [kept]))
+            recordings = outbox.known.get(Recordings) or outbox.known.setdefault(Recordings, Recordings())
+            recordings.run(asked, (like, places), run, transport, outbox)
     return [x for home in homes.values() for x in home.finals]
 
 
@@ -173,8 +190,13 @@ def attention_forward(
         into = room["out"][0] if room["out"] else None
         return {"out": forward_tile(kernel, q_, k_, v_, tile.mask, scale, into)}
 
-    arenas = kept.bundles(schedule, rank, asked.forms) if kept else {}
-    out, lse = _run(asked, transport, {"q": (q,), "kv": (k, v)}, compute, arenas)
+    like, operands = (kernel, scale), {"q": (q,), "kv": (k, v)}
+    if kept is None:
+        out, lse = _run(asked, transport, operands, compute, like)
+    else:
+        out, lse = _run(
+            asked, transport, operands, compute, like, kept.memory, lambda: kept.bundles(schedule, rank, asked.forms)
+        )
     return out, lse
 
 
@@ -207,19 +229,23 @@ def attention_backward(
     travelling = len(operands["q"]) - 1
     asked = _backward_pass(schedule, rank, dout.shape, kv_heads, dout.dtype, travelling, of_rows[-1].dtype)
     of_own = {"q": asked.forms["dq"], "kv": asked.forms["dkv"]}
-    gathered = own.bundles(schedule, rank, of_own) if isinstance(own, Gathered) else {}
-    kept = {key: of_own[key[0]].unpacked(bundle) for key, bundle in gathered.items()}
+
+    @cache
+    def kept() -> Mapping[tuple[str, int], Bundle]:
+        gathered = own.bundles(schedule, rank, of_own) if isinstance(own, Gathered) else {}
+        return {key: of_own[key[0]].unpacked(bundle) for key, bundle in gathered.items()}
 
     def compute(tile: Tile, q: Bundle, kv: Bundle, room: Mapping[str, Bundle]) -> dict[str, Bundle]:
-        q_, dout_, *out_, lse_ = kept.get(("q", tile.heads), ()) + q
-        k_, v_ = kept.get(("kv", tile.heads), kv)
+        q_, dout_, *out_, lse_ = kept().get(("q", tile.heads), ()) + q
+        k_, v_ = kept().get(("kv", tile.heads), kv)
         (dq_,), (dk_, dv_) = room["dq"] or (None,), room["dkv"] or (None, None)
         made = backward_tile(
             kernel, dout_, q_, k_, v_, out_[0] if out_ else dout_, lse_, tile.mask, scale, (dq_, dk_, dv_)
         )
         return {"dq": made[:1], "dkv": made[1:]}
 
-    dq, dk, dv = _run(asked, transport, operands, compute)
+    touched = own.memory if isinstance(own, Gathered) else None
+    dq, dk, dv = _run(asked, transport, operands, compute, (kernel, scale), touched)
     return dq, dk, dv
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightseq.attention.bundles import Form
 from lightseq.schedule.layout import Layout
@@ -30,6 +31,13 @@ class Pass:
     staged: Mapping[str, int]  # where in every outbox the operands lie that travel, in bytes
     regions: Mapping[int, int]  # and the results of each step
     outbox_bytes: int
+
+    @cached_property
+    def flops(self) -> float:
+        """Of one rank: the causal half of its share, the backward as 2.5 forwards."""
+        q = self.forms["q"]
+        forward = 2 * q.batch * (q.rows * q.chunks) ** 2 * self.schedule.world * q.heads * q.groups * q.dim
+        return 2.5 * forward if self.backward else forward
 
 
 def make_pass(schedule: Schedule, backward: bool, rank: int, forms: Forms) -> Pass:

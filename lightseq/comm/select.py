@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.comm.symmetric import make_symmetric
-from lightseq.comm.transport import BLOCKING, Exchange, Outbox, SendRecvTransport, Transport
+from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, SendRecvTransport, Transport
 
 
-class Blocking:
-    """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
+class _Carried:
+    """A transport that leaves the work to another one."""
 
-    def __init__(self, carrier: Transport) -> None:
-        self.name, self.passed_over = carrier.name + BLOCKING, carrier.passed_over
-        self.outbox, self.at, self._carrier = carrier.outbox, carrier.at, carrier
+    def __init__(self, carrier: Transport, ending: str) -> None:
+        self.name, self.passed_over = carrier.name + ending, carrier.passed_over
+        self.outbox, self.at, self.exchange, self._carrier = carrier.outbox, carrier.at, carrier.exchange, carrier
 
     @property
     def bytes_sent(self) -> int:
@@ -26,9 +27,30 @@ class Blocking:
     def buffer_bytes(self) -> int:
         return self._carrier.buffer_bytes
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
+
+class Blocking(_Carried):
+    """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
+
+    def __init__(self, carrier: Transport) -> None:
+        super().__init__(carrier, BLOCKING)
+        self.exchange = self._exchange
+
+    def _exchange(self, asked: Exchange) -> Callable[[], None]:
         self._carrier.exchange(asked)()
         return lambda: None
+
+
+class Unrecorded(_Carried):
+    """A transport whose short passes are launched one by one, each time: it shows what recording them is worth."""
+
+    def __init__(self, carrier: Transport) -> None:
+        super().__init__(carrier, UNRECORDED)
+        self.outbox = self._outbox
+
+    @contextmanager
+    def _outbox(self, size: int) -> Iterator[Outbox]:
+        with self._carrier.outbox(size) as outbox:
+            yield replace(outbox, recorded=None)
 
 
 class NoTransport:
@@ -50,7 +72,8 @@ class NoTransport:
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
-            self._outbox = Outbox(torch.randint(256, (size,), dtype=torch.uint8, device=self._device))
+            memory = torch.randint(256, (size,), dtype=torch.uint8, device=self._device)
+            self._outbox = Outbox(memory, recorded=(lambda _: None) if memory.is_cuda else None)
         yield self._outbox
 
     def at(self, rank: int, here: Tensor) -> Tensor:
@@ -61,7 +84,13 @@ class NoTransport:
         for _, there, into in asked.receives:
             if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
                 self._seen.add(place)
-                into.copy_(there)
+                if into.is_cuda and torch.cuda.is_current_stream_capturing():  # a recording shall not repeat it
+                    aside = torch.cuda.Stream(self._device)
+                    with torch.cuda.stream(aside):
+                        into.copy_(there)
+                    aside.synchronize()
+                else:
+                    into.copy_(there)
         return lambda: asked.then(received) if asked.then is not None else None
 
 
@@ -69,10 +98,11 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     """`auto`, or a transport by name. Raises ValueError for one that cannot work here.
 
     `auto` is gloo on CPU, symmetric where every rank can map the others' memory, nccl otherwise. Each, with `-blocking`
-    behind its name, is the same without overlap.
+    behind its name, is the same without overlap, and with `-unrecorded` without recordings of passes.
     """
-    if name.endswith(BLOCKING):
-        return Blocking(make_transport(name.removesuffix(BLOCKING), group, device))
+    for ending, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
+        if name.endswith(ending):
+            return change(make_transport(name.removesuffix(ending), group, device))
     if name == "none":
         return NoTransport(device)
     here = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)

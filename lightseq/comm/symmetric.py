@@ -32,7 +32,7 @@ class SymmetricTransport:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(1 << 20)
         self._all_read = self._side.record_event()  # nobody reads the outbox any more
-        self._last_barrier = self._all_read
+        self._last_barrier = self._all_read  # of the pass under way
 
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
@@ -43,7 +43,7 @@ class SymmetricTransport:
         self._memory = self._allocate(size)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
-        self._outbox = Outbox(self._memory)
+        self._outbox = Outbox(self._memory, recorded=self._recorded if self._memory.is_cuda else None)
         self.buffer_bytes = size
 
     def _allocate(self, size: int) -> Tensor:
@@ -82,7 +82,8 @@ class SymmetricTransport:
                 _fetch(own, copy)
             if asked.fresh:
                 self._handle.barrier()
-                current.wait_event(self._last_barrier)  # the one before: everybody has read what may be overwritten
+                if not asked.first:
+                    current.wait_event(self._last_barrier)  # everybody has read what may be overwritten
                 self._last_barrier = self._side.record_event()
             _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:
@@ -97,6 +98,10 @@ class SymmetricTransport:
             in_use.clear()
 
         return wait
+
+    def _recorded(self, bytes_sent: int) -> None:
+        self.bytes_sent += bytes_sent
+        self._side.wait_stream(self._current())
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device.index)  # asked without a number, torch looks for devices first

@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCKING = "-blocking"  # ends the name of a transport that hides nothing
+UNRECORDED = "-unrecorded"  # and of one whose short passes are launched one by one, each time
 
 # Copies tensors (to, from) in one launch: a key that stands for where they lie, and what makes the pairs for a new key.
 Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
+
+
+def plain(name: str) -> str:
+    """A transport's name without what ends it."""
+    return name.removesuffix(BLOCKING).removesuffix(UNRECORDED)
 
 
 class Send(NamedTuple):
@@ -43,16 +49,22 @@ class Exchange(NamedTuple):
     # that reads in place begins with the first of them too.
     then: Callable[[list[Tensor]], None] | None = None
     fresh: bool = True  # some rank wrote to its outbox since the last exchange
+    first: bool = False  # of those of a pass: who opened its outbox has waited for all before
     copy: Copy | None = None  # for a transport that has many small tensors to copy
     idle: bool = False  # the caller's stream has nothing to do until everything is there, and may be given work
 
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts."""
+    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts.
+
+    Where all waiting is the device's, a pass may run as a recording of an earlier one. `recorded` is then called after
+    it, with the bytes that it sent beyond those that were counted.
+    """
 
     memory: Tensor
     known: dict[Any, Any] = field(default_factory=dict)
+    recorded: Callable[[int], None] | None = None
 
 
 class Transport(Protocol):

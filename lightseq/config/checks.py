@@ -23,6 +23,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "transport": (
         *("auto", "nccl", "gloo", "symmetric"),
         *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
+        *("auto-unrecorded", "symmetric-unrecorded"),
     ),
     "fp8": ("tensorwise", "rowwise"),
     "remat": POLICIES,

@@ -70,8 +70,8 @@ class TrainConfig:
     ulysses_size: int | None = None  # one)
     kernel: str = "auto"  # what computes one tile of attention
     fused_attention: bool | None = None  # False: plain attention, --kernel reference; True: any other kernel
-    # how key/value blocks travel: beside what is computed, or -blocking: before it, which is what overlap is measured
-    transport: str = "auto"  # against
+    # how key/value blocks travel; with -blocking before what is computed, with -unrecorded without CUDA graphs of short
+    transport: str = "auto"  # passes: what overlap and recordings are measured against
     # full_shard: FSDP2 over all ranks; hybrid_shard: shards inside a host, replicates across hosts;
     fsdp: str = "full_shard"  # "": DDP. The word auto_wrap may follow
     fsdp_transformer_layer_cls_to_wrap: str | None = None  # the module that is sharded as one (default: the model's)

@@ -98,7 +98,12 @@ def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
 def _table(numbers: list[int], device: torch.device) -> Tensor:
     """On the device; from pinned memory, so that the host does not wait for the stream."""
     table = torch.tensor(numbers, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    if torch.cuda.is_current_stream_capturing():  # a recording repeats, but a table comes once, and before
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit

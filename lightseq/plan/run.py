@@ -6,7 +6,7 @@ from math import ceil
 
 from transformers import PreTrainedConfig
 
-from lightseq.comm.transport import BLOCKING
+from lightseq.comm.transport import plain
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.policies import keeps_gathered
 from lightseq.models.adapters import adapter_parameters, lora_of
@@ -85,7 +85,7 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        asked = self.config.transport.removesuffix(BLOCKING)
+        asked = plain(self.config.transport)
         return "symmetric" if inside and asked in ("auto", "symmetric") else "nccl"
 
     @cached_property
