@@ -73,7 +73,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "transport": context.transport.name,
                 **(packing(context, documents, case.boundaries[-1]) if documents else {}),
             },
-            buffer_bytes=lambda: context.transport.buffer_bytes,
+            buffer_bytes=lambda: context.transport.buffer_bytes + context.transport.recorded_bytes,
         )
     finally:
         release(context)  # and with it the transport's buffers

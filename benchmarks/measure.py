@@ -78,7 +78,7 @@ class Layer:
     ranks: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     heads_first: bool = False  # takes and gives (B, H, S, D), not (B, S, H, D)
-    buffer_bytes: Callable[[], int] = lambda: 0  # device memory held outside torch's caching allocator
+    buffer_bytes: Callable[[], int] = lambda: 0  # device memory held that torch does not count as allocated
 
     def ordered(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         batch, tokens, heads, dim = shape

@@ -53,10 +53,11 @@ class _Passes:
     def __init__(self) -> None:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
         self.outbox = Outbox(torch.empty(0), recorded=self._recorded)
-        self.recordings, self.again = Recordings(), 0
+        self.recordings, self.again, self.held = Recordings(), 0, 0
 
-    def _recorded(self, bytes_sent: int) -> None:
+    def _recorded(self, bytes_sent: int, held: int) -> None:
         self.bytes_sent += bytes_sent
+        self.held = held
         self.again += 1
 
     def _launch(self) -> None:
@@ -83,6 +84,7 @@ def passes() -> Iterator[_Passes]:
         "stream": lambda _: nullcontext(),
         "current_stream": lambda: stream,
         "is_current_stream_capturing": lambda: False,
+        "memory_snapshot": lambda _: [{"total_size": 30}, {"total_size": 12}],
     }
     _Graph.refuses = False
     with patch.multiple("torch.cuda", **found):
@@ -99,7 +101,7 @@ def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Pass
     assert passes.launched == 2 * TIMES_BEFORE and passes.again == 3
     ((recording, bytes_sent),) = passes.recordings.known.values()
     assert (recording.replays, bytes_sent) == (3, 10)
-    assert passes.bytes_sent == 10 * (2 * TIMES_BEFORE + 3)
+    assert passes.bytes_sent == 10 * (2 * TIMES_BEFORE + 3) and passes.held == 42
     assert passes.recorded_while == [False], "what cycles hold may not be freed while a GPU records"
     assert gc.isenabled()
 
@@ -163,7 +165,7 @@ def test_flops_of_all_ranks_are_those_of_the_causal_half(backward: bool) -> None
 
 
 def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
-    opened = Outbox(torch.empty(1), {"place": 1}, recorded=lambda _: None)
+    opened = Outbox(torch.empty(1), {"place": 1}, recorded=lambda *_: None)
     carrier: Any = SimpleNamespace(
         name="symmetric", passed_over="", at=id, exchange=id, outbox=lambda _: nullcontext(opened)
     )

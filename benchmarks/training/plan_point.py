@@ -157,8 +157,9 @@ def memory_facts(trainer: MeasuredTrainer) -> dict[str, int]:
         return {}
     free, capacity = torch.cuda.mem_get_info(device)
     buffers, reserved = trainer.context.transport.buffer_bytes, torch.cuda.memory_reserved(device)
+    recorded = trainer.context.transport.recorded_bytes
     return {
-        "peak_memory_allocated_bytes": torch.cuda.max_memory_allocated(device) + buffers,
+        "peak_memory_allocated_bytes": torch.cuda.max_memory_allocated(device) + buffers + recorded,
         "peak_memory_reserved_bytes": torch.cuda.max_memory_reserved(device) + buffers,
         "attention_buffer_bytes": buffers,
         "between_steps_bytes": torch.cuda.memory_allocated(device),

@@ -36,7 +36,7 @@ class Recordings:
         self.known: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._fails = False
+        self._bytes, self._fails = 0, False
 
     def run(self, asked: Pass, places: Hashable, run: Callable[[], None], transport: Transport, outbox: Outbox) -> None:
         """Runs a pass, by a recording if there is one. `places` stands for all that it touches and does."""
@@ -44,11 +44,11 @@ class Recordings:
         key = (asked, places, torch.cuda.current_stream().stream_id)
         if (known := self.known.get(key)) is not None:
             known.graph.replay()
-            outbox.recorded(known.bytes_sent)
+            outbox.recorded(known.bytes_sent, self._bytes)
         elif self._comes_again(key) and (made := self._record(run, transport, asked.rank)) is not None:
             self.known[key] = made
             made.graph.replay()
-            outbox.recorded(0)
+            outbox.recorded(0, self._bytes)
         else:
             run()
 
@@ -79,6 +79,7 @@ class Recordings:
                     f"short passes of attention are launched one by one, for recording failed: {why}", stacklevel=2
                 )
             return None
+        self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
         return Recording(graph, transport.bytes_sent - sent)
 
 

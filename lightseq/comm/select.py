@@ -27,6 +27,10 @@ class _Carried:
     def buffer_bytes(self) -> int:
         return self._carrier.buffer_bytes
 
+    @property
+    def recorded_bytes(self) -> int:
+        return self._carrier.recorded_bytes
+
 
 class Blocking(_Carried):
     """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
@@ -61,7 +65,7 @@ class NoTransport:
     """
 
     name, passed_over = "none", ""
-    buffer_bytes = 0
+    buffer_bytes = recorded_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
@@ -73,7 +77,7 @@ class NoTransport:
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
             memory = torch.randint(256, (size,), dtype=torch.uint8, device=self._device)
-            self._outbox = Outbox(memory, recorded=(lambda _: None) if memory.is_cuda else None)
+            self._outbox = Outbox(memory, recorded=(lambda *_: None) if memory.is_cuda else None)
         yield self._outbox
 
     def at(self, rank: int, here: Tensor) -> Tensor:

@@ -59,12 +59,12 @@ class Outbox:
     """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts.
 
     Where all waiting is the device's, a pass may run as a recording of an earlier one. `recorded` is then called after
-    it, with the bytes that it sent beyond those that were counted.
+    it, with the bytes that it sent beyond those that were counted, and those of memory that all recordings hold.
     """
 
     memory: Tensor
     known: dict[Any, Any] = field(default_factory=dict)
-    recorded: Callable[[int], None] | None = None
+    recorded: Callable[[int, int], None] | None = None
 
 
 class Transport(Protocol):
@@ -81,6 +81,11 @@ class Transport(Protocol):
     @property
     def buffer_bytes(self) -> int:
         """Device memory held outside torch's caching allocator."""
+        ...
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Device memory of torch's allocator that recordings of passes hold, where it does not count as allocated."""
         ...
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
@@ -102,7 +107,7 @@ class Transport(Protocol):
 class SendRecvTransport:
     """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
-    buffer_bytes = 0
+    buffer_bytes = recorded_bytes = 0
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, passed_over: str = "") -> None:
         self.name, self.passed_over = name, passed_over

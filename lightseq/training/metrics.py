@@ -164,16 +164,17 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
 
 
-def memory(device: torch.device, outside_bytes: int) -> tuple[int, int, int]:
+def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
     """Peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
 
-    `outside_bytes` of device memory are held that torch's allocator does not know of: buffers that peers map.
+    `outside_bytes` of device memory are held that torch's allocator does not know of: buffers that peers map. Of what
+    it has reserved, recordings hold `recorded_bytes`, which do not count as allocated.
     """
     rss = psutil.Process().memory_info().rss
     if device.type != "cuda":
         return 0, 0, rss
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return allocated + outside_bytes, reserved + outside_bytes, rss
+    return allocated + outside_bytes + recorded_bytes, reserved + outside_bytes, rss
 
 
 def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:

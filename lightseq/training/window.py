@@ -90,7 +90,8 @@ class Window:
         offloaded = self.offload.memory.allocated_bytes if self.offload else 0
         imbalance = max(result.imbalance for result in self.results)
         slowest = math.floor(own_seconds * 1e9) * self.world.size + self.world.rank  # the time, and whose it is
-        worst = [data_seconds, *memory(device, self.transport.buffer_bytes), offloaded, imbalance, slowest]
+        taken = memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
+        worst = [data_seconds, *taken, offloaded, imbalance, slowest]
         reduced = reduce_over_ranks([loss, valid, squares, sent, own_seconds], worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
