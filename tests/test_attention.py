@@ -16,7 +16,7 @@ from schedules import fitting
 from torch import Tensor
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import GPU_WORLDS, SHARED, SHARED_GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, NCCL_WORLDS, spawn
 
 from lightseq.attention import executor
 from lightseq.attention.context import Progress, SequenceContext, make_context
@@ -229,17 +229,17 @@ def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
             assert error <= 1.15 * before, f"{schedule}, {what}: {error} on 8 ranks, {before} on 2"
 
 
-@pytest.mark.parametrize("world", GPU_WORLDS)
-@pytest.mark.parametrize(("dim", "transport"), [(64, "nccl"), (128, "symmetric")])
-def test_gpu_schedules_match_float64(dim: int, transport: str, world: int) -> None:
-    kernels = ("fa4", "fa3", "fa2", "cudnn", "aten")
-    results = spawn(world, _half_precision_errors, "cuda", kernels, dim, 2048 + 5, transport, device="cuda")
-    _check_half_precision(results[0])
+ON_GPU = "fa4", "fa3", "fa2", "cudnn", "aten"
 
 
-@pytest.mark.parametrize("world", SHARED_GPU_WORLDS)
-def test_schedules_of_ranks_that_share_a_gpu_match_float64(world: int) -> None:
-    results = spawn(world, _half_precision_errors, "cuda", ("fa4", "cudnn"), 64, 1024 + 5, "symmetric", device=SHARED)
+@pytest.mark.parametrize("world", NCCL_WORLDS)
+def test_gpu_schedules_match_float64(world: int) -> None:
+    _check_half_precision(spawn(world, _half_precision_errors, "cuda", ON_GPU, 64, 2053, "nccl", device="cuda")[0])
+
+
+@pytest.mark.parametrize("world", [*GPU_WORLDS, pytest.param(3, marks=pytest.mark.gpu(1))])
+def test_gpu_schedules_over_mapped_memory_match_float64(world: int) -> None:
+    results = spawn(world, _half_precision_errors, "cuda", ON_GPU, 128, 2053, "symmetric", device="cuda")
     _check_half_precision(results[0])
 
 
@@ -323,7 +323,7 @@ def test_inputs_and_gradients_may_have_any_strides() -> None:
     spawn(4, _unusual_inputs, "cpu", torch.float64, 1e-12)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(1)
 def test_inputs_and_gradients_on_gpus_may_have_any_strides() -> None:
     spawn(2, _unusual_inputs, "cuda", torch.float32, 1e-4, device="cuda")
 

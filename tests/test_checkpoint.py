@@ -19,7 +19,7 @@ from programs import Ended, program, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from torch import Tensor
-from worlds import GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
 from lightseq.checkpoint import disk, manifest, saver, saving, state_files
@@ -575,7 +575,7 @@ def test_saves_are_counted() -> None:
 
 
 def on_gpus(rank: int, folder: str, gpu_words: str) -> list[Ended]:
-    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cuda", rank))
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), gpu_of(rank))
     runs = [words(Path(folder), "gpu-beside", gpu_words)]
     runs += [words(Path(folder), "gpu-inline", f"{gpu_words} --async_save False")]
     return [run_in(world, "llama3", run) for run in runs]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
-from worlds import GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
 
 from lightseq.attention.context import SequenceContext, make_context, pack
 from lightseq.attention.operator import attention
@@ -351,7 +351,7 @@ def test_packed_documents_of_any_length_equal_each_one_alone_under_every_kernel(
 
 def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
     """Relative errors against float64 of schedules and kernels, and of plain bfloat16 attention."""
-    length, boundaries, dim, device = 2053, (0, 1, 300, 1500, 1501, 2000), 64, torch.device("cuda", rank)
+    length, boundaries, dim, device = 2053, (0, 1, 300, 1500, 1501, 2000), 64, gpu_of(rank)
     inputs = [x.bfloat16().to(device) for x in _inputs(length, dim)]
     want = _each_alone([x.double() for x in inputs], boundaries)
     capability = torch.cuda.get_device_capability()
@@ -369,9 +369,17 @@ def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+@pytest.mark.parametrize("world", NCCL_WORLDS)
+def test_packed_documents_on_gpus_match_float64(world: int) -> None:
+    _check_gpu_errors(world, "nccl")
+
+
 @pytest.mark.parametrize("world", GPU_WORLDS)
-def test_packed_documents_on_gpus_match_float64(world: int, transport: str) -> None:
+def test_packed_documents_over_mapped_memory_match_float64(world: int) -> None:
+    _check_gpu_errors(world, "symmetric")
+
+
+def _check_gpu_errors(world: int, transport: str) -> None:
     found = spawn(world, _gpu_errors, transport, device="cuda")[0]
     plain = found.pop("plain")
     for label, errors in found.items():

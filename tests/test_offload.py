@@ -315,7 +315,7 @@ def test_what_has_no_values_yet_is_zeros_when_it_is_locked(locks: "Locks") -> No
     assert not memory.empty((3, 100), torch.int32).any() and len(locks.now) == 2
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
 def test_weights_on_the_host_are_locked_before_fsdp2_copies_them(device: str) -> None:
     """It looks as soon as a weight has memory. Of rows that do not divide it copies the last rank's, which it pads."""
     assert spawn(2, _places_of_host_weights, device, True, device=device) == [set(), {"lm_head", "model.embed_tokens"}]

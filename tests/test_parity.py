@@ -17,7 +17,7 @@ import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from worlds import GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, gpu_of, spawn
 
 import llama2
 import llama3
@@ -172,7 +172,7 @@ def _train(rank: int, folder: str, case: Case, steps: int, device: torch.device)
 
 def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: str) -> list[str]:
     """What differs, as readable lines; empty when all is well."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else CPU
+    device = gpu_of(rank) if device_type == "cuda" else CPU
     wrong: list[str] = []
     references: dict[tuple[str, int, bool], Result] = {}
     for case in cases:

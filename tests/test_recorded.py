@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
-from worlds import SHARED, SHARED_GPU_WORLDS, spawn
+from worlds import GPU_WORLDS, spawn
 
 from lightseq.attention import recorded
 from lightseq.attention.context import SequenceContext
@@ -232,9 +232,9 @@ def _repeated(rank: int) -> dict[str, tuple[int, float, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("world", SHARED_GPU_WORLDS)
+@pytest.mark.parametrize("world", [*GPU_WORLDS, pytest.param(3, marks=pytest.mark.gpu(1))])
 def test_recorded_passes_compute_with_what_lies_there_now(world: int) -> None:
-    for found in spawn(world, _repeated, device=SHARED):
+    for found in spawn(world, _repeated, device="cuda"):
         assert found["prefix"][0] and found["ulysses"][0], found
         for name, (_, error, bits) in found.items():
             assert error < 6e-3 and not bits, (name, error, bits)

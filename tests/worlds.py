@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)]
-SHARED = (
-    "cuda, shared"  # all ranks on one GPU, joined by gloo, for NCCL refuses; they map each other's memory as others do
-)
-SHARED_GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(1)) for world in (2, 3, 4)]
+GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(1)) for world in (2, 4)]
+NCCL_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)]
 
 
 def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """`fn(rank, *args)` on `world` processes in one process group; returns what every rank returned, in rank order.
 
-    `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback.
+    `fn` is a module-level function; results must pickle. A failure on any rank fails the test with its traceback. On
+    "cuda" every rank has a GPU (`gpu_of`), or several share one: joined by gloo, for NCCL refuses that, they map each
+    other's memory as any.
     """
-    context = forkserver() if device == "cpu" else mp.get_context("spawn")
+    context = mp.get_context("spawn") if device == "cuda" else forkserver()
     queue = context.SimpleQueue()
     # Held here, as a launcher would: a rank that came before the one with the store would try again a second later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -62,10 +61,12 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
-        if device != "cpu":
-            torch.cuda.set_device(0 if device == SHARED else rank)
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if device == SHARED else "0"
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        backend = "gloo"
+        if device == "cuda":
+            torch.cuda.set_device(gpu_of(rank))
+            share = torch.cuda.device_count() < world
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(share))
+            backend = "cpu:gloo,cuda:gloo" if share else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
         value = fn(rank, *args)
         dist.barrier()
@@ -74,6 +75,10 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
     except BaseException:  # whatever it was, the parent must hear of it
         queue.put((rank, traceback.format_exc(), None))
         os._exit(1)
+
+
+def gpu_of(rank: int) -> torch.device:
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def free_port() -> int:
