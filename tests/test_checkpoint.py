@@ -19,7 +19,7 @@ from programs import Ended, program, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from torch import Tensor
-from worlds import GPU_WORLDS, gpu_of, spawn
+from worlds import NCCL_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
 from lightseq.checkpoint import disk, manifest, saver, saving, state_files
@@ -581,7 +581,7 @@ def on_gpus(rank: int, folder: str, gpu_words: str) -> list[Ended]:
     return [run_in(world, "llama3", run) for run in runs]
 
 
-@pytest.mark.parametrize("world", GPU_WORLDS)
+@pytest.mark.parametrize("world", NCCL_WORLDS)
 @pytest.mark.parametrize("flags", ["", "--optim adamw_torch", "--fsdp ''", "--offload optimizer"])
 def test_copies_from_gpus_are_of_the_step_that_was_saved(world: int, flags: str, tmp_path: Path) -> None:
     folder = write_inputs(tmp_path)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from worlds import GPU_WORLDS, gpu_of, spawn
+from worlds import NCCL_WORLDS, gpu_of, spawn
 
 import llama2
 import llama3
@@ -296,7 +296,7 @@ def test_ten_steps_equal_one_process(tmp_path: Path) -> None:
     _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], STEPS)
 
 
-@pytest.mark.parametrize("world", GPU_WORLDS)
+@pytest.mark.parametrize("world", NCCL_WORLDS)
 def test_training_on_gpus_equals_one_process(world: int, tmp_path: Path) -> None:
     """In float32, where the kernel is the plain one: everything around it."""
     cases = [*_each_schedule(world, 2), *_each_schedule(world, 1)[::2]]

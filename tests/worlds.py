@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -68,8 +67,6 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
             share = torch.cuda.device_count() < world
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(share))
             backend = "cpu:gloo,cuda:gloo" if share else "cpu:gloo,cuda:nccl"
-            if share and (prepare := sys.modules.get("lightseq.training.prepare")):
-                prepare.check_devices = lambda _: None  # type: ignore[attr-defined]  # who trains shall not share one
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
         value = fn(rank, *args)
         dist.barrier()
