@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from lightseq.attention import executor
 from lightseq.attention.context import Progress, SequenceContext, make_context
 from lightseq.attention.operator import LONG_FLOPS, _advance, attention
 from lightseq.comm.select import NoTransport
-from lightseq.comm.transport import Exchange, Receive, SendRecvTransport
+from lightseq.comm.transport import Exchange, Outbox, Receive, SendRecvTransport
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
-from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.layout import shard, unshard
 from lightseq.schedule.table import Mask
@@ -241,6 +242,17 @@ def test_gpu_schedules_match_float64(world: int) -> None:
 def test_gpu_schedules_over_mapped_memory_match_float64(world: int) -> None:
     results = spawn(world, _half_precision_errors, "cuda", ON_GPU, 128, 2053, "symmetric", device="cuda")
     _check_half_precision(results[0])
+
+
+def test_of_too_many_lengths_the_oldest_alone_is_forgotten() -> None:
+    table = make_schedule("prefix", 2)
+    passes = [executor._forward_pass(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
+    outbox = Outbox(torch.empty(max(x.outbox_bytes for x in passes), dtype=torch.uint8))
+    prepared = partial(executor._prepared, transport=NoTransport(torch.device("cpu")), outbox=outbox)
+    with patch.object(executor, "MOST_PROGRAMS", 2):
+        found = [prepared(asked) for asked in passes]
+        assert all(prepared(asked) is x for asked, x in zip(passes[1:], found[1:], strict=True))
+        assert prepared(passes[0]) is not found[0]
 
 
 def _refusals(rank: int) -> None:

@@ -21,6 +21,7 @@ from lightseq.attention.operator import attention
 from lightseq.attention.recorded import TIMES_BEFORE, Recordings, is_short
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Outbox
+from lightseq.kernels import Launches
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.layout import shard
@@ -54,6 +55,8 @@ class _Passes:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
         self.outbox = Outbox(torch.empty(0), recorded=self._recorded)
         self.recordings, self.again, self.held = Recordings(), 0, 0
+        self.launches, self.table = Launches(), lambda: None
+        self.launches._known["a copy"] = self.table  # type: ignore[assignment]
 
     def _recorded(self, bytes_sent: int, held: int) -> None:
         self.bytes_sent += bytes_sent
@@ -63,11 +66,13 @@ class _Passes:
     def _launch(self) -> None:
         self.launched += not _Graph.recording
         self.bytes_sent += 10
+        self.launches.copy("a copy", list)
         if _Graph.recording:
             self.recorded_while.append(gc.isenabled())
 
     def run(self, places: str, rank: int = 0) -> None:
-        self.recordings.run(_Asked(rank), places, self._launch, self, self.outbox)  # type: ignore[arg-type]
+        run: Any = self.recordings.run
+        run(_Asked(rank), places, self._launch, self.launches, self, self.outbox)
 
 
 class _Asked(NamedTuple):
@@ -99,8 +104,9 @@ def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Pass
     for _ in range(3):
         passes.run("here")
     assert passes.launched == 2 * TIMES_BEFORE and passes.again == 3
-    ((recording, bytes_sent),) = passes.recordings.known.values()
+    ((recording, bytes_sent, launches),) = passes.recordings.known.values()
     assert (recording.replays, bytes_sent) == (3, 10)
+    assert launches == [passes.table], "what a recording reads has to stay as long as it"
     assert passes.bytes_sent == 10 * (2 * TIMES_BEFORE + 3) and passes.held == 42
     assert passes.recorded_while == [False], "what cycles hold may not be freed while a GPU records"
     assert gc.isenabled()

@@ -15,7 +15,7 @@ from lightseq.attention.gathered import Gathered
 from lightseq.attention.passes import Pass, Place, make_pass
 from lightseq.attention.program import Operand, Program, Room, StepProgram, Taking, TileProgram, make_program, takings
 from lightseq.attention.recorded import Recordings, is_short
-from lightseq.comm.transport import Exchange, Receive, Transport
+from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels import Kernel, Launches, addresses, backward_tile, forward_tile, row_terms
 from lightseq.schedule.documents import MOST_PACKED
 from lightseq.schedule.table import Schedule, Tile
@@ -145,12 +145,7 @@ def _run(
     forms, device = asked.forms, operands["q"][0].device
     homes = {item: HOMES[item](forms[item], device, at_once) for item, at_once in asked.at_once.items()}
     with transport.outbox(asked.outbox_bytes) as outbox:
-        program = outbox.known.get(asked)
-        if program is None:
-            if len(outbox.known) > (MOST_PACKED if asked.schedule.boundaries else MOST_PROGRAMS):
-                outbox.known.clear()
-            program = outbox.known[asked] = make_program(asked, outbox.memory, transport.at)
-        launches = outbox.known.setdefault(Launches, Launches())
+        program, launches = _prepared(asked, transport, outbox)
 
         def run() -> None:
             for home in homes.values():
@@ -165,8 +160,19 @@ def _run(
             touched = [*operands.values(), *(home.finals for home in homes.values())]
             places = addresses([x for bundle in touched for x in bundle] + ([] if kept is None else [kept]))
             recordings = outbox.known.get(Recordings) or outbox.known.setdefault(Recordings, Recordings())
-            recordings.run(asked, (like, places), run, transport, outbox)
+            recordings.run(asked, (like, places), run, launches, transport, outbox)
     return [x for home in homes.values() for x in home.finals]
+
+
+def _prepared(asked: Pass, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
+    """A pass in this outbox, and what was launched for it before. The oldest goes where there are too many."""
+    packed = bool(asked.schedule.boundaries)
+    known: dict[Pass, tuple[Program, Launches]] = outbox.known.setdefault((Program, packed), {})
+    if asked not in known:
+        if len(known) >= (MOST_PACKED if packed else MOST_PROGRAMS):
+            del known[next(iter(known))]
+        known[asked] = make_program(asked, outbox.memory, transport.at), Launches()
+    return known[asked]
 
 
 def _made_once(make: Callable[..., Pass]) -> Callable[..., Pass]:

@@ -16,6 +16,7 @@ import torch
 
 from lightseq.attention.passes import Pass
 from lightseq.comm.transport import Outbox, Transport
+from lightseq.kernels.launches import Launch, Launches
 
 MOST_FLOPS = 2e12  # of a pass: some three milliseconds of an H100, which hide what the host does for the next one
 MOST_OUTBOX_BYTES = 2**28  # and of memory that a pass needs besides, some twice as much
@@ -27,6 +28,7 @@ MOST_SEEN = 4096
 class Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
     bytes_sent: int
+    launches: list[Launch]  # of which it reads tables
 
 
 class Recordings:
@@ -38,14 +40,17 @@ class Recordings:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes, self._fails = 0, False
 
-    def run(self, asked: Pass, places: Hashable, run: Callable[[], None], transport: Transport, outbox: Outbox) -> None:
+    def run(
+        self, asked: Pass, places: Hashable, run: Callable[[], None], launches: Launches, transport: Transport,
+        outbox: Outbox,
+    ) -> None:  # fmt: skip
         """Runs a pass, by a recording if there is one. `places` stands for all that it touches and does."""
         assert outbox.recorded is not None, "these passes cannot be recorded"
         key = (asked, places, torch.cuda.current_stream().stream_id)
         if (known := self.known.get(key)) is not None:
             known.graph.replay()
             outbox.recorded(known.bytes_sent, self._bytes)
-        elif self._comes_again(key) and (made := self._record(run, transport, asked.rank)) is not None:
+        elif self._comes_again(key) and (made := self._record(asked, run, launches, transport)) is not None:
             self.known[key] = made
             made.graph.replay()
             outbox.recorded(0, self._bytes)
@@ -60,12 +65,14 @@ class Recordings:
         self._seen[key] += 1
         return self._seen[key] > TIMES_BEFORE
 
-    def _record(self, run: Callable[[], None], transport: Transport, rank: int) -> Recording | None:
+    def _record(
+        self, asked: Pass, run: Callable[[], None], launches: Launches, transport: Transport
+    ) -> Recording | None:
         """None where something in a pass cannot be recorded, as a kernel of somebody else's may hold."""
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with _nothing_freed(), torch.cuda.stream(self._stream):
+            with _nothing_freed(), torch.cuda.stream(self._stream), launches.noted() as noted:
                 graph.capture_begin(self._pool, "relaxed")  # other threads go on with what they are at
                 try:
                     run()
@@ -73,14 +80,14 @@ class Recordings:
                     graph.capture_end()
         except RuntimeError as error:
             self._fails = True
-            if rank == 0:
+            if asked.rank == 0:
                 why = str(error).splitlines()[0]
                 warnings.warn(
                     f"short passes of attention are launched one by one, for recording failed: {why}", stacklevel=2
                 )
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
-        return Recording(graph, transport.bytes_sent - sent)
+        return Recording(graph, transport.bytes_sent - sent, noted)
 
 
 @contextmanager

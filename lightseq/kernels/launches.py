@@ -1,6 +1,7 @@
 """Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,6 +48,16 @@ class Launches:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Launch] = {}
+        self._noted: list[Launch] | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[list[Launch]]:
+        """What is launched within: a recording of it reads their tables as long as it lasts."""
+        self._noted = []
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
 
     def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
         """Copies every pair."""
@@ -60,7 +71,7 @@ class Launches:
                     to.copy_(x)
                 return
             self._keep(key, launch)
-        launch()
+        self._run(launch)
 
     def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
         """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
@@ -76,6 +87,11 @@ class Launches:
                 return
             launch = fused.add_launch(totals, parts, fresh)
             self._keep((key, fresh), launch)
+        self._run(launch)
+
+    def _run(self, launch: Launch) -> None:
+        if self._noted is not None:
+            self._noted.append(launch)
         launch()
 
     def _keep(self, key: Hashable, launch: Launch) -> None:
