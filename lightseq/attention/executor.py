@@ -171,7 +171,7 @@ def _prepared(asked: Pass, transport: Transport, outbox: Outbox) -> tuple[Progra
     if asked not in known:
         if len(known) >= (MOST_PACKED if packed else MOST_PROGRAMS):
             del known[next(iter(known))]
-        known[asked] = make_program(asked, outbox.memory, transport.at), Launches()
+        known[asked] = make_program(asked, outbox.memory, transport.at), outbox.known.get(Launches, Launches)()
     return known[asked]
 
 

@@ -126,4 +126,4 @@ class _Counting(NoTransport):
         self.largest = max(self.largest, size)
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.empty(size, dtype=torch.uint8, device="meta")
-        yield Outbox(memory, {Launches: _Silent()})
+        yield Outbox(memory, {Launches: _Silent})
