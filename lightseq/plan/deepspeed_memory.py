@@ -11,11 +11,14 @@ from lightseq.plan.run import PlannedRun
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 
 SUB_GROUP = 10**9  # weights of a rank that ZeRO-3 updates at a time, where the config says nothing
+SWAP_BUFFERS = 4  # of states on NVMe, likewise
 
 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Bytes that `offload_optimizer` and `offload_param` on the CPU will take of a rank's host memory."""
+    """Bytes that `offload_optimizer` and `offload_param` will take of a rank's host memory."""
     taken = 0.0
+    if settings.on_nvme:
+        taken += _on_their_way(run, settings)
     if settings.on_cpu("offload_optimizer"):
         taken += moments_of(run.config) * FLOAT32 * run.local_parameters
         taken += _masters_of_shards(run, settings) if settings.stage == 3 else _masters_of_partition(run, settings)
@@ -38,11 +41,24 @@ def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
     """stage3.py: masters (`_create_fp32_partitions`), which it does not pin, and their gradients twice: by sub-group
     (`initialize_optimizer_states`) and all together (`grad_partitions_flat_buffer`)."""
     pins, weights = _pins(settings, "offload_optimizer"), run.local_parameters
-    asked = settings.settings["zero_optimization"].get("sub_group_size")
-    known = isinstance(asked, int | float) and asked >= 1  # what DeepSpeed refuses later is not refused here
-    group = min(weights, int(asked) if known else SUB_GROUP)
+    group = _sub_group(run, settings)
     by_group = weights / group * _taken(FLOAT32 * group, pins)
     return FLOAT32 * weights + by_group + _taken(FLOAT32 * weights, pins)
+
+
+def _on_their_way(run: PlannedRun, settings: DeepSpeedSettings) -> float:
+    """stage3.py with states on NVMe: gradients all together (`grad_partitions_flat_buffer`), and buffers as large as a
+    sub-group (swap_tensor/optimizer_utils.py), which it locks by itself."""
+    gradients = _taken(FLOAT32 * run.local_parameters, _pins(settings, "offload_optimizer"))
+    count = settings.settings["zero_optimization"]["offload_optimizer"].get("buffer_count", SWAP_BUFFERS)
+    return gradients + int(count) * FLOAT32 * _sub_group(run, settings)
+
+
+def _sub_group(run: PlannedRun, settings: DeepSpeedSettings) -> int:
+    """Weights of a rank that are updated at a time, at most."""
+    asked = settings.settings["zero_optimization"].get("sub_group_size")
+    known = isinstance(asked, int | float) and asked >= 1  # what DeepSpeed refuses later is not refused here
+    return int(min(run.local_parameters, int(asked) if known else SUB_GROUP))
 
 
 def _weights(run: PlannedRun, settings: DeepSpeedSettings) -> float:

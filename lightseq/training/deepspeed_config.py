@@ -12,7 +12,7 @@ from lightseq.config.train_config import TrainConfig
 READ: Final = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler", "aio"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {
@@ -42,7 +42,15 @@ class DeepSpeedSettings:
         return f"DeepSpeed ZeRO-{self.stage}"
 
     def on_cpu(self, part: str) -> bool:
-        return (self.settings["zero_optimization"].get(part) or {}).get("device") == "cpu"
+        return self.device_of(part) == "cpu"
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether the optimizer's state is in files."""
+        return self.device_of("offload_optimizer") == "nvme"
+
+    def device_of(self, part: str) -> str:
+        return _device(self.settings["zero_optimization"], part)
 
 
 def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -> DeepSpeedSettings | None:
@@ -92,7 +100,7 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
             raise ValueError(
                 f"{source}: {key} is not read here; {INSTEAD.get(key, 'it reaches nothing')}, so remove it"
             )
-    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types"):
+    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "aio"):
         if not isinstance(settings.get(key, {}), dict):
             raise ValueError(f"{source}: {key} is {json.dumps(settings[key])}; give an object")
     zero = settings.get("zero_optimization", {})
@@ -104,15 +112,30 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
     if zero.get("stage") not in (1, 2, 3):
         found = f"stage {zero['stage']!r}" if "stage" in zero else "no stage"
         raise ValueError(f'{source}: zero_optimization has {found}; give 1, 2 or 3, or use --fsdp "" for whole copies')
-    for part in ("offload_optimizer", "offload_param"):
-        device = (zero.get(part) or {}).get("device", "none")
-        if device not in ("none", "cpu"):
-            raise ValueError(f"{source}: {part} goes to {device!r}; give cpu, or none")
-    if (zero.get("offload_param") or {}).get("device") == "cpu" and zero["stage"] != 3:
-        raise ValueError(f"{source}: offload_param works with stage 3, not stage {zero['stage']}; give 3, or remove it")
+    _check_devices(zero, source)
     if settings.get("zero_force_ds_cpu_optimizer"):
         raise ValueError(f"{source}: zero_force_ds_cpu_optimizer is true, but torch's AdamW updates; give false")
     return int(zero["stage"])
+
+
+def _check_devices(zero: Mapping[str, Any], source: str) -> None:
+    stage, here = zero["stage"], f"{source}: offload_optimizer"
+    for part, devices in (("offload_optimizer", "cpu, nvme, or none"), ("offload_param", "cpu, or none")):
+        if _device(zero, part) not in devices.replace(",", "").split():
+            raise ValueError(f"{source}: {part} goes to {_device(zero, part)!r}; give {devices}")
+    if _device(zero, "offload_param") == "cpu" and stage != 3:
+        raise ValueError(f"{source}: offload_param works with stage 3, not stage {stage}; give 3, or remove it")
+    if _device(zero, "offload_optimizer") != "nvme":
+        return
+    if stage != 3:
+        raise ValueError(f"{here} goes to 'nvme', which works with stage 3, not stage {stage}; give 3, or cpu")
+    path = zero["offload_optimizer"].get("nvme_path")
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{here} goes to 'nvme', but nvme_path is {json.dumps(path)}; give a folder on that disk")
+
+
+def _device(zero: Mapping[str, Any], part: str) -> str:
+    return str((zero.get(part) or {}).get("device", "none"))
 
 
 def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str) -> None:

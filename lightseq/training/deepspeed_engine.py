@@ -21,7 +21,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
 from lightseq.ranks.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
-from lightseq.training import deepspeed_saving
+from lightseq.training import deepspeed_nvme, deepspeed_saving
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.optimization import UNNAMED, make_optimizer
@@ -52,12 +52,13 @@ class DeepSpeedEngine:
         settings: DeepSpeedSettings,
     ) -> None:
         self._deepspeed = _import(world)
-        self._settings, self._world = settings, world
+        self._settings, self._world, self._folder = settings, world, ""
         agree(world, lambda: self._check(config))
-        offloads = [part for part in ("offload_optimizer", "offload_param") if settings.on_cpu(part)]
+        devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
+        offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
         if offloads:
             use_host_cores(world)
-        self.parameters = ", ".join([f"{settings.name} over all ranks", *(f"{part} cpu" for part in offloads)])
+        self.parameters = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
         inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
@@ -87,6 +88,9 @@ class DeepSpeedEngine:
             raise ValueError(
                 f"--deepspeed {self._settings.source}: {where}: {first['msg']}; correct it, or remove it"
             ) from error
+        if self._settings.on_nvme:
+            self._folder = deepspeed_nvme.folder_of(self, self._settings)
+            deepspeed_nvme.check_async_io(self._settings, self._world)
 
     def _materialize(self) -> None:
         """Memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as soon as it is there."""
@@ -117,6 +121,8 @@ class DeepSpeedEngine:
     def _told(self) -> dict[str, Any]:
         """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
         told = copy.deepcopy(self._settings.settings)
+        if self._folder:
+            told["zero_optimization"]["offload_optimizer"]["nvme_path"] = self._folder
         return told if self._world.is_main else told | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
@@ -158,12 +164,16 @@ class DeepSpeedEngine:
         deepspeed_saving.save(self._engine, directory, TAG)
 
     def restore(self, checkpoint_directory: Path) -> None:
+        saved = checkpoint_directory / STATE / TAG
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed runs what its files ask for
+        deepspeed_nvme.check_saved_alike(self._settings, saved, checkpoint_directory)
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
             raise ValueError(
                 f"--resume_from_checkpoint {checkpoint_directory} has lost its {STATE}/; name another checkpoint"
             )
+        if self._settings.on_nvme:
+            deepspeed_nvme.restore(self._engine, saved, self._world)
 
     def facts(self) -> dict[str, Any]:
         return {"engine": self._settings.name}
