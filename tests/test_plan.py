@@ -510,6 +510,14 @@ def test_a_scaling_that_shortens_the_context_is_noted(capsys: pytest.CaptureFixt
     assert "leaves 65536 of the 131072 positions" in " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
+def test_a_larger_base_reaches_the_length_that_is_planned_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --model_name_or_path llama3-8b --bf16 --model_max_length 128K --gpus 8 --json"
+    for flags, warned in ("", True), (" --rope_theta 5e6", False):
+        assert main((words + flags).split()) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert any("positions that the model covers" in note for note in notes) == warned
+
+
 def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"plan {WORDS} --model_max_length 4M --gpus 8 --json".split()) == 1
     found = json.loads(capsys.readouterr().out)

@@ -92,7 +92,7 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
-    model = apply_rope(source.config, config.rope_theta, config.rope_scaling)
+    model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, examine(model))
     for name in ("gpus", "gpus_per_host", "host_cores"):
         if (count := getattr(mine, name)) is not None and count < 1:
