@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.measure import Case, Layer
 from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
 from lightseq.attention.operator import attention
+from lightseq.comm.transport import BLOCKING, UNRECORDED
 from lightseq.kernels import Kernel, backward_tile, forward_tile, select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
@@ -33,8 +34,9 @@ class Choice:
 
     @property
     def silent(self) -> "Choice":
-        """The same tiles, nothing sent: what remains of the time is arithmetic."""
-        return replace(self, transport="none")
+        """The same tiles, nothing sent: what remains of the time is arithmetic, and what the host does for it."""
+        alike = self.transport == "symmetric" or self.transport == "symmetric" + BLOCKING
+        return replace(self, transport="none" if alike else "none" + UNRECORDED)
 
 
 def resolved(layer: Layer) -> Choice:

@@ -1,10 +1,11 @@
 """Short passes of attention run as CUDA graphs where they come in the same memory again, to the same results."""
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -14,14 +15,16 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import recorded
+from lightseq.attention import executor, recorded
+from lightseq.attention.bundles import Form
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.executor import _backward_pass, _forward_pass
+from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
 from lightseq.attention.recorded import TIMES_BEFORE, Recordings, is_short
-from lightseq.comm.select import Unrecorded
-from lightseq.comm.transport import Outbox
-from lightseq.kernels import Launches
+from lightseq.comm.select import Blocking, Unrecorded, make_transport
+from lightseq.comm.transport import Exchange, Outbox, plain
+from lightseq.kernels import KERNELS, KernelSpec, Launches
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.layout import shard
@@ -53,12 +56,12 @@ class _Passes:
 
     def __init__(self) -> None:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
-        self.outbox = Outbox(torch.empty(0), recorded=self._recorded)
         self.recordings, self.again, self.held = Recordings(), 0, 0
         self.launches, self.table = Launches(), lambda: None
         self.launches._known["a copy"] = self.table  # type: ignore[assignment]
+        self.breaks: type[BaseException] | None = None  # what a pass raises while it is recorded
 
-    def _recorded(self, bytes_sent: int, held: int) -> None:
+    def recorded(self, bytes_sent: int, held: int) -> None:
         self.bytes_sent += bytes_sent
         self.held = held
         self.again += 1
@@ -69,10 +72,12 @@ class _Passes:
         self.launches.copy("a copy", list)
         if _Graph.recording:
             self.recorded_while.append(gc.isenabled())
+            if self.breaks:
+                raise self.breaks("out of memory")
 
     def run(self, places: str, rank: int = 0) -> None:
         run: Any = self.recordings.run
-        run(_Asked(rank), places, self._launch, self.launches, self, self.outbox)
+        run(_Asked(rank), places, self._launch, self.launches, self)
 
 
 class _Asked(NamedTuple):
@@ -90,10 +95,24 @@ def passes() -> Iterator[_Passes]:
         "current_stream": lambda: stream,
         "is_current_stream_capturing": lambda: False,
         "memory_snapshot": lambda _: [{"total_size": 30}, {"total_size": 12}],
+        "get_allocator_backend": lambda: "native",
+        "current_device": lambda: 0,
     }
-    _Graph.refuses = False
-    with patch.multiple("torch.cuda", **found):
+    _Graph.refuses, ended.calls = False, []
+    with patch.multiple("torch.cuda", **found), patch.object(torch._C, "_cuda_endAllocateToPool", ended, create=True):
         yield _Passes()
+
+
+class _Ended:
+    """Notes of what pools torch's allocator was told that nobody records into them any more."""
+
+    calls: ClassVar[list[tuple[int, tuple[int, int]]]] = []
+
+    def __call__(self, device: int, pool: tuple[int, int]) -> None:
+        self.calls.append((device, pool))
+
+
+ended = _Ended()
 
 
 def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Passes) -> None:
@@ -134,6 +153,8 @@ def test_what_cannot_be_recorded_is_launched_and_rank_0_says_so_once(passes: _Pa
         for _ in range(2 * TIMES_BEFORE + 2):
             passes.run("here", rank)
     assert passes.launched == 2 * TIMES_BEFORE + 2 and not passes.recordings.known
+    assert passes.bytes_sent == 10 * passes.launched, "of a pass that was not recorded nothing counts"
+    assert ended.calls == [(0, (0, 0))], "or cached memory would never be given back again"
     if said is not None:
         assert [str(w.message).splitlines() for w in said] == [
             ["short passes of attention are launched one by one, for recording failed: "
@@ -170,15 +191,114 @@ def test_flops_of_all_ranks_are_those_of_the_causal_half(backward: bool) -> None
     assert 4 * _pass("prefix", 16384, backward).flops == whole * (2.5 if backward else 1)
 
 
+def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
+    """Whatever the end of a recording that went wrong may say besides."""
+    _Graph.refuses, passes.breaks = True, KeyboardInterrupt
+    for _ in range(TIMES_BEFORE):
+        passes.run("here")
+    with pytest.raises(KeyboardInterrupt):
+        passes.run("here")
+    passes.breaks = torch.OutOfMemoryError
+    with pytest.warns(UserWarning, match="for recording failed: out of memory"):
+        passes.run("here")
+
+
+def test_an_allocator_that_tells_nothing_of_pools_records_nothing(passes: _Passes) -> None:
+    with patch("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync"):
+        passes.recordings = Recordings()
+    for _ in range(TIMES_BEFORE + 2):
+        passes.run("here")
+    assert passes.launched == TIMES_BEFORE + 2
+
+
 def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
-    opened = Outbox(torch.empty(1), {"place": 1}, recorded=lambda *_: None)
+    opened = nullcontext(Outbox(torch.empty(1)))
     carrier: Any = SimpleNamespace(
-        name="symmetric", passed_over="", at=id, exchange=id, outbox=lambda _: nullcontext(opened)
+        name="symmetric", passed_over="", records=True, at=lambda *_: 1, exchange=lambda _: 2, outbox=lambda _: opened
     )
-    changed = Unrecorded(carrier)
-    with changed.outbox(1) as outbox:
-        assert outbox.recorded is None and outbox.memory is opened.memory and outbox.known is opened.known
-    assert (changed.name, changed.at, changed.exchange) == ("symmetric-unrecorded", id, id)
+    changed, blocking = Unrecorded(carrier), Blocking(carrier)
+    assert (changed.name, changed.records, blocking.records) == ("symmetric-unrecorded", False, True)
+    assert changed.outbox(1) is opened and changed.at(0, torch.empty(0)) == 1
+    assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("name", ["auto", "auto-blocking", "auto-unrecorded", "auto-blocking-unrecorded"])
+def test_how_a_transport_is_used_is_no_part_of_its_plain_name(name: str) -> None:
+    assert plain(name) == "auto"
+
+
+@pytest.mark.parametrize("name", ["gloo-blocking", "gloo-unrecorded"])
+def test_a_transport_goes_when_nobody_has_it(name: str) -> None:
+    """And with it what others map, without a search for cycles."""
+    gone = spawn(1, _made_and_let_go, name)[0]
+    assert gone
+
+
+def _made_and_let_go(_rank: int, name: str) -> bool:
+    assert dist.group.WORLD is not None
+    gc.disable()
+    made = weakref.ref(make_transport(name, dist.group.WORLD, torch.device("cpu")))
+    return made() is None
+
+
+def _keys(_: int) -> dict[str, tuple[int, int]]:
+    """What passes are told apart by, where one thing after another is another; results lie where they lay before."""
+    from test_attention import _context
+
+    found: dict[str, tuple[int, int]] = {}
+    context = _context("ulysses", "cpu", torch.float32, 8, heads=(4, 4))
+    q, k, v, dout, out = (torch.randn(1, 8, 4, 8) for _ in range(5))
+    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.keeping, q, 4)
+    kept, other = (Gathered(torch.randn(size), 4) for _ in range(2))
+    own = {"rank": context.rank, "kernel": context.selection.kernel, "transport": context.transport, "scale": 0.5}
+    slow = KERNELS["reference"](KernelSpec("cpu", (0, 0), torch.float32, 8))
+    same = {"q": q, "k": k, "v": v, "schedule": context.schedule, **own}
+    back = {"dout": dout, "own": (q, k, v), "out": out, "lse": lse, "schedule": context.schedule, **own}
+    again = {"own": kept, "schedule": context.schedule.keeping}
+
+    seen = list[tuple[int, int]]()
+
+    class Noting:
+        def run(self, asked: Any, places: Any, run: Callable[[], None], *_: Any) -> None:
+            seen.append((hash(asked), hash(places)))
+            run()
+
+    whole, lain = Form.whole, dict[Any, Any]()
+
+    def where_it_lay(form: Form, device: torch.device, dtype: torch.dtype) -> Any:
+        return lain.setdefault((form, dtype), whole(form, device, dtype))
+
+    forward = {
+        "forward": {}, "q": {"q": q.clone()}, "k": {"k": k.clone()}, "v": {"v": v.clone()}, "scale": {"scale": 0.25},
+        "strides": {"q": torch.as_strided(q, q.shape, (256, 8, 64, 1))}, "kernel": {"kernel": slow}, "same": {},
+        "kept": {"kept": kept}, "kept elsewhere": {"kept": other},
+    }  # fmt: skip
+    backward = {
+        "backward": {}, "dout": {"dout": dout.clone()}, "own": {"own": (q, k.clone(), v)}, "out": {"out": out.clone()},
+        "lse": {"lse": lse.clone()}, "of kept": again, "of kept elsewhere": again | {"own": other}, "back again": {},
+    }  # fmt: skip
+    with (
+        patch.object(executor, "Recordings", Noting),
+        patch.object(executor, "is_short", lambda _: True),
+        patch.object(type(context.transport), "records", True),
+        patch.object(Form, "whole", where_it_lay),
+    ):
+        for name, changed in forward.items():
+            executor.attention_forward(**same | changed)
+            found[name] = seen.pop()
+        for name, changed in backward.items():
+            executor.attention_backward(**back | changed)
+            found[name] = seen.pop()
+        lain.clear()
+        executor.attention_forward(**same)
+        found["results elsewhere"] = seen.pop()
+    return found
+
+
+def test_passes_that_touch_or_do_something_else_are_told_apart() -> None:
+    found = spawn(2, _keys)[0]
+    assert found.pop("same") == found["forward"] and found.pop("back again") == found["backward"]
+    assert len(set(found.values())) == len(found) == 17, found
 
 
 HEADS, DIM, LENGTH, TIMES = (12, 12), 64, 1536, 12

@@ -1,10 +1,11 @@
 """Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +20,10 @@ from worlds import spawn
 from lightseq import hf
 from lightseq.attention import executor
 from lightseq.attention.gathered import Gathered, gathered_elements
+from lightseq.attention.passes import Pass
 from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
+from lightseq.kernels import Launches
 from lightseq.memory import offload, piecewise
 from lightseq.memory.offload import HostMemory, Offload
 from lightseq.memory.piecewise import Piece, change_on
@@ -60,7 +63,41 @@ class _Mapped:
         return SimpleNamespace(get_buffer=lambda rank, *_: mapped[rank], barrier=lambda: self.streams.barrier(group))
 
 
-def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str], set[str]]]:
+class _Replays:
+    """Runs passes as recordings run: on streams of a graph's own, which wait for the current one and it for them."""
+
+    runs = 0
+
+    def run(
+        self, asked: Pass, places: object, run: Callable[[], None], launches: Launches, transport: SymmetricTransport
+    ) -> None:
+        current, graph = torch.cuda.current_stream(), torch.cuda.Stream()
+        side, transport._side = transport._side, torch.cuda.Stream()
+        graph.wait_stream(current)
+        with graph:
+            run()
+        transport._side = side
+        current.wait_stream(graph)
+        transport.recorded(0, 0)
+        _Replays.runs += 1
+
+
+class _ReplaysSome(_Replays):
+    """Where others launch one by one."""
+
+    turn = 0
+
+    def run(self, asked: Pass, places: object, run: Callable[[], None], *more: Any) -> None:
+        _ReplaysSome.turn += 1
+        if (self.turn + dist.get_rank()) % 2:
+            run()
+        else:
+            super().run(asked, places, run, *more)
+
+
+def _attention(
+    rank: int, folder: Path, without: str, recordings: type[_Replays] | None = None
+) -> dict[str, tuple[set[str], set[str]]]:
     """By schedule, what races and what is freed early in three passes forward and backward, of two lengths."""
     from test_attention import _context, _whole
 
@@ -72,22 +109,26 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
+            transport.records = recordings is not None
+            stack.enter_context(patch.object(executor, "Recordings", recordings))
+            stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.at_once.values())))
             stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
             if without:
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
             for length in (12, 12, 24):
-                q, k, v, dout = (shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1))
+                parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
                 table = context.schedule.keeping if keeps else context.schedule
-                size = gathered_elements(table, q, HEADS[1])
+                size = gathered_elements(table, parts[0], HEADS[1])
                 run = table, rank, context.selection.kernel, transport, scale
                 with streams:
+                    q, k, v, dout = (x.clone() for x in parts)
                     kept = Gathered(torch.empty(size, dtype=q.dtype), HEADS[1]) if keeps else None
                     out, lse = executor.attention_forward(q, k, v, *run, kept)
                     made = [out, lse, *executor.attention_backward(dout, kept or (q, k, v), out, lse, *run)]
                     for x in made:
                         x.add_(1)
-                    del out, lse, made, x, kept
+                    del out, lse, made, x, kept, q, k, v, dout
             streams.look_for_freed()
         found[name + " keeping" * keeps] = races(of_all_ranks(streams.touches, dist.group.WORLD)), streams.freed_early
     return found
@@ -96,6 +137,23 @@ def _attention(rank: int, folder: Path, without: str) -> dict[str, tuple[set[str
 def test_what_ranks_exchange_is_in_order_on_every_stream(tmp_path: Path) -> None:
     for found in spawn(3, _attention, tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found
+
+
+def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:
+    if forgets:
+        SymmetricTransport.recorded = lambda *_: None  # type: ignore[method-assign]
+    return _attention(rank, folder, "", recordings), _Replays.runs
+
+
+@pytest.mark.parametrize("recordings", [_Replays, _ReplaysSome])
+def test_recordings_are_in_order_with_all_others(recordings: type[_Replays], tmp_path: Path) -> None:
+    for found, runs in spawn(3, _recorded, tmp_path, recordings, False):
+        assert all(bad == NONE for bad in found.values()) and runs, found
+
+
+def test_an_outbox_that_closes_before_its_recording_ends_is_seen(tmp_path: Path) -> None:
+    ((found, _), *_) = spawn(2, _recorded, tmp_path, _Replays, True)
+    assert found["prefix"][0] and found["ulysses keeping"][0], found
 
 
 @pytest.mark.parametrize("without", ["wait_event", "wait_stream"])

@@ -93,7 +93,7 @@ class Run:
         if not step.travels:
             return lambda: then([])
         copy, idle = self._launches.copy, not step.tiles
-        return self._transport.exchange(Exchange(step.sends, receives, then, step.fresh, step.first, copy, idle))
+        return self._transport.exchange(Exchange(step.sends, receives, then, step.fresh, copy, idle))
 
     def _take(self, takes: Sequence[Taking]) -> None:
         for taking in takes:
@@ -152,7 +152,7 @@ def _run(
                 home.begin()
             Run(program, operands, homes, forms, transport, compute, launches, arenas()).run()
 
-        if outbox.recorded is None or not is_short(asked):
+        if not (transport.records and is_short(asked)):
             run()
         else:
             for home in homes.values():
@@ -160,7 +160,7 @@ def _run(
             touched = [*operands.values(), *(home.finals for home in homes.values())]
             places = addresses([x for bundle in touched for x in bundle] + ([] if kept is None else [kept]))
             recordings = outbox.known.get(Recordings) or outbox.known.setdefault(Recordings, Recordings())
-            recordings.run(asked, (like, places), run, launches, transport, outbox)
+            recordings.run(asked, (like, places), run, launches, transport)
     return [x for home in homes.values() for x in home.finals]
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from lightseq.attention import executor
 from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
 from lightseq.attention.gathered import Gathered, gathered_elements
+from lightseq.comm.transport import plain
 from lightseq.memory.keeping import results_of
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
@@ -119,7 +120,7 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     Asks once a shape, for to ask is to wait: of two ranks with shapes that both have been seen, neither asks again.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
-    if shape in context.shapes or context.transport.name == "none":  # which waits for nobody
+    if shape in context.shapes or plain(context.transport.name) == "none":  # which waits for nobody
         return
     mine = (shape, None if documents is None else without_repeats(documents))
     everyone = [mine] * context.schedule.world

@@ -94,7 +94,6 @@ class StepProgram(NamedTuple):
     closes: tuple[int, ...]
     travels: bool  # something moves, on this rank or another
     fresh: bool  # outboxes were written to since the last exchange
-    first: bool  # to move something
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,6 @@ class _Places:
             closes=tuple(i for i, a in enumerate(self.arenas) if a.last == t),
             travels=bool(step.moves),
             fresh=t == self.first_move or any(move.is_result for move in step.moves),
-            first=t == self.first_move,
         )
 
     def messages(self, t: int) -> tuple[list[Send], list[Fill], list[Arrival]]:

@@ -9,13 +9,13 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 
 from lightseq.attention.passes import Pass
-from lightseq.comm.transport import Outbox, Transport
+from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
 
 MOST_FLOPS = 2e12  # of a pass: some three milliseconds of an H100, which hide what the host does for the next one
@@ -38,22 +38,21 @@ class Recordings:
         self.known: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._bytes, self._fails = 0, False
+        self._bytes, self._fails = 0, torch.cuda.get_allocator_backend() != "native"  # others tell nothing of a pool
+        self._failed: torch.cuda.CUDAGraph | None = None
 
     def run(
-        self, asked: Pass, places: Hashable, run: Callable[[], None], launches: Launches, transport: Transport,
-        outbox: Outbox,
-    ) -> None:  # fmt: skip
+        self, asked: Pass, places: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
+    ) -> None:
         """Runs a pass, by a recording if there is one. `places` stands for all that it touches and does."""
-        assert outbox.recorded is not None, "these passes cannot be recorded"
         key = (asked, places, torch.cuda.current_stream().stream_id)
         if (known := self.known.get(key)) is not None:
             known.graph.replay()
-            outbox.recorded(known.bytes_sent, self._bytes)
+            transport.recorded(known.bytes_sent, self._bytes)
         elif self._comes_again(key) and (made := self._record(asked, run, launches, transport)) is not None:
             self.known[key] = made
             made.graph.replay()
-            outbox.recorded(0, self._bytes)
+            transport.recorded(0, self._bytes)
         else:
             run()
 
@@ -76,18 +75,29 @@ class Recordings:
                 graph.capture_begin(self._pool, "relaxed")  # other threads go on with what they are at
                 try:
                     run()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # what went wrong before is the reason
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except RuntimeError as error:
-            self._fails = True
-            if asked.rank == 0:
-                why = str(error).splitlines()[0]
-                warnings.warn(
-                    f"short passes of attention are launched one by one, for recording failed: {why}", stacklevel=2
-                )
+            self._give_up(graph, error, asked.rank)
+            transport.recorded(sent - transport.bytes_sent, self._bytes)  # of what was not sent nothing counts
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
         return Recording(graph, transport.bytes_sent - sent, noted)
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
+        """torch leaves its allocator recording where the end of a recording fails: without care it would never give
+        cached memory back again."""
+        self._fails, self._failed = True, graph
+        with suppress(RuntimeError):  # where it did end
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        if rank == 0:
+            why = str(error).splitlines()[0]
+            warnings.warn(
+                f"short passes of attention are launched one by one, for recording failed: {why}", stacklevel=2
+            )
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Every transport by its name, those that move less or hide less among them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,11 @@ class _Carried:
 
     def __init__(self, carrier: Transport, ending: str) -> None:
         self.name, self.passed_over = carrier.name + ending, carrier.passed_over
-        self.outbox, self.at, self.exchange, self._carrier = carrier.outbox, carrier.at, carrier.exchange, carrier
+        self._carrier = carrier
+
+    @property
+    def records(self) -> bool:
+        return self._carrier.records
 
     @property
     def bytes_sent(self) -> int:
@@ -31,15 +34,26 @@ class _Carried:
     def recorded_bytes(self) -> int:
         return self._carrier.recorded_bytes
 
+    def outbox(self, size: int) -> AbstractContextManager[Outbox]:
+        return self._carrier.outbox(size)
+
+    def at(self, rank: int, here: Tensor) -> Tensor:
+        return self._carrier.at(rank, here)
+
+    def exchange(self, asked: Exchange) -> Callable[[], None]:
+        return self._carrier.exchange(asked)
+
+    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+        self._carrier.recorded(bytes_sent, recorded_bytes)
+
 
 class Blocking(_Carried):
     """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
 
     def __init__(self, carrier: Transport) -> None:
         super().__init__(carrier, BLOCKING)
-        self.exchange = self._exchange
 
-    def _exchange(self, asked: Exchange) -> Callable[[], None]:
+    def exchange(self, asked: Exchange) -> Callable[[], None]:
         self._carrier.exchange(asked)()
         return lambda: None
 
@@ -47,14 +61,10 @@ class Blocking(_Carried):
 class Unrecorded(_Carried):
     """A transport whose short passes are launched one by one, each time: it shows what recording them is worth."""
 
+    records = False
+
     def __init__(self, carrier: Transport) -> None:
         super().__init__(carrier, UNRECORDED)
-        self.outbox = self._outbox
-
-    @contextmanager
-    def _outbox(self, size: int) -> Iterator[Outbox]:
-        with self._carrier.outbox(size) as outbox:
-            yield replace(outbox, recorded=None)
 
 
 class NoTransport:
@@ -70,14 +80,13 @@ class NoTransport:
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
         self._seen: set[tuple[int, int]] = set()
-        self._device = device
+        self._device, self.records = device, device.type == "cuda"
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
-            memory = torch.randint(256, (size,), dtype=torch.uint8, device=self._device)
-            self._outbox = Outbox(memory, recorded=(lambda *_: None) if memory.is_cuda else None)
+            self._outbox = Outbox(torch.randint(256, (size,), dtype=torch.uint8, device=self._device))
         yield self._outbox
 
     def at(self, rank: int, here: Tensor) -> Tensor:
@@ -88,14 +97,26 @@ class NoTransport:
         for _, there, into in asked.receives:
             if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
                 self._seen.add(place)
-                if into.is_cuda and torch.cuda.is_current_stream_capturing():  # a recording shall not repeat it
-                    aside = torch.cuda.Stream(self._device)
-                    with torch.cuda.stream(aside):
-                        into.copy_(there)
-                    aside.synchronize()
+                if into.is_cuda and torch.cuda.is_current_stream_capturing():
+                    _copy_once(into, there)
                 else:
                     into.copy_(there)
         return lambda: asked.then(received) if asked.then is not None else None
+
+    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+        pass
+
+
+def _copy_once(into: Tensor, there: Tensor) -> None:
+    """Now, and not whenever what is being recorded runs."""
+    aside = torch.cuda.Stream(into.device)
+    while True:  # torch hands a few streams out again and again, the one that records among them
+        with torch.cuda.stream(aside):
+            if not torch.cuda.is_current_stream_capturing():
+                into.copy_(there)
+                aside.synchronize()
+                return
+        aside = torch.cuda.Stream(into.device)
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:

@@ -28,11 +28,10 @@ class SymmetricTransport:
         self.bytes_sent = 0
         self.buffer_bytes = self.recorded_bytes = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
-        self._world = dist.get_world_size(group)
+        self._world, self.records = dist.get_world_size(group), device.type == "cuda"
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(1 << 20)
         self._all_read = self._side.record_event()  # nobody reads the outbox any more
-        self._last_barrier = self._all_read  # of the pass under way
 
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
@@ -43,7 +42,7 @@ class SymmetricTransport:
         self._memory = self._allocate(size)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
-        self._outbox = Outbox(self._memory, recorded=self._recorded if self._memory.is_cuda else None)
+        self._outbox = Outbox(self._memory)
         self.buffer_bytes = size
 
     def _allocate(self, size: int) -> Tensor:
@@ -82,9 +81,6 @@ class SymmetricTransport:
                 _fetch(own, copy)
             if asked.fresh:
                 self._handle.barrier()
-                if not asked.first:
-                    current.wait_event(self._last_barrier)  # everybody has read what may be overwritten
-                self._last_barrier = self._side.record_event()
             _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:
                 then([there if into is None else into for _, there, into in receives])
@@ -99,7 +95,7 @@ class SymmetricTransport:
 
         return wait
 
-    def _recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
         self.bytes_sent += bytes_sent
         self.recorded_bytes = recorded_bytes
         self._side.wait_stream(self._current())

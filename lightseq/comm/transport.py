@@ -22,7 +22,9 @@ Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 def plain(name: str) -> str:
     """A transport's name without what ends it."""
-    return name.removesuffix(BLOCKING).removesuffix(UNRECORDED)
+    while name.endswith((BLOCKING, UNRECORDED)):
+        name = name.rsplit("-", 1)[0]
+    return name
 
 
 class Send(NamedTuple):
@@ -49,22 +51,16 @@ class Exchange(NamedTuple):
     # that reads in place begins with the first of them too.
     then: Callable[[list[Tensor]], None] | None = None
     fresh: bool = True  # some rank wrote to its outbox since the last exchange
-    first: bool = False  # of those of a pass: who opened its outbox has waited for all before
     copy: Copy | None = None  # for a transport that has many small tensors to copy
     idle: bool = False  # the caller's stream has nothing to do until everything is there, and may be given work
 
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts.
-
-    Where all waiting is the device's, a pass may run as a recording of an earlier one. `recorded` is then called after
-    it, with the bytes that it sent beyond those that were counted, and those of memory that all recordings hold.
-    """
+    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts."""
 
     memory: Tensor
     known: dict[Any, Any] = field(default_factory=dict)
-    recorded: Callable[[int, int], None] | None = None
 
 
 class Transport(Protocol):
@@ -72,6 +68,11 @@ class Transport(Protocol):
 
     name: str
     passed_over: str  # why a faster transport cannot work here; empty where this is the fastest
+
+    @property
+    def records(self) -> bool:
+        """Whether a pass may run as a recording of an earlier one, for all waiting is the device's."""
+        ...
 
     @property
     def bytes_sent(self) -> int:
@@ -103,11 +104,17 @@ class Transport(Protocol):
         """
         ...
 
+    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+        """To be called after a pass that ran as a recording, before its outbox closes: what it sent and was not counted
+        yet, and what all recordings hold."""
+        ...
+
 
 class SendRecvTransport:
     """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
     buffer_bytes = recorded_bytes = 0
+    records = False
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, passed_over: str = "") -> None:
         self.name, self.passed_over = name, passed_over
@@ -148,6 +155,9 @@ class SendRecvTransport:
                 asked.then(received)
 
         return wait
+
+    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+        raise AssertionError("a pass over messages is never recorded")
 
 
 def _real(x: Tensor) -> Tensor:

@@ -100,10 +100,12 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
     table = torch.tensor(numbers, dtype=torch.int64)
     if device.type != "cuda":
         return table
-    if torch.cuda.is_current_stream_capturing():  # a recording repeats, but a table comes once, and before
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
+    if not torch.cuda.is_current_stream_capturing():
+        return table.pin_memory().to(device, non_blocking=True)
+    while True:  # a recording repeats, but a table comes once, and before
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # of a few, the one that records among them
+            if not torch.cuda.is_current_stream_capturing():
+                return table.to(device)
 
 
 @triton.jit

@@ -195,8 +195,9 @@ class Trainer:
             kept = max(0, taken_by_forward - gradients)
         elif self.engine.offload is not None:
             kept = max(0, kept - self.engine.offload.memory.allocated_bytes)
-        buffers = self.context.transport.buffer_bytes + self.context.transport.recorded_bytes
-        peak = torch.cuda.max_memory_allocated(device) + buffers if device.type == "cuda" else 0
+        transport = self.context.transport
+        buffers, held = transport.buffer_bytes, transport.buffer_bytes + transport.recorded_bytes
+        peak = torch.cuda.max_memory_allocated(device) + held if device.type == "cuda" else 0
         working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
         return Breakdown(*states, kept, logits + gradients, buffers, working)
 
