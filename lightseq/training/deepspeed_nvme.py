@@ -65,9 +65,14 @@ def check_saved_alike(settings: DeepSpeedSettings, state: Path, source: Path) ->
 
 def restore(engine: Any, state: Path, world: World) -> None:
     """After DeepSpeed has brought back its files, what it saved beside them; and weights of all that."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
     optimizer = engine.optimizer
     file = state / f"zero_pp_rank_{world.rank}_mp_rank_00_optim_states.pt"
-    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]  # looked through before
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        saved = torch.load(file, map_location="cpu", weights_only=True)["optimizer_state_dict"]
     _rename(optimizer, next((state / FILES).glob(f"rank{world.rank:02d}")))
     optimizer.checkpoint_event_prologue()
     optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
