@@ -220,7 +220,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
         ("--device_memory_budget 64", "is what --offload auto plans for, but --offload is none; add --offload auto"),
         ("--offload auto --remat full", "--offload auto chooses what each layer recomputes, but --remat full"),
-        ("--offload auto --layers_per_checkpoint 2", "--layers_per_checkpoint 2 was given; leave these out"),
+        ("--offload auto --layers_per_checkpoint 2", "but --layers_per_checkpoint 2 was given; leave it out"),
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
         ("--deepspeed d.json --offload both", "use offload_optimizer in d.json, and --offload activations"),
         ("--tile_layers True --remat none", "--tile_layers recomputes layers, but --remat none was given"),

@@ -52,10 +52,12 @@ from lightseq.plan.rates import (
     NORM_BYTES,
     PASSED_UPDATE_WEIGHTS,
     PROCESS_BYTES,
+    UPDATE_LAUNCH_SECONDS,
     chip_named,
     chip_of_device,
 )
 from lightseq.plan.report import record
+from lightseq.plan.run import PlannedRun
 from lightseq.plan.step_time import FLOAT32, host_link
 from lightseq.ranks.mesh import FREE_SHARE
 from lightseq.schedule.choice import Choice, cheapest, choices, priced
@@ -206,7 +208,7 @@ def test_auto_has_weights_wait_on_the_host_where_nothing_fits_otherwise() -> Non
     eight_bit, long = "--optim adamw_8bit", 131072
     found = plan(long, eight_bit)
     assert found.fits and found.run.state_on_host and "; weights and state of layers" in placement_words(found)
-    assert record(found, None, [])["state_on_host"] and not record(plan(2 * long), None, [])["state_on_host"]
+    assert record(found, None, [])["state_on_host"]
     stays, all_away = found.run.state_stays, _plan_as_it_is(replace(found.run, state_stays=0))
     assert 0 < stays < LLAMA.num_hidden_layers and f"of layers {stays}-31, embeddings" in placement_words(found)
     assert found.parts.parameters == FLOAT32 * stays * found.run.layer_parameters
@@ -220,12 +222,50 @@ def test_auto_has_weights_wait_on_the_host_where_nothing_fits_otherwise() -> Non
     for fits in (plan(long), plan(long, eight_bit, host=64 * GIB)):  # states of 32 bits; a small host
         assert fits.fits and not _plan_as_it_is(replace(fits.run, state_stays=0)).fits
     for hopeless in (plan(2 * long), plan(long, eight_bit, host=32 * GIB)):
-        assert not hopeless.fits and not hopeless.run.state_on_host and hopeless.lacks[0].startswith("GPU memory")
+        assert [lack[:10] for lack in hopeless.lacks] == ["GPU memory"], "of the host there is enough"
     bounded = plan(2 * long, f"{eight_bit} --host_memory_budget 5")  # of which a layer's input takes two
+    bounded = _plan_as_it_is(replace(bounded.run, state_leaves=False, state_stays=0))
     assert not bounded.fits and set(bounded.placement.layers[2:]) == {RECOMPUTE}
     assert bounded.placement.count(RECOMPUTE_OFFLOAD) == 2
     small = plan(1024, f"{eight_bit} --lora_rank 8")
-    assert small.fits and not small.run.state_on_host
+    assert small.fits and not small.run.state_on_host and not record(small, None, [])["state_on_host"]
+
+
+def auto(model: str, words: str, gpus: int, gpu: float, host: float) -> PlannedRun:
+    run = planned_run(preset_config(BOTH, model), f"--bf16 --offload auto {words}", gpus, host=host * GIB)
+    return replace(run, hardware=replace(run.hardware, gpu_memory=gpu * GIB))
+
+
+def test_state_stays_for_as_many_layers_as_let_the_rest_fit() -> None:
+    """Also where that is none of the numbers that are looked at first."""
+    run = auto("llama3-8b", "--model_max_length 32K", 1, 75, 68)
+    fits = [n for n in range(33) if _plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).fits]
+    assert fits and not {*fits} & {*range(0, 33, 4)} and make_plan(run).run.state_stays in fits
+
+
+def test_more_memory_never_makes_a_step_slower() -> None:
+    words = "--model_max_length 1M --torch_compile --optim sgd --gradient_accumulation_steps 4"
+    seconds = [make_plan(auto("llama3-8b", words, 4, gpu, 500)).step_seconds for gpu in range(44, 80, 3)]
+    assert seconds == sorted(seconds, reverse=True), seconds
+
+
+def test_where_nothing_fits_the_least_is_planned() -> None:
+    found = make_plan(auto("llama3-8b", "--model_max_length 32K", 1, 9.5, 250))
+    assert not found.fits and found.run.state_on_host and found.run.state_stays == 0
+    assert found.parts.total < 12 * GIB
+
+
+def test_what_layers_may_hand_over_ends_with_the_host() -> None:
+    words = "--model_max_length 256K --torch_compile --gradient_accumulation_steps 4"
+    for budget in ("", " --host_memory_budget 8"):
+        assert make_plan(auto("llama3.2-3b", words + budget, 8, 16, 64)).fits, budget
+
+
+def test_frozen_weights_on_the_host_come_in_half_the_bytes() -> None:
+    words = "--bf16 --model_max_length 4K --offload optimizer"
+    all_train, few_train = (make_plan(planned_run(LLAMA, f"{words} {more}", 1)) for more in ("", "--lora_rank 16"))
+    exposed = "offloading, exposed"
+    assert few_train.seconds[exposed] < 0.7 * all_train.seconds[exposed]
 
 
 def test_products_that_are_kept_take_memory_here_or_there_and_are_not_made_again() -> None:
@@ -478,7 +518,8 @@ def test_an_update_on_the_host_has_cores_and_of_8_bits_the_gpu() -> None:
     )
     assert update(wide) == update(wide, 64)
     weights, norm = total_parameters(LLAMA) / 8, update(wide) * NORM_BYTES / (NORM_BYTES + CLIP_BYTES + 28)
-    assert update(narrow) == pytest.approx(norm + weights / PASSED_UPDATE_WEIGHTS["adamw_8bit"])
+    launches = len(planned_run(LLAMA, "--bf16", 8).made_of.sizes) * UPDATE_LAUNCH_SECONDS["adamw_8bit"]
+    assert update(narrow) == pytest.approx(norm + weights / PASSED_UPDATE_WEIGHTS["adamw_8bit"] + launches)
     assert update(narrow) == update(narrow.replace("adamw", "adamw_torch")) and update(here, 64) == update(here)
 
 
@@ -535,6 +576,7 @@ def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[st
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
         ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is no number of tokens"),
         ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
+        ("--gpus 100000", "100000 ranks on one sequence take a table that is too large to make"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),
         ("--gpus 8 --host_memory nan", "--host_memory nan: give a number of GiB above 0"),

@@ -50,7 +50,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     facts = {name: json.loads((files / name / "run.json").read_text()) for name in runs}
     warned = {name for name in runs if "too little GPU memory, by" in " ".join(facts[name]["notes"])}
     assert warned == {"hopeless"}
-    found = {name for name in runs if "for nothing fits otherwise" in " ".join(facts[name]["notes"])}
+    found = {name for name in runs if "for nothing is faster that fits" in " ".join(facts[name]["notes"])}
     assert found == {"state-away", "some-away"}
     placement = facts["planned"]["placement"]
     assert {OFFLOAD, KEEP} <= set(placement) and set(placement) & {RECOMPUTE, RECOMPUTE_OFFLOAD}, placement
@@ -59,9 +59,9 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     for name in ("state-away", "some-away"):
         assert losses(files, name) == pytest.approx(losses(files, "whole"), rel=1e-6)
     away = {name: facts[name]["parameters"].partition(", ")[2] for name in runs if "host" in facts[name]["parameters"]}
-    assert away.keys() == found and away["state-away"] == "in host memory"
+    assert away.keys() == found | {"hopeless"} and away["state-away"] == "in host memory"
     last = int(away["some-away"].removeprefix("in host memory but for layers 0-"))
-    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory, for nothing fits"
+    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory, for nothing is faster"
     assert said in " ".join(facts["some-away"]["notes"])
     for name in ("planned", "state-away"):
         record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])

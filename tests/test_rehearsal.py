@@ -112,6 +112,7 @@ def test_what_layers_keep_by_hand() -> None:
         ("", {"optimizer": 9}, "--offload optimizer"),
         ("--offload activations", {"optimizer": 9}, "--offload both"),
         ("--offload both", {"working": 9}, "--sequence_parallel_size"),
+        ("--offload auto", {"kept_activations": 9}, "--device_memory_budget"),
         ("--deepspeed d.json", {"kept_activations": 9}, "--offload activations"),
         ("--deepspeed d.json --offload activations", {"working": 9}, "offload_param in d.json"),
     ],

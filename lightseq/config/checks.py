@@ -35,7 +35,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
 FSDP_REFUSED: Final[Mapping[str, str]] = {
     "shard_grad_op": "parameters are gathered anew for the backward pass, so that memory stays small",
-    "offload": "parameters stay on the device",
+    "offload": "what waits on the host is --offload optimizer",
 }
 
 AT_LEAST_ONE: Final = (
@@ -205,8 +205,9 @@ def _check_memory(config: TrainConfig) -> None:
         given = f"--device_memory_budget {config.device_memory_budget:g} is what --offload auto plans for"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
     if config.offload == "auto" and (config.remat_policy != "attention" or config.layers_per_checkpoint > 1):
-        given = f"--remat {config.remat_policy} --layers_per_checkpoint {config.layers_per_checkpoint}"
-        raise ValueError(f"--offload auto chooses what each layer recomputes, but {given} was given; leave these out")
+        cut = config.layers_per_checkpoint
+        given = f"--remat {config.remat_policy}" if cut == 1 else f"--layers_per_checkpoint {cut}"
+        raise ValueError(f"--offload auto chooses what each layer recomputes, but {given} was given; leave it out")
 
 
 def _check_evaluation(config: TrainConfig) -> None:

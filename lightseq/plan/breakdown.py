@@ -110,6 +110,8 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
         options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
     elif config.layers_per_checkpoint == 1 and not config.deepspeed and config.offload != "auto":
         options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
+    if config.offload == "auto":
+        options.append((parts.kept_activations, "a --device_memory_budget below what --offload auto planned with"))
     if not config.deepspeed and config.offload not in ("optimizer", "both", "auto"):
         words = "both" if config.offload == "activations" else "optimizer"
         options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))

@@ -27,6 +27,7 @@ from lightseq.plan.run import CORES, Hardware, PlannedRun
 from lightseq.training.prepare import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
+MOST_RANKS = 2048  # of a table, which takes half a minute and 4 GB
 UNKNOWN = {
     "fp8": "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)",
     "deterministic": "--deterministic is taken to cost nothing",
@@ -103,7 +104,13 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     chip = chip_named(mine.chip)
     gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
     host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
-    return PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
+    run = PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
+    if run.sequence_ranks > MOST_RANKS:
+        raise ValueError(
+            f"{run.sequence_ranks} ranks on one sequence take a table that is too large to make; "
+            f"give --sequence_parallel_size, at most {MOST_RANKS}"
+        )
+    return run
 
 
 def notes(family: Family, run: PlannedRun) -> list[str]:

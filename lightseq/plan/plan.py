@@ -107,14 +107,45 @@ def of_what_waits(run: PlannedRun) -> str:
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """With `--offload auto` weights and their state wait on the host where nothing fits otherwise, or most layers'."""
+    """With `--offload auto` the fastest that fits: where layers have to give way, weights and their state may instead.
+
+    Where nothing fits, what takes least of the GPU.
+    """
+    found = list(_plans(run))
+    if fit := [plan for plan in found if plan.fits]:
+        return min(fit, key=lambda plan: plan.step_seconds)
+    possible = [plan for plan in found if plan.host_bytes <= run.hardware.host_memory]
+    return min(possible or found[:1], key=lambda plan: plan.parts.total)
+
+
+def can_fit(run: PlannedRun) -> bool:
+    return any(plan.fits for plan in _plans(run))
+
+
+def _plans(run: PlannedRun) -> Iterator[Plan]:
+    """As it is; and with `--offload auto`, where that leaves something to gain, with weights and state on the host: of
+    ever fewer layers, down to the fewest with which the GPU has room."""
     plan = _plan_as_it_is(run)
-    if run.config.offload != "auto" or run.state_leaves or plan.fits:
-        return plan
-    step = max(1, run.groups // STAYING_SHARES)
-    stays = [min(groups * run.group, run.layers) for groups in range(0, run.groups + 1, step)]
-    found = [_plan_as_it_is(dataclasses.replace(run, state_leaves=True, state_stays=n)) for n in stays]
-    return min((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds, default=plan)
+    yield plan
+    if run.config.offload != "auto" or run.state_leaves or (plan.fits and set(plan.placement.layers) == {KEEP}):
+        return
+    step, high = max(1, run.groups // STAYING_SHARES), run.groups + 1
+
+    def staying(groups: int) -> Plan:
+        layers = min(groups * run.group, run.layers)
+        return _plan_as_it_is(dataclasses.replace(run, state_leaves=True, state_stays=layers))
+
+    low = -1
+    for groups in range(0, run.groups + 1, step):
+        yield (plan := staying(groups))
+        if plan.parts.total > usable(run):
+            high = groups
+            break
+        low = groups
+    while low >= 0 and high - low > 1:
+        middle = (low + high) // 2
+        yield (plan := staying(middle))
+        low, high = (low, middle) if plan.parts.total > usable(run) else (middle, high)
 
 
 def _plan_as_it_is(run: PlannedRun) -> Plan:
@@ -126,7 +157,8 @@ def _plan_as_it_is(run: PlannedRun) -> Plan:
 
 def usable(run: PlannedRun) -> float:
     """Of a GPU's memory, what tensors can have: less what drivers and libraries take, and what lies in gaps."""
-    there, asked = (run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK), run.config.device_memory_budget
+    there = max(0.0, run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
+    asked = run.config.device_memory_budget
     return there if asked is None else min(there, asked * 2**30)
 
 
@@ -151,10 +183,13 @@ def _within_budget(run: PlannedRun, here: str, away: str) -> Placement:
 
 def host_budget(run: PlannedRun) -> float:
     """Bytes that a rank's layers may hand over."""
-    if run.config.host_memory_budget is not None:
-        return run.config.host_memory_budget * 2**30
     free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
-    return for_layers(free, state_bytes_on_host(run))
+    asked = run.config.host_memory_budget
+    if asked is None:
+        return for_layers(free, state_bytes_on_host(run))
+    if run.config.offload == "auto":  # which chooses what fits
+        return min(asked * 2**30, max(0.0, free - state_bytes_on_host(run)))
+    return asked * 2**30
 
 
 def states_of(run: PlannedRun) -> dict[str, State]:
@@ -184,16 +219,16 @@ def _fastest(run: PlannedRun) -> Placement:
 
 def longest(run: PlannedRun) -> int | None:
     """The longest sequence that fits, in multiples of 1024 tokens (below that, of one); None if not even one token."""
-    step = K if make_plan(run.at(K)).fits else 1
-    if not make_plan(run.at(step)).fits:
+    step = K if can_fit(run.at(K)) else 1
+    if not can_fit(run.at(step)):
         return None
     low = step
-    while low < MOST_LENGTH and make_plan(run.at(2 * low)).fits:
+    while low < MOST_LENGTH and can_fit(run.at(2 * low)):
         low *= 2
     high = 2 * low
     while high - low > step:
         middle = (low + high) // 2 // step * step
-        low, high = (middle, high) if make_plan(run.at(middle)).fits else (low, middle)
+        low, high = (middle, high) if can_fit(run.at(middle)) else (low, middle)
     return low
 
 
@@ -220,7 +255,7 @@ def remedies(run: PlannedRun) -> list[Remedy]:
     gpus = 2 * run.hardware.gpus
     while gpus <= MOST_GPUS and run.config.sequence_parallel_size is None:
         more = dataclasses.replace(run, hardware=_with_gpus(run.hardware, gpus))
-        if make_plan(_without_a_table(more)).fits and (plan := make_plan(more)).fits:
+        if can_fit(_without_a_table(more)) and (plan := make_plan(more)).fits:
             found.append(Remedy(f"{plan.run.hardware.gpus} GPUs", plan))
             break
         gpus *= 2

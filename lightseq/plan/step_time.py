@@ -153,13 +153,15 @@ def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
 
 
 def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
-    """Of weights that wait on the host: a layer's come in float32 for its forward and for its backward pass.
+    """Of weights that wait on the host: a layer's come for its forward and for its backward pass, in float32 those that
+    train.
 
     They do beside the computing of another layer, if they come ahead; those of the ends never do.
     """
     if not run.state_on_host:
         return 0.0
-    layer, ends = (FLOAT32 * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
+    width = run.element if run.adapters else FLOAT32
+    layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
     shares = (FORWARD_SHARE, 1 - FORWARD_SHARE) if run.weights_ahead else (0.0, 0.0)
     exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
     return (run.layers - run.state_stays) * exposed + ends * (1 if run.tied else 2)
@@ -168,9 +170,10 @@ def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
 def update_seconds(run: PlannedRun) -> float:
     moved = NORM_BYTES + CLIP_BYTES + ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
     away = run.local_trained * run.share_on_host
-    seconds = (run.local_trained - away) * moved / memory_rate(run)
+    launches = len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
+    seconds = launches + (run.local_trained - away) * moved / memory_rate(run)
     if not run.state_on_host:
-        return seconds + len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
+        return seconds
     rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
     if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
         return seconds + away * NORM_BYTES / rate + away / passed  # which clips as well

@@ -16,7 +16,7 @@ from lightseq.plan.plan import Plan, make_plan, of_what_waits, remedies
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.host_memory import host_memory
-from lightseq.ranks.mesh import World, for_layers, free_host_memory
+from lightseq.ranks.mesh import World, agree, for_layers, free_host_memory
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 
 
@@ -42,17 +42,18 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
     gpu, free = least.tolist()
     host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process is there already
     hardware = dataclasses.replace(run.hardware, gpu_memory=gpu, host_memory=host)
-    found = [make_plan(PlannedRun(model, config, hardware))]
+    found = [agree(world, lambda: make_plan(PlannedRun(model, config, hardware)))]
     dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
     return found[0]
 
 
 def auto_notes(plan: Plan) -> list[str]:
     """What `--offload auto` has to say for itself."""
-    if plan.run.state_leaves:
-        what = f"weights, gradients and optimizer state{of_what_waits(plan.run)}"
-        return [f"--offload auto: {what} wait in host memory, for nothing fits otherwise"]
-    return [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
+    lacks = [f"warning: --offload auto plans with too little {lack}" for lack in plan.lacks]
+    if not plan.run.state_leaves:
+        return lacks
+    what = f"weights, gradients and optimizer state{of_what_waits(plan.run)} wait in host memory"
+    return [f"--offload auto: {what}{', for nothing is faster that fits' if plan.fits else ''}", *lacks]
 
 
 def host_memory_for_layers(

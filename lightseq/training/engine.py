@@ -102,8 +102,9 @@ class FsdpEngine:
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         self._sums_every_time = on_host = techniques.state_on_host
         if on_host:
-            stays = techniques.state_stays
-            self.parameters += ", in host memory" + (f" but for layers 0-{stays - 1}" if stays else "")
+            last = techniques.state_stays - 1
+            here = "layer 0" if last == 0 else f"layers 0-{last}"
+            self.parameters += ", in host memory" + (f" but for {here}" if last >= 0 else "")
         if on_host or self.offload is not None:
             use_host_cores(world)
         agree(world, lambda: self._materialize(world, techniques))
