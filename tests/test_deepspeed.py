@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from itertools import count
 from pathlib import Path
@@ -30,7 +31,7 @@ from lightseq.plan import deepspeed_memory
 from lightseq.ranks import mesh
 from lightseq.ranks.host_memory import Bytes
 from lightseq.ranks.mesh import World
-from lightseq.training import deepspeed_nvme, trainer
+from lightseq.training import deepspeed_nvme, deepspeed_saving, trainer
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
@@ -78,7 +79,10 @@ FILES: dict[str, dict[str, Any]] = {
         "aio": {"block_size": 1024},
     },
 }
-SAVED = "zero1", "zero2", "zero3", "nvme3"  # and resumed
+# Weights that decay and those that do not, several files of each.
+FILES["parts3"] = {"zero_optimization": {**FILES["nvme3"]["zero_optimization"], "sub_group_size": 20_000}}
+FILES["parts3"]["aio"] = {"block_size": 256}
+SAVED = "zero1", "zero2", "zero3", "nvme3", "parts3"  # and resumed
 STEPS = 3
 # Two data-parallel ranks, three passes a step: sequences of which a third are short, and a norm that is clipped.
 COMMON = f"--max_steps {STEPS} --save_steps 2 --sequence_parallel_size 1 --gradient_accumulation_steps 3"
@@ -230,6 +234,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in SAVED:
             lines[f"resumed-{name}"] = f"{CLIPPED} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
             lines[f"bf16-{name}"] = f"--bf16 {engine}"
+    from_two = f"--resume_from_checkpoint {folder}/bf16-nvme3/checkpoint-2"
+    lines["resumed-bf16-nvme3"] = f"--bf16 --deepspeed {folder}/nvme3.json {from_two}"
     start = f"--model_name_or_path {folder}/fsdp2/checkpoint-{STEPS} --random_init False --max_steps 1"
     lines |= {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
     ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in lines.items()])
@@ -260,7 +266,7 @@ def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     offloaded = {
         "offload2": ", offload_optimizer cpu",
         "offload3": ", offload_optimizer cpu, offload_param cpu",
-        "nvme3": ", offload_optimizer nvme",
+        **dict.fromkeys(("nvme3", "parts3"), ", offload_optimizer nvme"),
     }
     said = f"DeepSpeed ZeRO-{stage} over all ranks{offloaded.get(name, '')}"
     assert f"{said}\n" in (files / name / "said.txt").read_text()
@@ -268,7 +274,7 @@ def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     assert facts["parameters"] == said and facts["deepspeed"]["gradient_clipping"] == 0.5
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [*SAVED, "bf16-nvme3"])
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> None:
     assert losses(files, f"resumed-{name}") == losses(files, name)[2:]  # to the bit
     whole, resumed = (
@@ -293,6 +299,45 @@ def test_every_run_has_a_folder_of_its_own_that_goes_with_it(tmp_path: Path) -> 
     (folders[0] / "0_1.tensor.swp").write_bytes(b"0")
     del one
     assert [folder.exists() for folder in folders] == [False, True]
+
+
+def test_what_a_killed_run_left_goes_with_the_next_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+    told = DeepSpeedSettings("ds.json", 3, {"zero_optimization": {"offload_optimizer": {"nvme_path": str(tmp_path)}}})
+    living = nn.Identity()
+    has = Path(deepspeed_nvme.folder_of(living, told))
+    left, others = tmp_path / "lightseq-killed", tmp_path / "of-others"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "lock").touch()
+    next_one = nn.Identity()
+    assert Path(deepspeed_nvme.folder_of(next_one, told)).is_dir()
+    assert has.is_dir() and others.is_dir() and not left.exists()
+
+
+def test_parts_of_another_size_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "0_3.tensor.swp").touch()
+    swapper = SimpleNamespace(swap_folder=str(tmp_path))
+    of = SimpleNamespace(optimizer_swapper=swapper, fp32_partitioned_groups_flat=[], _swappable_optimizer_subgroup=bool)
+    with pytest.raises(ValueError, match=r"has 1 parts .*, and sub_group_size makes 0; resume with the file"):
+        deepspeed_nvme._rename(of, tmp_path)
+
+
+def test_a_full_disk_under_files_of_states_is_raised_when_all_are_through() -> None:
+    copy, through = shutil.copytree, []
+
+    def full(*_: Any, **__: Any) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
+
+    def save_checkpoint(*_: Any, **__: Any) -> None:
+        shutil.copytree("a", "b", dirs_exist_ok=False)
+        through.append(1)
+
+    kind = type("Engine", (), {"_copy_recovery_script": None, "makedirs": None, "save": None})
+    engine = kind()
+    engine.checkpoint_engine, engine.global_rank, engine.save_checkpoint = kind(), 1, save_checkpoint
+    with patch.object(shutil, "copytree", full), pytest.raises(OSError, match="No space left on device"):
+        deepspeed_saving.save(engine, Path("nowhere"), "tag")
+    assert through and shutil.copytree is copy
 
 
 def test_what_nvme_needs_and_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
         (zero(3, offload_param={"device": "nvme"}), {}, ["offload_param goes to 'nvme'; give cpu, or none"]),
         (zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}), {}, ["works with stage 3, not stage 2"]),
         (zero(3, offload_optimizer={"device": "nvme"}), {}, ["nvme_path is null; give a folder on that disk"]),
+        (
+            zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/x", "buffer_count": 3}), {},
+            ["buffer_count 3; give at least 4"],
+        ),
         (zero() | {"aio": 1}, {}, ["aio is 1; give an object"]),
         (zero(offload_param={"device": "cpu"}), {}, ["offload_param works with stage 3, not stage 2"]),
         (zero() | {"zero_force_ds_cpu_optimizer": True}, {}, ["zero_force_ds_cpu_optimizer is true", "give false"]),

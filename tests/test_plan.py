@@ -243,6 +243,18 @@ def test_state_stays_for_as_many_layers_as_let_the_rest_fit() -> None:
     assert fits and not {*fits} & {*range(0, 33, 4)} and make_plan(run).run.state_stays in fits
 
 
+def test_state_may_stay_for_more_layers_where_it_may_not_for_fewer() -> None:
+    """What stays leaves the host room, for what layers keep."""
+    words = "--model_max_length 65536 --optim adamw_8bit --host_memory_budget 60"
+    run = auto("llama3-8b", words, 2, 24, 64)
+    run = replace(run, hardware=replace(run.hardware, host_cores=32))
+    of_gpu = [_plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).lacks_of[0] for n in range(20)]
+    assert [*dict.fromkeys(of_gpu)] == [False, True] and of_gpu != sorted(of_gpu), of_gpu
+    assert make_plan(run).fits == any(
+        _plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).fits for n in range(33)
+    )
+
+
 def test_more_memory_never_makes_a_step_slower() -> None:
     words = "--model_max_length 1M --torch_compile --optim sgd --gradient_accumulation_steps 4"
     seconds = [make_plan(auto("llama3-8b", words, 4, gpu, 500)).step_seconds for gpu in range(44, 80, 3)]

@@ -100,7 +100,8 @@ class Transport(Protocol):
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         """Starts every message, and returns a function after which what was received may be used.
 
-        What was sent may be overwritten after the second next fresh exchange.
+        What was sent may be overwritten after the second next fresh exchange, once that or the one before it has been
+        waited for.
         """
         ...
 

@@ -8,10 +8,9 @@ from math import ceil
 from lightseq.plan.breakdown import moments_of
 from lightseq.plan.memory import FLOAT32, pinned_by_torch
 from lightseq.plan.run import PlannedRun
-from lightseq.training.deepspeed_config import DeepSpeedSettings
+from lightseq.training.deepspeed_config import LEAST_BUFFERS, DeepSpeedSettings
 
 SUB_GROUP = 10**9  # weights of a rank that ZeRO-3 updates at a time, where the config says nothing
-SWAP_BUFFERS = 4  # of states on NVMe, likewise
 
 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
@@ -50,7 +49,7 @@ def _on_their_way(run: PlannedRun, settings: DeepSpeedSettings) -> float:
     """stage3.py with states on NVMe: gradients all together (`grad_partitions_flat_buffer`), and buffers as large as a
     sub-group (swap_tensor/optimizer_utils.py), which it locks by itself."""
     gradients = _taken(FLOAT32 * run.local_parameters, _pins(settings, "offload_optimizer"))
-    count = settings.settings["zero_optimization"]["offload_optimizer"].get("buffer_count", SWAP_BUFFERS)
+    count = settings.settings["zero_optimization"]["offload_optimizer"].get("buffer_count", LEAST_BUFFERS)
     return gradients + int(count) * FLOAT32 * _sub_group(run, settings)
 
 

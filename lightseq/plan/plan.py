@@ -79,6 +79,11 @@ class Plan:
         return not self.lacks
 
     @property
+    def lacks_of(self) -> tuple[bool, bool]:
+        """Whether there is too little of the GPU's memory, and of the host's."""
+        return self.parts.total > self.usable_gpu_bytes, self.host_bytes > self.run.hardware.host_memory
+
+    @property
     def lacks(self) -> tuple[str, ...]:
         """What there is too little of, in words."""
         found = []
@@ -124,28 +129,26 @@ def can_fit(run: PlannedRun) -> bool:
 
 def _plans(run: PlannedRun) -> Iterator[Plan]:
     """As it is; and with `--offload auto`, where that leaves something to gain, with weights and state on the host: of
-    ever fewer layers, down to the fewest with which the GPU has room."""
+    ever fewer layers, in steps, and between two of which one memory has room for one alone."""
     plan = _plan_as_it_is(run)
     yield plan
     if run.config.offload != "auto" or run.state_leaves or (plan.fits and set(plan.placement.layers) == {KEEP}):
         return
-    step, high = max(1, run.groups // STAYING_SHARES), run.groups + 1
+    step = max(1, run.groups // STAYING_SHARES)
 
     def staying(groups: int) -> Plan:
         layers = min(groups * run.group, run.layers)
         return _plan_as_it_is(dataclasses.replace(run, state_leaves=True, state_stays=layers))
 
-    low = -1
+    before: Plan | None = None
     for groups in range(0, run.groups + 1, step):
         yield (plan := staying(groups))
-        if plan.parts.total > usable(run):
-            high = groups
-            break
-        low = groups
-    while low >= 0 and high - low > 1:
-        middle = (low + high) // 2
-        yield (plan := staying(middle))
-        low, high = (low, middle) if plan.parts.total > usable(run) else (middle, high)
+        low, high = groups - step, groups
+        while before is not None and before.lacks_of != plan.lacks_of and high - low > 1:
+            middle = (low + high) // 2
+            yield (between := staying(middle))
+            low, high = (middle, high) if between.lacks_of == before.lacks_of else (low, middle)
+        before = plan
 
 
 def _plan_as_it_is(run: PlannedRun) -> Plan:

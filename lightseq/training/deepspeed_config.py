@@ -26,6 +26,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 }
 ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 ADAMW_PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode")
+LEAST_BUFFERS: Final = 4  # for masters, gradients and two moments on their way from NVMe; and what DeepSpeed makes
 TALKS: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 
 
@@ -132,6 +133,9 @@ def _check_devices(zero: Mapping[str, Any], source: str) -> None:
     path = zero["offload_optimizer"].get("nvme_path")
     if not isinstance(path, str) or not path:
         raise ValueError(f"{here} goes to 'nvme', but nvme_path is {json.dumps(path)}; give a folder on that disk")
+    count = zero["offload_optimizer"].get("buffer_count", LEAST_BUFFERS)
+    if isinstance(count, int) and count < LEAST_BUFFERS:
+        raise ValueError(f"{here} has buffer_count {count}; give at least {LEAST_BUFFERS}: AdamW has as many tensors")
 
 
 def _device(zero: Mapping[str, Any], part: str) -> str:

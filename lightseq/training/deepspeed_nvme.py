@@ -4,13 +4,14 @@ DeepSpeed compiles `async_io` for that when it is first used, names its files by
 back the files but nothing else: what was too small for one, how many updates there were, and the weights come here.
 """
 
+import fcntl
 import re
 import shutil
 import sys
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -19,19 +20,41 @@ from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.words import first_line
 
 FILES = "offloaded_tensors"  # of a checkpoint
+OURS, LOCK = "lightseq-", "lock"  # a run's folder, and what it holds a lock on as long as it lives
 
 
 def folder_of(engine: object, settings: DeepSpeedSettings) -> str:
     """A place under `nvme_path` that no other run has, for as long as the engine is there.
 
-    Raises OSError where nothing can be written.
+    Removes what runs left that did not end. Raises OSError where nothing can be written.
     """
-    path = (
-        Path(settings.settings["zero_optimization"]["offload_optimizer"]["nvme_path"]) / f"lightseq-{uuid.uuid4().hex}"
-    )
-    path.mkdir(parents=True)
-    weakref.finalize(engine, shutil.rmtree, path, ignore_errors=True)
-    return str(path)
+    path = Path(settings.settings["zero_optimization"]["offload_optimizer"]["nvme_path"])
+    path.mkdir(parents=True, exist_ok=True)
+    for left in path.glob(f"{OURS}*"):
+        if _is_left(left):
+            shutil.rmtree(left, ignore_errors=True)
+    mine = path / f"{OURS}{uuid.uuid4().hex}"
+    new = mine.with_name(f"new-{mine.name}")
+    new.mkdir()
+    lock = (new / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(mine)
+    weakref.finalize(engine, _remove, mine, lock)
+    return str(mine)
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or it is gone by now
+        return False
+    return True
+
+
+def _remove(folder: Path, lock: TextIO) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 def check_async_io(settings: DeepSpeedSettings, world: World) -> None:
@@ -70,7 +93,7 @@ def restore(engine: Any, state: Path, world: World) -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     optimizer = engine.optimizer
-    file = state / f"zero_pp_rank_{world.rank}_mp_rank_00_optim_states.pt"
+    file = engine._get_zero_ckpt_name(str(state.parent), state.name)
     with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
         saved = torch.load(file, map_location="cpu", weights_only=True)["optimizer_state_dict"]
     _rename(optimizer, next((state / FILES).glob(f"rank{world.rank:02d}")))
@@ -96,20 +119,28 @@ def restore(engine: Any, state: Path, world: World) -> None:
 def _rename(optimizer: Any, saved: Path) -> None:
     """DeepSpeed names a file by numbers that it gave parameters, and goes on from where it was with another model."""
     here = Path(optimizer.optimizer_swapper.swap_folder)
-    swapped = [
-        x.ds_id
-        for i, x in enumerate(optimizer.fp32_partitioned_groups_flat)
-        if optimizer._swappable_optimizer_subgroup(i)
-    ]
-    masters = (match[1] for file in saved.iterdir() if (match := re.fullmatch(r"(\d+_\d+)\.tensor\.swp", file.name)))
-    was = sorted(masters, key=lambda numbers: int(numbers.split("_")[0]))
-    if was == swapped:
+    masters = enumerate(optimizer.fp32_partitioned_groups_flat)
+    now = sorted((x.ds_id for i, x in masters if optimizer._swappable_optimizer_subgroup(i)), key=_first)
+    files = [match[1] for file in saved.iterdir() if (match := re.fullmatch(r"(\d+_\d+)\.tensor\.swp", file.name))]
+    was = sorted(files, key=_first)
+    if len(was) != len(now):
+        raise ValueError(
+            f"{saved} has {len(was)} parts of the optimizer's state, and sub_group_size makes {len(now)}; "
+            "resume with the file that it was saved with"
+        )
+    if was == now:
         return
     for file in saved.iterdir():
         (here / file.name).unlink()
-    for before, now in zip(was, swapped, strict=True):
+    for before, name in zip(was, now, strict=True):
         for file in saved.glob(f"*{before}.tensor.swp"):
-            shutil.copyfile(file, here / file.name.replace(before, now))
+            if file.name.removesuffix(f"{before}.tensor.swp")[-1:] in ("", "-"):
+                shutil.copyfile(file, here / file.name.replace(before, name))
+
+
+def _first(numbers: str) -> int:
+    """Of parameters that lie side by side: 3 of 3_12."""
+    return int(numbers.split("_")[0])
 
 
 def _sizes(optimizer: Any) -> list[int]:
