@@ -35,9 +35,9 @@ from benchmarks.training.trials import model_of
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.lengths import shown
 from lightseq.config.train_config import TrainConfig
-from lightseq.plan.plan import longest as longest_planned
 from lightseq.plan.rates import CHIPS, GIB, chip_of_device
 from lightseq.plan.rehearsal import RECORD
+from lightseq.plan.remedies import longest as longest_planned
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.training.metrics import read_records
 

@@ -33,19 +33,7 @@ from lightseq.plan.layers import (
     place,
 )
 from lightseq.plan.memory import host_by_layer, host_bytes, moments, state_bytes_on_host
-from lightseq.plan.plan import (
-    Plan,
-    _changes,
-    _plan_as_it_is,
-    _without_a_table,
-    faster,
-    longest,
-    make_plan,
-    placement_of,
-    placement_words,
-    remedies,
-    usable,
-)
+from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan, placement_of, placement_words, usable
 from lightseq.plan.rates import (
     CHIPS,
     CLIP_BYTES,
@@ -56,6 +44,7 @@ from lightseq.plan.rates import (
     chip_named,
     chip_of_device,
 )
+from lightseq.plan.remedies import _changes, _without_a_table, faster, longest, remedies
 from lightseq.plan.report import record
 from lightseq.plan.run import PlannedRun
 from lightseq.plan.step_time import FLOAT32, host_link

@@ -20,8 +20,9 @@ from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import Family
 from lightseq.plan import cluster_command
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.plan import faster, longest, make_plan, remedies
+from lightseq.plan.plan import make_plan
 from lightseq.plan.rates import CHIPS, chip_named
+from lightseq.plan.remedies import faster, longest, remedies
 from lightseq.plan.report import record, shown
 from lightseq.plan.run import CORES, Hardware, PlannedRun
 from lightseq.training.prepare import check_layers

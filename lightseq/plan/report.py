@@ -11,7 +11,8 @@ from rich.table import Table
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.plan import Plan, Remedy, placement_words
+from lightseq.plan.plan import Plan, placement_words
+from lightseq.plan.remedies import Remedy
 from lightseq.plan.run import PlannedRun
 
 

@@ -12,8 +12,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB, Breakdown, advice
 from lightseq.plan.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.plan.memory import state_bytes_on_host
-from lightseq.plan.plan import Plan, make_plan, of_what_waits, remedies
+from lightseq.plan.plan import Plan, make_plan, of_what_waits
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
+from lightseq.plan.remedies import remedies
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.mesh import World, agree, for_layers, free_host_memory
