@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.flags import listed, one_of
 from benchmarks.measure import tflops_per_gpu
 from benchmarks.report import header
 from lightseq.attention import context as contexts
@@ -31,9 +32,11 @@ from lightseq.attention.operator import attention
 from lightseq.comm import symmetric
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
+from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag, shown
 from lightseq.kernels import KernelSpec
 from lightseq.ranks.mesh import World
+from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training.garbage import collected_together
 
@@ -67,13 +70,11 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/host.py", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    lengths = lambda text: [length_flag(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--ranks", type=int, default=4, help="of which the first one's part is run")
-    parser.add_argument(
-        "--lengths", type=lengths, default=[8192, 16384], help="of the whole sequence (default: 8K,16K)"
-    )
-    parser.add_argument("--schedules", type=lambda text: text.split(","), default=["ulysses", "prefix"])
-    parser.add_argument("--kernel", default="auto")
+    of_lengths, of_schedules = listed(length_flag), listed(one_of(SCHEDULES))
+    parser.add_argument("--lengths", type=of_lengths, default="8K,16K", help="of the whole sequence (default: 8K,16K)")
+    parser.add_argument("--schedules", type=of_schedules, default="ulysses,prefix", help="(default: %(default)s)")
+    parser.add_argument("--kernel", type=one_of(CHOICES["kernel"]), default="auto")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv_heads", type=int, default=8)
     parser.add_argument("--head_dim", type=int, default=128)

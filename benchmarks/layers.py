@@ -35,7 +35,7 @@ class Choice:
     @property
     def silent(self) -> "Choice":
         """The same tiles, nothing sent: what remains of the time is arithmetic, and what the host does for it."""
-        alike = self.transport == "symmetric" or self.transport == "symmetric" + BLOCKING
+        alike = self.transport in ("symmetric", "symmetric" + BLOCKING)
         return replace(self, transport="none" if alike else "none" + UNRECORDED)
 
 

@@ -102,7 +102,9 @@ def restore(engine: Any, state: Path, world: World) -> None:
     optimizer._set_fp32_optimizer_param_groups()
     masters = [x for group in optimizer.optimizer.param_groups for x in group["params"]]
     optimizer._clear_fp32_optimizer_param_groups()
-    sizes = {id(x): n for x, n in zip(optimizer.fp32_partitioned_groups_flat, _sizes(optimizer), strict=True)}
+    # A master that is in a file has no elements here.
+    whole = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat_numel, strict=True)
+    sizes = {id(master): int(n) for master, n in whole}
     for i, states in saved["optimizer_state_dict"]["state"].items():
         master = masters[i]
         # What is in a file of its own was saved without elements. DeepSpeed reads it into what it finds here.
@@ -141,8 +143,3 @@ def _rename(optimizer: Any, saved: Path) -> None:
 def _first(numbers: str) -> int:
     """Of parameters that lie side by side: 3 of 3_12."""
     return int(numbers.split("_")[0])
-
-
-def _sizes(optimizer: Any) -> list[int]:
-    """Weights of every sub-group; a master that is in a file has none."""
-    return [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
