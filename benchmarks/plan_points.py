@@ -118,8 +118,10 @@ def parser() -> Parser:
     return out
 
 
-def take(point: Point, machine: Machine, timeout: float, commit: str | None = None) -> dict[str, Any]:
-    """Runs a point; its record says `skipped` where it came to nothing."""
+def take(
+    point: Point, machine: Machine, timeout: float, commit: str | None = None, worker: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Runs a point, by another worker if one is named; its record says `skipped` where it came to nothing."""
     measured: dict[str, Any] = {}
     skipped: str | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +129,8 @@ def take(point: Point, machine: Machine, timeout: float, commit: str | None = No
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node={point.gpus}".split()
         try:
-            run([*launcher, str(WORKER), str(result), str(point.warmup), str(point.steps), *flags], timeout, log)
+            script = worker or [str(WORKER)]
+            run([*launcher, *script, str(result), str(point.warmup), str(point.steps), *flags], timeout, log)
             measured = json.loads(result.read_text())
         except Failed as why:
             skipped = str(why)

@@ -1,6 +1,7 @@
 """Short passes of attention run as CUDA graphs where they come in the same memory again, to the same results."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -160,6 +161,36 @@ def test_what_cannot_be_recorded_is_launched_and_rank_0_says_so_once(passes: _Pa
             ["short passes of attention are launched one by one, for recording failed: "
              "operation failed due to a previous error during capture"]
         ]  # fmt: skip
+
+
+def _failed(_: int) -> tuple[int, list[str], int, list[float]]:
+    passes, x = _Passes(), torch.ones(2**20, device="cuda")
+    read = list[float]()
+
+    def run() -> None:
+        passes.launched += 1
+        read.append(float((x + x).sum()))  # a GPU cannot record that the host waits for it
+
+    passes._launch = run  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2 * TIMES_BEFORE + 2):
+            passes.run("here")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        large = torch.empty(2**28, device="cuda")
+    del large
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return passes.launched, [str(one.message) for one in said], torch.cuda.memory_reserved(), read
+
+
+@pytest.mark.gpu(1)
+def test_after_a_recording_that_failed_passes_run_and_memory_goes_back() -> None:
+    launched, said, reserved, read = spawn(1, _failed, device="cuda")[0]
+    tries = 2 * TIMES_BEFORE + 2
+    assert launched == tries + 1 and read == [2.0**21] * tries
+    assert len(said) == 1 and "one by one" in said[0], said
+    assert reserved < 2**28, "what was allocated after it was not given back"
 
 
 def _pass(name: str, tokens: int, backward: bool, boundaries: tuple[int, ...] = (), batch: int = 1) -> Any:

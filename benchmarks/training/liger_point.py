@@ -1,0 +1,37 @@
+"""A plan point (`plan_point.py`) whose Llama has kernels of Liger's: any of rope, rms_norm and swiglu, with commas.
+
+python3 -m torch.distributed.run --standalone --nproc_per_node=1 benchmarks/training/liger_point.py rope,rms_norm \\
+    RESULT 2 3 --model_name_or_path llama3.2-1b --bf16 --model_max_length 32768
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # and hides no package behind this folder
+
+from collections.abc import Sequence
+
+from benchmarks.training import plan_point
+
+PARTS = ("rope", "rms_norm", "swiglu")
+
+
+def main(words: Sequence[str]) -> None:
+    parts, *others = words
+    take_kernels(parts.split(","))
+    plan_point.main(others)
+
+
+def take_kernels(parts: Sequence[str]) -> None:
+    """Models made from now on have them. The loss stays ours: Liger's would keep its gradient in bfloat16."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: of Liger's kernels give {', '.join(PARTS)}")
+    asked = {part: part in parts for part in PARTS}
+    apply_liger_kernel_to_llama(**asked, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
