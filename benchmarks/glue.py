@@ -41,7 +41,6 @@ WAYS = (
     Way("compiled, liger norms and rotation", True, "rope,rms_norm"),
 )
 POINTS = (
-    Point("1b 16K", 1, "llama3.2-1b", 16 * K, warmup=3, steps=10),
     Point("1b 32K", 1, "llama3.2-1b", 32 * K, warmup=3, steps=5),
     Point("8b, 8 layers, 32K", 1, "llama3-8b", 32 * K, layers=8, warmup=2, steps=3),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import run_in
-from small import LENGTH, losses, words, write_inputs
+from small import CONFIG, LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
 
@@ -85,9 +85,9 @@ def _tight(model: LlamaConfig) -> str:
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 
-def _room_for_state(model: LlamaConfig, layers: int, ranks: int) -> str:
+def _room_for_state(model: LlamaConfig, layers: int, ranks: int, flags: str = "") -> str:
     """A budget that holds the weights of so many layers with their state, and not of one more."""
-    run = planned_run(model, f"--model_max_length {LENGTH} --offload auto", ranks)
+    run = planned_run(model, f"--model_max_length {LENGTH} --offload auto {flags}", ranks)
     less, more = (
         _plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).parts.total for n in (layers, layers + 1)
     )
@@ -103,6 +103,13 @@ def _no_room_for_state(model: LlamaConfig) -> str:
     return f"--offload auto --device_memory_budget {budget / GIB:.12f}"
 
 
+def test_where_the_host_holds_a_step_up_state_stays_for_as_many_layers_as_may() -> None:
+    model = LlamaConfig.from_dict({**CONFIG.to_dict(), "num_hidden_layers": LAYERS})
+    flags = f"--model_max_length {LENGTH} --bf16 {_room_for_state(model, 5, 1, '--bf16')}"
+    plan = make_plan(planned_run(model, flags, 1))
+    assert plan.fits and plan.run.state_leaves and plan.run.state_stays == 5
+
+
 def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
     given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
     return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu / (1 - SLACK) + OUTSIDE_BYTES, host))
@@ -116,14 +123,17 @@ def test_on_a_gpu_state_waits_on_the_host_for_some_layers_and_not_for_others(opt
     config = LlamaConfig.from_pretrained(files / "model")
     config.num_hidden_layers = LAYERS
     config.save_pretrained(files / "model")
-    steps = f"--bf16 --max_steps 6 --save_steps 3 --learning_rate 1e-2 --optim {optim}"
+    rate = 0.3 if optim == "sgd" else 3e-3
+    steps = (
+        f"--bf16 --max_steps 6 --save_steps 3 --per_device_train_batch_size 16 --learning_rate {rate} --optim {optim}"
+    )
     goes_on = f"{steps} --resume_from_checkpoint {files}/some-away/checkpoint-3"
-    runs = {"whole": steps, "some-away": f"{steps} {_room_for_state(config, 5, 1)}", "goes-on": goes_on}
+    runs = {"whole": steps, "some-away": f"{steps} {_room_for_state(config, 5, 1, steps)}", "goes-on": goes_on}
     spawn(1, _train, [words(files, name, flags) for name, flags in runs.items()], "cuda", device="cuda")
     facts = json.loads((files / "some-away" / "run.json").read_text())
     assert "in host memory but for layers 0-" in facts["parameters"]
     expected = losses(files, "whole")
-    assert expected[-1] < expected[0] * (0.99 if optim == "sgd" else 0.9)
+    assert expected[-1] < 0.93 * expected[0]
     assert losses(files, "some-away") == pytest.approx(expected, rel=2e-3)
     assert losses(files, "goes-on") == pytest.approx(expected[3:], rel=2e-3)
 

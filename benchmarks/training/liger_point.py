@@ -10,7 +10,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # and hides no package behind this folder
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.training import plan_point
 
@@ -19,18 +21,27 @@ PARTS = ("rope", "rms_norm", "swiglu")
 
 def main(words: Sequence[str]) -> None:
     parts, *others = words
-    take_kernels(parts.split(","))
+    asked = parts.split(",")
+    if unknown := set(asked) - set(PARTS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: of Liger's kernels give {', '.join(PARTS)}")
+    plan_point.MeasuredTrainer = _with_kernels(asked)  # type: ignore[misc]
     plan_point.main(others)
 
 
-def take_kernels(parts: Sequence[str]) -> None:
-    """Models made from now on have them. The loss stays ours: Liger's would keep its gradient in bfloat16."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+def _with_kernels(parts: Sequence[str]) -> type[plan_point.MeasuredTrainer]:
+    """Trains a model that has them. Not before: architectures are looked at on no device, where none of them runs.
 
-    if unknown := set(parts) - set(PARTS):
-        raise ValueError(f"{', '.join(sorted(unknown))}: of Liger's kernels give {', '.join(PARTS)}")
-    asked = {part: part in parts for part in PARTS}
-    apply_liger_kernel_to_llama(**asked, cross_entropy=False, fused_linear_cross_entropy=False)
+    The loss stays ours: Liger's would keep its gradient in bfloat16.
+    """
+    liger = importlib.import_module("liger_kernel.transformers")
+
+    class Trainer(plan_point.MeasuredTrainer):
+        def __init__(self, *args: Any) -> None:
+            asked = {part: part in parts for part in PARTS}
+            liger.apply_liger_kernel_to_llama(**asked, cross_entropy=False, fused_linear_cross_entropy=False)
+            super().__init__(*args)
+
+    return Trainer
 
 
 if __name__ == "__main__":

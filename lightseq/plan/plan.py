@@ -29,10 +29,11 @@ from lightseq.plan.memory import (
 )
 from lightseq.plan.rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import PlannedRun
-from lightseq.plan.step_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
+from lightseq.plan.step_time import WAITING, attention_seconds, copy_seconds, layer_seconds, step_seconds
 from lightseq.ranks.mesh import for_layers
 
 STAYING_SHARES = 8  # of layers whose state may stay on the GPU where that of others waits on the host
+AS_FAST = 1e-3  # of a step: no plan tells closer ones apart
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,14 @@ def of_what_waits(run: PlannedRun) -> str:
 def make_plan(run: PlannedRun) -> Plan:
     """With `--offload auto` the fastest that fits: where layers have to give way, weights and their state may instead.
 
+    Of those that are as fast (the host may hold all of them up), one where all of that stays, or what has least to do.
     Where nothing fits, what takes least of the GPU.
     """
     found = list(_plans(run))
     if fit := [plan for plan in found if plan.fits]:
-        return min(fit, key=lambda plan: plan.step_seconds)
+        longest = min(plan.step_seconds for plan in fit) * (1 + AS_FAST)
+        near = [plan for plan in fit if plan.step_seconds <= longest]
+        return min(near, key=lambda plan: (plan.run.state_leaves, plan.step_seconds - plan.seconds[WAITING]))
     possible = [plan for plan in found if plan.host_bytes <= run.hardware.host_memory]
     return min(possible or found[:1], key=lambda plan: plan.parts.total)
 

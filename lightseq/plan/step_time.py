@@ -41,6 +41,7 @@ from lightseq.schedule.timing import Estimate, Rates
 
 FLOAT32 = 4
 Seconds = Mapping[str, float]
+WAITING = "waiting for the host"
 
 
 def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
@@ -51,7 +52,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts["offloading, exposed"] = passes * (exposed_copies(run, placement, busy) + exposed_weights(run, busy))
     parts["optimizer"] = update_seconds(run)
     launched = passes * run.layers * HOST_SECONDS[run.config.torch_compile]
-    parts["waiting for the host"] = max(0.0, launched - sum(parts.values()))
+    parts[WAITING] = max(0.0, launched - sum(parts.values()))
     return parts
 
 
