@@ -24,6 +24,7 @@ from lightseq.memory.ahead import Ahead
 from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
 from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
 from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.models.architecture import examine
 from lightseq.plan.layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.profiling.stopwatch import Stopwatch
 from lightseq.ranks.mesh import Meshes
@@ -192,7 +193,8 @@ def transform(
     shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
-        tile_mlps(layers, first_tile_only, shrink, keep=techniques.remat in KEEPING_MLP)
+        last = examine(model.config).mlp_is_last
+        tile_mlps(layers, first_tile_only, shrink, techniques.remat in KEEPING_MLP, ends_layer=last)
     if techniques.remat == KEEP_LINEARS:
         keep_projections(layers)
     offload, inner = _offloads(techniques, device, first_tile_only)

@@ -13,6 +13,7 @@ from worlds import spawn
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
+from lightseq.layers import mlp
 from lightseq.memory.policies import KEEPING_MLP
 from lightseq.models.architecture import examine, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
@@ -130,10 +131,11 @@ def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
 
 
 def programs(rank: int, runs: list[str]) -> list[Ended]:
+    mlp.TILE_TOKENS = 3  # or none of these sequences would be long enough for an MLP over tiles
     return [program(rank, "any", words) for words in runs]
 
 
-@pytest.mark.parametrize("names", [["mistral", "qwen3"], pytest.param([*MODELS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["mistral", "qwen3", "olmo2"], pytest.param([*MODELS], marks=pytest.mark.slow)])
 def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]) -> None:
     data = np.random.default_rng(3).integers(3, VOCABULARY, (4, LENGTH)).tolist()
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))

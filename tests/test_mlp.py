@@ -3,6 +3,7 @@
 import copy
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,13 +186,13 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     with torch.no_grad():
         kept = tiled._keeping_gated_mlp._init_fn(flat, tensors, scales, 7, False)[1:]
     for operator, words, most in (
-        (tiled._gated_mlp, (flat, tensors, scales), 2),
-        (tiled._keeping_gated_mlp, (flat, tensors, scales), 1),  # gate and up are whole
-        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains), 3),
-        (tiled._gated_mlp_backward, (dout, flat, tensors, kept, scales, trains), 3),
+        (tiled._gated_mlp, (flat, tensors, scales, 7, False, False), 2),
+        (tiled._keeping_gated_mlp, (flat, tensors, scales, 7, False), 1),  # gate and up are whole
+        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains, 7, False), 3),
+        (tiled._gated_mlp_backward, (dout, flat, tensors, kept, scales, trains, 7, False), 3),
     ):
         with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
-            operator._init_fn(*words, 7, False)
+            operator._init_fn(*words)
         assert alive.most == most
 
 
@@ -228,23 +229,42 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
     assert "lightseq.gated_mlp_backward.default" in operators.ran and "lightseq.gated_mlp.default" not in operators.ran
 
 
+@pytest.mark.parametrize("policy", ["attention", "full"])
+def test_a_checkpoint_makes_nothing_again_of_what_ends_its_layer(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss = small_llama()
+    parameters, made = list(model.parameters()), []
+    want = torch.autograd.grad(loss(), parameters)
+    multiply = tiled._silu_mul
+    monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    tile_mlps(model.layers, ends_layer=True)
+    apply_remat(model.layers, policy)
+    loss().backward()
+    for parameter, expected in zip(parameters, want, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
+    assert sum(made) == 3 * 20
+
+
+def small_llama() -> tuple[LlamaModel, Callable[[], Tensor]]:
+    """Three layers, and a loss of theirs over 20 tokens."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=3, vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = LlamaModel(config), torch.arange(20).reshape(1, 20) % 32
+    weigh = torch.randn(1, 20, HIDDEN)
+    return model, lambda: (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tile", [5, 50])
 def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In short sequences, which fit one tile, as well."""
-    config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
-        num_hidden_layers=3, vocab_size=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, ids, made = LlamaModel(config), torch.arange(20).reshape(1, 20) % 32, []
-    parameters, weigh = list(model.parameters()), torch.randn(1, 20, HIDDEN)
-
-    def loss() -> Tensor:
-        return (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
-
+    model, loss = small_llama()
+    parameters, made = list(model.parameters()), []
     want = torch.autograd.grad(loss(), parameters)
     multiply = tiled._silu_mul
     monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
@@ -313,7 +333,8 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
 def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
-        getattr(torch.ops.lightseq, name).default, (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, False),
+        getattr(torch.ops.lightseq, name).default,
+        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, *[False] * (2 if name == "gated_mlp" else 1)),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

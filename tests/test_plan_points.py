@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lightseq.plan.attention import attention_memory
 from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan
 from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.step_time import matrix_seconds
 from lightseq.schedule.choice import Choice
 from lightseq.training.metrics import read_records
 
@@ -36,6 +39,8 @@ HELD = {
 STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 # Layers measured since results take memory late.
 SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean")
+# Until then an eager layer's MLP over tiles ran twice where a checkpoint ran the layer again.
+MLPS_RUN_ONCE_SINCE = "2026-11-24T11:00:00+00:00"
 HERE = Machine(False, {"device": "cpu"}, {})
 
 
@@ -65,12 +70,21 @@ def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[
     if record["point"] not in TOOK_MORE:
         held = 2 * plan.run.model.hidden_size * plan.run.tokens * HELD.get(record["point"], 0)
         assert plan.parts.total + held == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05), plan.parts
-    assert plan.step_seconds == pytest.approx(record["step_seconds"], rel=0.10), plan.seconds
+    assert plan.step_seconds + _mlps_once_more(plan.run, record) == pytest.approx(record["step_seconds"], rel=0.10)
     if plan.run.state_on_host and "host_cores" in record:  # since weights are page-locked where they lie
         assert plan.host_bytes == pytest.approx(record["host_rss_bytes"], rel=0.05)
     elif "offloaded_bytes" in record:
         handed_over = plan.host_bytes / plan.run.hardware.ranks_per_host - PROCESS_BYTES
         assert handed_over == pytest.approx(record["offloaded_bytes"], rel=0.05)
+
+
+def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:
+    """Seconds that this took, where it was measured: as it would for a model that needs the MLP's output again."""
+    if record["date"] >= MLPS_RUN_ONCE_SINCE:
+        return 0.0
+    now = matrix_seconds(run)
+    with patch.object(PlannedRun, "made_of", replace(run.made_of, mlp_is_last=False)):
+        return run.config.gradient_accumulation_steps * (matrix_seconds(run) - now)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers.activations import SiLUActivation
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 from lightseq.layers.low_rank import Linear, gradient_of_input, is_linear, linear_of
-from lightseq.memory.keeping import results_of
+from lightseq.memory.keeping import results_of, runs_again
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -22,16 +22,19 @@ LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
 def tile_mlps(
-    layers: Iterable[nn.Module], first_tile_only: bool = False, shrink: float = 1.0, keep: bool = False
+    layers: Iterable[nn.Module],
+    first_tile_only: bool = False,
+    shrink: float = 1.0,
+    keep: bool = False,
+    ends_layer: bool = False,
 ) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
     beside them or without; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
-    forward. Outside of torch.compile a checkpoint around the layer runs the whole MLP once more before that.
-    With `keep` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep them; then a
-    layer whose MLP is another raises ValueError. What follows the MLP must not need its output in the backward pass
-    (`Architecture.can_keep_mlp`): a checkpoint that kept gate and up does not make it again.
+    forward. With `keep` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep them;
+    then a layer whose MLP is another raises ValueError. With `keep` or `ends_layer` no backward pass may need what the
+    MLP gives (`Architecture.mlp_is_last`): where a checkpoint runs the layer again it is not made.
     `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
     A run that stands for one `shrink` times as long has tiles so many times smaller.
     """
@@ -39,7 +42,7 @@ def tile_mlps(
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and is_gated(mlp):
             mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
-            mlp.keeps_products = keep
+            mlp.keeps_products, mlp.ends_layer = keep, ends_layer
             mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
         elif keep:
             raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears, of which to keep gate and up")
@@ -61,7 +64,7 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         if x.numel() <= self.tile_tokens * x.shape[-1] and not keep:
             return kind.forward(self, x)
         linears = [linear_of(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only, keep)
+        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only, keep, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
@@ -72,11 +75,17 @@ def shrunk(tokens: int, shrink: float) -> int:
 
 
 def gated_mlp(
-    x: Tensor, linears: Sequence[Linear], tile_tokens: int, first_tile_only: bool = False, keep: bool = False
+    x: Tensor,
+    linears: Sequence[Linear],
+    tile_tokens: int,
+    first_tile_only: bool = False,
+    keep: bool = False,
+    ends_layer: bool = False,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
     For the backward pass it keeps x, and with `keep` gate(x) and up(x), which are made again otherwise.
+    Of what `ends_layer` memory alone is given where a checkpoint runs the layer again.
     `linears` are gate (I, H), up (I, H) and down (H, I). The product is rounded once, and gradients of weights and of
     adapters add up over the tiles in float32 or wider; weights that do not train get none.
     """
@@ -84,7 +93,7 @@ def gated_mlp(
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
     if keep:
         return _keeping_gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only)[0].view(x.shape)
-    return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only).view(x.shape)
+    return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only, ends_layer).view(x.shape)
 
 
 def _taken_apart(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[Linear]:
@@ -95,10 +104,17 @@ def _taken_apart(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[Lin
 
 @torch.library.custom_op("lightseq::gated_mlp", mutates_args=())
 def _gated_mlp(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    tile_tokens: int,
+    first_tile_only: bool,
+    ends_layer: bool,
 ) -> Tensor:
     gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+    if ends_layer and runs_again():
+        return out
     for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul(gate, up, gate)
@@ -109,7 +125,12 @@ def _gated_mlp(
 
 @_gated_mlp.register_fake
 def _(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    tile_tokens: int,
+    first_tile_only: bool,
+    ends_layer: bool,
 ) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
 
@@ -258,7 +279,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, tensors, *ctx.others = inputs
+    x, tensors, *ctx.others = inputs  # scales, tile_tokens, first_tile_only, and what may follow
     kept = output[1:] if isinstance(output, tuple) else ()
     ctx.set_materialize_grads(False)  # nothing comes back through what is kept
     ctx.save_for_backward(x, *kept, *tensors)
@@ -268,10 +289,10 @@ def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-de
     trains = list(ctx.needs_input_grad[1])
     x, *saved = ctx.saved_tensors
     kept, tensors = saved[: -len(trains)], saved[-len(trains) :]
-    scales, *sizes = ctx.others
+    scales, *sizes = ctx.others[:3]
     dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, kept, scales, trains, *sizes)
     gradients = iter(found)
-    return dx, [next(gradients) if t else None for t in trains], None, None, None
+    return dx, [next(gradients) if t else None for t in trains], *(None for _ in ctx.others)
 
 
 for _operator in (_gated_mlp, _keeping_gated_mlp):

@@ -1,31 +1,39 @@
-"""A checkpoint keeps what an operator inside it gave, and hands that out where the layer runs again."""
+"""What an operator knows of the checkpoint around it: what that has kept of its results, and whether it runs again."""
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import NamedTuple
 
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
-# What is called in the place of an operator's computation, which it is given, within `instead`.
+# What is called in the place of an operator's computation, which it is given.
 Around = Callable[[Callable[[], Results]], Results]
 
-_AROUND: ContextVar[Around | None] = ContextVar("around", default=None)
+
+class _Pass(NamedTuple):
+    around: Around | None
+    again: bool
 
 
-class instead:
-    """Within it, in this thread, an operator that asks `results_of` gets what `around` makes of its computation.
+_PASS: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 
-    A dispatch mode would do that at the price of some ten microseconds for every other operation.
+
+class checkpointed:
+    """One of the two passes of a checkpoint: within it, in this thread, operators that ask are told.
+
+    `results_of` gives what `around` makes of a computation (None: what it gives), and `runs_again` is `again`. A dispatch
+    mode would do that at the price of some ten microseconds for every other operation.
     """
 
-    def __init__(self, around: Around) -> None:
-        self._around, self._tokens = around, list[Token[Around | None]]()
+    def __init__(self, around: Around | None, again: bool) -> None:
+        self._pass, self._tokens = _Pass(around, again), list[Token[_Pass | None]]()
 
     def __enter__(self) -> None:
-        self._tokens.append(_AROUND.set(self._around))
+        self._tokens.append(_PASS.set(self._pass))
 
     def __exit__(self, *_: object) -> None:
-        _AROUND.reset(self._tokens.pop())
+        _PASS.reset(self._tokens.pop())
 
 
 def take(gradient: Tensor) -> Tensor:
@@ -46,5 +54,11 @@ def let_go(x: Tensor) -> None:
 
 def results_of(compute: Callable[[], Results]) -> Results:
     """What an operator computes, unless a checkpoint around it has kept that."""
-    around = _AROUND.get()
-    return compute() if around is None else around(compute)
+    here = _PASS.get()
+    return here.around(compute) if here is not None and here.around is not None else compute()
+
+
+def runs_again() -> bool:
+    """Whether a layer runs once more, for what its backward pass needs: nobody reads what comes out at its end."""
+    here = _PASS.get()
+    return here is not None and here.again

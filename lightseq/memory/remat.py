@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.utils.checkpoint import (
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.layers.mlp import KEEPING_MLP_OP
 from lightseq.layers.projections import KEEPING_LINEAR_OP
-from lightseq.memory.keeping import Results, instead, let_go
+from lightseq.memory.keeping import Results, checkpointed, let_go
 from lightseq.memory.offload import Offload
 from lightseq.memory.policies import POLICIES
+
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def apply_remat(
@@ -37,10 +39,11 @@ def apply_remat(
     if policy == "none":
         return
     options: dict[str, Any] = {}
-    if policy != "full":
+    if not compiled:
+        options["context_fn"] = _again_contexts if policy == "full" else partial(_keep_contexts, offload)
+    elif policy != "full":
         # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
-        by_policy = partial(create_selective_checkpoint_contexts, _keep_results)
-        options["context_fn"] = by_policy if compiled else partial(_keep_contexts, offload)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_results)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
@@ -116,7 +119,11 @@ def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_contexts(offload: Offload | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _again_contexts() -> Contexts:
+    return nullcontext(), checkpointed(None, again=True)
+
+
+def _keep_contexts(offload: Offload | None) -> Contexts:
     """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
     kept: deque[list[Any]] = deque()
     keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
@@ -132,4 +139,4 @@ def _keep_contexts(offload: Offload | None) -> tuple[AbstractContextManager[None
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
         return tuple(fetch(x).detach() for x in kept.popleft())
 
-    return instead(keeping), instead(taking)
+    return checkpointed(keeping, again=False), checkpointed(taking, again=True)

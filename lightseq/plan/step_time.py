@@ -104,8 +104,8 @@ def matrix_seconds(run: PlannedRun) -> float:
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.config.remat_policy == KEEP_MLP:
             products -= 2 * hidden * intermediate
-        elif run.tokens > TILE_TOKENS and not run.config.torch_compile:  # the checkpoint runs the whole operator again
-            products += 3 * hidden * intermediate
+        elif run.tokens > TILE_TOKENS and not (run.config.torch_compile or run.made_of.mlp_is_last):
+            products += 3 * hidden * intermediate  # what follows needs the whole operator once more
     if run.group > 1:
         products += linear
     layers = run.layers * products * FP8_TIME[run.config.fp8]
