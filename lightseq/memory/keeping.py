@@ -22,8 +22,8 @@ _PASS: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 class checkpointed:
     """One of the two passes of a checkpoint: within it, in this thread, operators that ask are told.
 
-    `results_of` gives what `around` makes of a computation (None: what it gives), and `runs_again` is `again`. A dispatch
-    mode would do that at the price of some ten microseconds for every other operation.
+    `results_of` gives what `around` makes of a computation (None: what it gives), and `runs_again` is `again`. A
+    dispatch mode would do that at the price of some ten microseconds for every other operation.
     """
 
     def __init__(self, around: Around | None, again: bool) -> None:
