@@ -13,9 +13,11 @@ from small import CONFIG, LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
 
+from lightseq.__main__ import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory import offload
+from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
@@ -23,7 +25,7 @@ from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, k
 from lightseq.plan.plan import _plan_as_it_is, make_plan, placement_of
 from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.plan.this_run import host_memory_for_layers, out_of_memory, planned
+from lightseq.plan.this_run import faster_notes, host_memory_for_layers, out_of_memory, planned
 from lightseq.ranks.host_memory import Bytes, host_memory
 from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.training.deepspeed_config import DeepSpeedSettings
@@ -242,6 +244,23 @@ def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
     # Beside these a buffer for the largest gradient. What torch pins takes up to twice as much.
     assert least <= taken <= (2 if pins or "offload_param" in parts else 1.2) * least + 0.3 * GIB * bool(parts)
     assert bytes_of("--host_memory_budget 20") == 20 * GIB
+
+
+def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device = preset_config(BOTH, "llama3.2-1b"), "NVIDIA H200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    run = planned_run(model, "--bf16 --model_max_length 32K", 4, gpu=140 * GIB, host=512 * GIB)
+
+    def notes(steps: int, kind: str = "cuda") -> list[str]:
+        return faster_notes(run, World(0, 4, 0, 4, torch.device(kind)), steps)
+
+    (line,) = notes(10_000)
+    asked = make_plan(run).step_seconds
+    assert line.startswith(f"by the plan a step takes {asked:.3g} s, and fewer with --torch_compile True (0.")
+    assert ", or with --torch_compile True --remat none (0." in line
+    assert notes(10) == notes(10_000, "cpu") == []
+    device = "NVIDIA of tomorrow"
+    assert notes(10_000) == []
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from lightseq.plan.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import Plan, make_plan, of_what_waits
 from lightseq.plan.rates import CHIPS, PROCESS_BYTES, chip_of_device
-from lightseq.plan.remedies import remedies
+from lightseq.plan.remedies import faster, remedies
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.mesh import World, agree, for_layers, free_host_memory
 from lightseq.training.deepspeed_config import DeepSpeedSettings
+
+WORTH_SECONDS = 120.0  # of a run: what compiling takes, and what reading a line is worth
 
 
 def planned(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
@@ -55,6 +57,20 @@ def auto_notes(plan: Plan) -> list[str]:
         return lacks
     what = f"weights, gradients and optimizer state{of_what_waits(plan.run)} wait in host memory"
     return [f"--offload auto: {what}{', for nothing is faster that fits' if plan.fits else ''}", *lacks]
+
+
+def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
+    """Flags that would end the `steps` that are left minutes earlier, by the plan, and fit as well."""
+    if world.device.type != "cuda" or chip_of_device(torch.cuda.get_device_name(world.device)) is None:
+        return []  # of others there are no rates
+    run = dataclasses.replace(run, state_leaves=False, state_stays=0)  # as it was asked for
+    asked = make_plan(run)
+    changes = faster(run) if asked.fits else []
+    worth = [c for c in changes if steps * (asked.step_seconds - c.plan.step_seconds) > WORTH_SECONDS]
+    if not worth:
+        return []
+    words = [f"{c.words} ({c.plan.step_seconds:.3g} s, {c.plan.parts.total / GIB:.1f} GiB a GPU)" for c in worth]
+    return [f"by the plan a step takes {asked.step_seconds:.3g} s, and fewer with {', or with '.join(words)}"]
 
 
 def host_memory_for_layers(

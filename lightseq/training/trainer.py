@@ -19,7 +19,14 @@ from lightseq.evaluate.perplexity import Perplexity, Shard, measure
 from lightseq.models.adapters import adapter_parameters
 from lightseq.parallelize import techniques_of
 from lightseq.plan.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.plan.this_run import auto_notes, host_memory_for_layers, out_of_memory, plan_of_layers, planned
+from lightseq.plan.this_run import (
+    auto_notes,
+    faster_notes,
+    host_memory_for_layers,
+    out_of_memory,
+    plan_of_layers,
+    planned,
+)
 from lightseq.profiling.recorder import StepProfile
 from lightseq.ranks.environment import secrets
 from lightseq.ranks.mesh import Meshes, World, agree, make_deterministic, make_meshes
@@ -63,9 +70,11 @@ class Trainer:
         self.meshes: Meshes = agree(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
         plan = plan_of_layers(config, inputs.model_config, world)
         self.placement = plan.placement if plan else None
-        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
         placed = self.placement.layers if self.placement else None
         run = plan.run if plan else planned(config, inputs.model_config, world)
+        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
+        if command is not None and world.is_main and inputs.deepspeed is None:
+            self.notes += tuple(faster_notes(run, world, inputs.total_steps - inputs.stream.first_step))
         host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
         self.state_on_host, self.state_stays = run.state_on_host, run.state_stays
         where = (placed, self.state_on_host, self.state_stays, host)
