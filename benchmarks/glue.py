@@ -21,6 +21,7 @@ from benchmarks.flags import Parser, positive
 from benchmarks.plan_points import K, Point, line, take
 from benchmarks.training.records import look_at_machine
 from benchmarks.training.trials import ROOT
+from lightseq.commands import refused
 
 WITH_LIGER = ROOT / "benchmarks" / "training" / "liger_point.py"
 
@@ -47,7 +48,10 @@ POINTS = (
 
 
 def main(words: Sequence[str]) -> int:
-    flags = parser().parse_args(words)
+    try:
+        flags = parser().parse_args(words)
+    except ValueError as error:
+        return refused(error)
     machine, begin = look_at_machine(), time.monotonic()
     flags.output.parent.mkdir(parents=True, exist_ok=True)
     with flags.output.open("a", encoding="utf-8") as file:

@@ -25,6 +25,7 @@ from benchmarks.report import commit_here
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import ROOT, model_of
+from lightseq.commands import refused
 from lightseq.config.lengths import shown
 from lightseq.training.metrics import read_records
 
@@ -88,7 +89,10 @@ POINTS = (
 
 
 def main(words: Sequence[str]) -> int:
-    flags = parser().parse_args(words)
+    try:
+        flags = parser().parse_args(words)
+    except ValueError as error:
+        return refused(error)
     done = {record["point"] for record in read_records(flags.output) if not record["skipped"]}
     machine, begin = look_at_machine(), time.monotonic()
     flags.output.parent.mkdir(parents=True, exist_ok=True)
