@@ -16,7 +16,7 @@ from lightseq.ranks.mesh import World
 from lightseq.training import source
 from lightseq.training.metrics import hardware, versions
 
-PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
+PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster", "liger-kernel")
 FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
 SQUARES = ("length^2", "(sum of document lengths^2)")
 ARROW = " → "

@@ -114,6 +114,13 @@ def test_a_model_of_fewer_layers_lists_fewer() -> None:
     assert examine(with_layers(config, 2)).layers == 2
 
 
+def test_an_architecture_is_looked_at_once_however_its_model_is_used() -> None:
+    config = config_of("llama")
+    found, model = examine(config), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config.use_cache = False
+    assert examine(model.config) is found
+
+
 def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
     """Of every step, and of one more."""
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -35,6 +35,7 @@ from lightseq.attention import executor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.data.parts import local_positions
+from lightseq.layers import mlp
 from lightseq.memory.policies import KEEPING_MLP, POLICIES
 from lightseq.models import weights
 from lightseq.parallelize import LossModel, Techniques, parallelize
@@ -555,6 +556,24 @@ def prepared(remat: str, **techniques: Any) -> tuple[LossModel, tuple[Tensor, ..
     weights.initialize(model, seed=3)
     batch = hf.shard_batch(context, ids(), ids())
     return loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
+
+
+def mlps_made(_: int) -> tuple[list[int], list[int]]:
+    """Rows of every tile of the MLPs' products, forward and backward."""
+    made, multiply = list[int](), mlp._silu_mul
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "TILE_TOKENS", 16)
+        patch.setattr(mlp, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+        model, batch = prepared("attention")
+        loss = model(*batch)
+        forward = made.copy()
+        loss.backward()
+    return forward, made[len(forward) :]
+
+
+def test_an_eager_layers_mlp_over_tiles_runs_once() -> None:
+    forward, backward = spawn(1, mlps_made)[0]
+    assert len(forward) > SIZES["num_hidden_layers"] and not backward
 
 
 def remat(rank: int) -> None:

@@ -20,7 +20,7 @@ from lightseq.attention.bundles import Form
 from lightseq.config.command_line import parse
 from lightseq.plan.attention import attention_memory
 from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan
-from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
+from lightseq.plan.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.step_time import matrix_seconds
 from lightseq.schedule.choice import Choice
@@ -84,7 +84,20 @@ def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:
         return 0.0
     now = matrix_seconds(run)
     with patch.object(PlannedRun, "made_of", replace(run.made_of, mlp_is_last=False)):
-        return run.config.gradient_accumulation_steps * (matrix_seconds(run) - now)
+        then = matrix_seconds(replace(run))  # which has looked at no model yet
+    return run.config.gradient_accumulation_steps * (then - now)
+
+
+def test_an_mlp_over_tiles_runs_once_more_in_eager_layers_whose_backward_pass_needs_what_it_gives() -> None:
+    records = {record["point"]: record for record in MEASURED}
+    ran_twice, compiled, one_tile = (
+        records[name] for name in ("1b 128K, eager, one GPU", "1b 128K", "1b 8K, eager, one GPU")
+    )
+    run = planned(ran_twice).run
+    flops = 2 * run.tokens * run.layers * 3 * 2048 * 8192
+    assert _mlps_once_more(run, ran_twice) == pytest.approx(flops / (run.hardware.chip.peak_flops * MATRIX_SHARE))
+    for record in (compiled, one_tile, {**ran_twice, "date": MLPS_RUN_ONCE_SINCE}):
+        assert _mlps_once_more(planned(record).run, record) == 0
 
 
 @pytest.fixture

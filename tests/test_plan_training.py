@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.this_run import faster_notes, host_memory_for_layers, out_of_memory, planned
 from lightseq.ranks.host_memory import Bytes, host_memory
 from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
+from lightseq.training import trainer
 from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.verify.machines import machine
 
@@ -261,6 +263,19 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
     assert notes(10) == notes(10_000, "cpu") == []
     device = "NVIDIA of tomorrow"
     assert notes(10_000) == []
+
+
+def _hinted(rank: int, command: str) -> tuple[int, str]:
+    size = dist.get_world_size()
+    with patch.object(trainer, "faster_notes", side_effect=ValueError("that has no plan")):
+        ended = run_in(World(rank, size, rank, size, torch.device("cpu")), "llama3", command)
+    return ended.status, ended.err
+
+
+def test_what_such_a_line_cannot_be_made_of_is_refused_on_every_rank(tmp_path: Path) -> None:
+    files = write_inputs(tmp_path)
+    (status, said), (other, silent) = spawn(2, _hinted, words(files, "out", "--max_steps 1"))
+    assert (status, other, silent) == (2, 2, "") and said.endswith("error: that has no plan\n")
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: 
 
 
 def _again_contexts() -> Contexts:
-    return nullcontext(), checkpointed(None, again=True)
+    return checkpointed(None, again=False), checkpointed(None, again=True)
 
 
 def _keep_contexts(offload: Offload | None) -> Contexts:

@@ -113,7 +113,8 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 def examine(config: PreTrainedConfig, length: int | None = None) -> Architecture:
     """The architecture behind a config. Raises ValueError for one that cannot be trained here, at a length if given."""
-    found = _examine(cast(Hashable, type(config)), config.to_json_string())
+    facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
+    found = _examine(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
     _check_window(found.name, found.window, length or 1)
     return found
 

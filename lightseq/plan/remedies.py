@@ -93,10 +93,14 @@ def _with_more_on_the_host(run: PlannedRun) -> Plan | None:
     return found
 
 
-def faster(run: PlannedRun) -> list[Remedy]:
-    """Flags with which it fits as well and a step is at least 2% shorter: the fewest, and what is shorter still."""
+def faster(run: PlannedRun, quick: bool = False) -> list[Remedy]:
+    """Flags with which it fits as well and a step is at least 2% shorter: the fewest, and what is shorter still.
+
+    `quick` looks at compiled layers and at what they keep and where alone, not at where weights are.
+    """
     asked, found = make_plan(run).step_seconds, []
-    options = [(len(changes), make_plan(changed)) for changes, changed in _changes(run) if "optim" not in changes]
+    others = ((changes, changed) for changes, changed in _changes(run, quick) if "optim" not in changes)
+    options = [(len(changes), make_plan(changed)) for changes, changed in others]
     fit = [(count, plan) for count, plan in options if plan.fits]
     for order in (
         lambda option: (option[0], option[1].step_seconds),
@@ -126,17 +130,26 @@ def _with_gpus(hardware: Hardware, gpus: int) -> Hardware:
     return dataclasses.replace(hardware, gpus=gpus if gpus <= per_host else -(-gpus // per_host) * per_host)
 
 
-def _changes(run: PlannedRun) -> Iterator[tuple[dict[str, object], PlannedRun]]:
-    """Every other setting of the flags that trade time for memory, with what changes."""
-    asked = run.config
+def _choices(run: PlannedRun, quick: bool = False) -> dict[str, list[object]]:
+    """Settings of the flags that trade time for memory."""
+    asked, device = run.config, ["none", "activations"]  # where the weights stay there
     choices: dict[str, list[object]] = {
         "torch_compile": list({asked.torch_compile, True}),
         "remat": ["none", *_keeping(run), "attention", "full"],
-        "offload": ["none", "activations", "optimizer", "both", "auto"],
+        "offload": [*device, "optimizer", "both", "auto"],
         "layers_per_checkpoint": [1, 4],
         "tile_layers": [False, True] if run.made_of.layer_class in KNOWN else [False],
         "optim": [asked.optim, "adamw_8bit"],
     }
+    if quick:
+        choices |= {name: [getattr(asked, name)] for name in ("layers_per_checkpoint", "tile_layers", "optim")}
+        choices["offload"] = [*device] if asked.offload in device else [asked.offload]
+    return choices
+
+
+def _changes(run: PlannedRun, quick: bool = False) -> Iterator[tuple[dict[str, object], PlannedRun]]:
+    """Every other setting of these flags, with what changes."""
+    asked, choices = run.config, _choices(run, quick)
     for values in product(*choices.values()):
         wanted = dict(zip(choices, values, strict=True))
         same = {"remat": asked.remat_policy}

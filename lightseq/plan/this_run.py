@@ -65,8 +65,9 @@ def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
         return []  # of others there are no rates
     run = dataclasses.replace(run, state_leaves=False, state_stays=0)  # as it was asked for
     asked = make_plan(run)
-    changes = faster(run) if asked.fits else []
-    worth = [c for c in changes if steps * (asked.step_seconds - c.plan.step_seconds) > WORTH_SECONDS]
+    if not asked.fits or steps * asked.step_seconds <= WORTH_SECONDS:
+        return []
+    worth = [c for c in faster(run, quick=True) if steps * (asked.step_seconds - c.plan.step_seconds) > WORTH_SECONDS]
     if not worth:
         return []
     words = [f"{c.words} ({c.plan.step_seconds:.3g} s, {c.plan.parts.total / GIB:.1f} GiB a GPU)" for c in worth]

@@ -73,8 +73,7 @@ class Trainer:
         placed = self.placement.layers if self.placement else None
         run = plan.run if plan else planned(config, inputs.model_config, world)
         self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
-        if command is not None and world.is_main and inputs.deepspeed is None:
-            self.notes += tuple(faster_notes(run, world, inputs.total_steps - inputs.stream.first_step))
+        self._planned, self._rehearses = run, rehearses
         host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
         self.state_on_host, self.state_stays = run.state_on_host, run.state_stays
         where = (placed, self.state_on_host, self.state_stays, host)
@@ -119,10 +118,16 @@ class Trainer:
         checkpoints.sweep(self.output_dir, checkpoints.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoints.set_aside(broken, checkpoints.BROKEN)
+        self.notes += self._hints()
         write_run(self.output_dir, facts(self, command), secrets())
         self.terminal.header(describe(self), self.notes)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         return MetricsFile(self.output_dir, self.first_step, sinks)
+
+    def _hints(self) -> tuple[str, ...]:
+        if self._rehearses or self.inputs.deepspeed:  # of which the plan knows nothing
+            return ()
+        return tuple(faster_notes(self._planned, self.world, self.inputs.total_steps - self.first_step))
 
     def train(self) -> None:
         """Runs to the last step, or to the one after which a signal ends it."""
