@@ -32,6 +32,8 @@ class Cost:
 def costs(records: Sequence[Mapping[str, Any]], every: int, skip: int) -> tuple[float, list[Cost]]:
     """The median of an undisturbed step, and what every save but the last, which ends the run, cost."""
     steps = {r["step"]: r for r in records if "loss" in r}
+    if len(steps) != max(steps, default=0):
+        raise ValueError(f"{len(steps)} records of {max(steps, default=0)} steps; train with --logging_steps 1")
     quiet = [r["step_seconds"] for step, r in steps.items() if skip < step <= every]
     if len(quiet) < 2:
         raise ValueError(f"only {len(quiet)} steps between the warm-up of {skip} and the first save; save less often")
@@ -51,10 +53,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--skip", type=int, default=5, help="steps of warm-up")
     parser.add_argument("--output", type=Path, help="where to append a line of JSON")
     asked = parser.parse_args(words)
-    run = json.loads((asked.run / RUN).read_text())
     try:
+        run = json.loads((asked.run / RUN).read_text())
         usual, found = costs(read_records(asked.run / METRICS), run["config"]["save_steps"], asked.skip)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"an undisturbed step takes {usual:.3f} s")

@@ -597,6 +597,8 @@ def test_a_save_is_charged_with_waiting_and_with_what_it_slows() -> None:
         {"step": step, "loss": 1.0, "step_seconds": seconds.get(step, 1.0), "saving_seconds": 0.25 * (step in (5, 9))}
         for step in range(1, 13)
     ]
+    with pytest.raises(ValueError, match="6 records of 11 steps; train with --logging_steps 1"):
+        costs(records[::2], every=4, skip=1)
     usual, found = costs(records, every=4, skip=1)
     assert usual == 1.0 and [cost.after_step for cost in found] == [4, 8]
     assert [cost.share_of_step_waited for cost in found] == [0.25, 0.25]

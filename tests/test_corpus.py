@@ -17,6 +17,7 @@ from worlds import spawn
 from lightseq.data import corpus
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import IGNORE_INDEX, WindowExamples
+from lightseq.data.rows import identity
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.data.tokens import Reading
 from lightseq.training.metrics import read_records
@@ -440,3 +441,9 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
     ):
         assert f"{line} " in end.out and "had no target; in such a step only momentum" in end.out
     assert f"from {losses[0]:.4f} to {losses[1]:.4f}" in ends[0].out and "without a target  " in ends[0].out
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf::", "hf:a::b", "hf:a:b:c:d"])
+def test_what_names_no_data_set_is_refused_before_the_hub_is_asked(source: str) -> None:
+    with pytest.raises(ValueError, match=f"{source} names no data set; give hf:NAME"):
+        identity(source)

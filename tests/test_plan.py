@@ -603,3 +603,27 @@ def test_chips_are_found_by_the_name_that_torch_gives_them() -> None:
     assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None
     assert usable(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB)) == pytest.approx(10 * GIB)
     assert chip_named("h200").memory_bytes > 139 * GIB
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--bf16 --fp8 rowwise --chip a100-80gb", "needs a GPU of compute capability 8.9 or newer"),
+        ("--bf16 --kernel fa4 --chip a100-80gb", "does not run on compute capability 8.0"),
+        ("--bf16 --kernel fa3 --chip l40s", "does not run on compute capability 8.9"),
+        ("--bf16 --kernel cpu", "needs a CPU"),
+        ("--kernel fa4", "needs bfloat16 or float16, not float32"),
+    ],
+)
+def test_what_no_such_chip_runs_is_not_planned(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *f"--model_name_or_path llama3-8b --gpus 8 {words}".split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --") and said in error and error.count("\n") == 1
+
+
+def test_float32_is_planned_with_a_word_of_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for words in ("", "--bf16", "--bf16 --kernel fa4 --chip h100-80gb"):
+        assert main(["plan", *f"--model_name_or_path llama3-8b --gpus 8 --model_max_length 8K {words}".split()]) == 0
+        said[words] = " ".join(capsys.readouterr().out.split())
+    assert ["no fused kernel" in line for line in said.values()] == [True, False, False]

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,6 +32,7 @@ from lightseq.ranks.host_memory import Bytes, host_memory
 from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.training import trainer
 from lightseq.training.deepspeed_config import DeepSpeedSettings
+from lightseq.training.prepare import never
 from lightseq.verify.machines import machine
 
 LAYERS = 8
@@ -276,6 +278,24 @@ def test_what_such_a_line_cannot_be_made_of_is_refused_on_every_rank(tmp_path: P
     files = write_inputs(tmp_path)
     (status, said), (other, silent) = spawn(2, _hinted, words(files, "out", "--max_steps 1"))
     assert (status, other, silent) == (2, 2, "") and said.endswith("error: that has no plan\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "total", "said"),
+    [
+        ("--eval_strategy steps --eval_steps 9 --eval_data_path d", 4, ["evaluations come every 9 steps"]),
+        ("--eval_strategy steps --eval_steps 4 --eval_data_path d", 4, []),
+        ("--eval_strategy epoch --eval_data_path d", 4, ["evaluations come at the end of an epoch"]),
+        ("--eval_strategy epoch --eval_data_path d", 5, []),
+        ("--warmup_steps 5", 4, ["--warmup_steps 5 is past the last step, 4"]),
+        ("--warmup_steps 4", 4, []),
+    ],
+)
+def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total: int, said: list[str]) -> None:
+    config = parse(f"--model_name_or_path m --data_path d --output_dir o --learning_rate 1 {flags}".split(), "")
+    stream: Any = SimpleNamespace(first_step=0, epochs_after=lambda steps: steps / 5)
+    notes = never(config, stream, total)
+    assert len(notes) == len(said) and all(want in note for want, note in zip(said, notes, strict=True)), notes
 
 
 def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:

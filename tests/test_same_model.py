@@ -74,6 +74,8 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
     assert check_same_model(tmp_path, scaled, changed, lora) == ()
     with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, this run has 99\.0; "):
         check_same_model(tmp_path, scaled, changed, other)
+    with pytest.raises(ValueError, match=r"was trained with lora_rank 4, this run has 8; "):
+        check_same_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, this run has like its model's; "):
         check_same_model(tmp_path, CONFIG, model(), lora)
     (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))

@@ -51,7 +51,10 @@ def _of_model(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, A
 def _of_adapter(
     directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora
 ) -> Iterator[tuple[str, Any, Any]]:
-    alpha = _adapter_config(directory).get("lora_alpha", lora.alpha)
+    saved = _adapter_config(directory)
+    rank, alpha = saved.get("r", lora.rank), saved.get("lora_alpha", lora.alpha)
+    if rank != lora.rank:
+        yield "lora_rank", rank, lora.rank
     if alpha != lora.alpha:
         yield "lora_alpha", alpha, lora.alpha
     both = adapters.read_rope(directory), adapters.rope_of(config, model)

@@ -169,7 +169,7 @@ class BatchStream:
     def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
         """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
         now = self.state(step)
-        if other := [key for key in ("examples", "seed", "length") if state[key] != now[key]]:
+        if other := [key for key in ("length", "seed", "examples") if state[key] != now[key]]:
             was = f"{other[0]} {state[other[0]]:,}, not {now[other[0]]:,}"
             raise ValueError(
                 f"--resume_from_checkpoint was trained on data of {was}; resume with the data, --seed and "

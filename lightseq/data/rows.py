@@ -177,6 +177,8 @@ def _datasets(source: str | Path) -> Any:
 def _hub_name(source: str) -> tuple[list[str], str]:
     """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; split train unless said."""
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
+    if not all((name, *more)) or len(more) > 2:
+        raise ValueError(f"{source} names no data set; give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     return [name, *more[:-1]], more[-1] if more else "train"
 
 

@@ -37,13 +37,18 @@ class _FlashAttention:
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     needs_out: ClassVar[bool] = True
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def unfit(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
             return reason
         if not self.lowest <= spec.capability < self.above:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
         if spec.head_dim > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.head_dim > 128):
             return f"has no head dimension {spec.head_dim}"
+        return None
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        if reason := self.unfit(spec):
+            return reason
         try:
             self._load()
         except Exception as error:  # half an installation raises what it likes: fa4's a RuntimeError, others an OSError

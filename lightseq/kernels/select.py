@@ -50,6 +50,13 @@ def select(name: str, spec: KernelSpec) -> Selection:
     raise AssertionError("the reference kernel runs everywhere")
 
 
+def unfit(name: str, spec: KernelSpec) -> str | None:
+    """Why the named kernel could not run on a GPU that need not be here, whatever is installed; None if it could."""
+    kernel = KERNELS[name](spec)
+    reason: str | None = getattr(kernel, "unfit", kernel.why_not)(spec)  # of the others nothing has to be installed
+    return reason
+
+
 def _order(spec: KernelSpec) -> tuple[str, ...]:
     if spec.device_type == "cpu":
         return ("cpu", "reference")

@@ -139,10 +139,11 @@ class CudnnKernel:
     needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
+        return self.unfit(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
+
+    def unfit(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
             return reason
-        if not torch.backends.cudnn.is_available():
-            return "cuDNN is not available"
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
         if spec.head_dim > 128:

@@ -56,7 +56,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     base = model_name_or_path or settings.get("base_model_name_or_path")
     if base is None:
         raise ValueError(f"{adapter / CONFIG} names no model; name it with --model_name_or_path")
-    source = Path(base) if Path(base).is_dir() else download(base)
+    source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS)

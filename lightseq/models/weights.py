@@ -166,9 +166,11 @@ def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill
         ) from error
 
 
-def download(hub_id: str) -> Path:
+FRESH = "give a local directory, or add --random_init to train the architecture from fresh weights"
+
+
+def download(hub_id: str, remedy: str = FRESH) -> Path:
     """The local copy of a hub repository's safetensors and tokenizer. Raises ValueError where it cannot be had."""
-    remedy = "give a local directory, or add --random_init to train the architecture from fresh weights"
     return _fetched(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
 
 

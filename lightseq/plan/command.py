@@ -11,17 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import PreTrainedConfig
 
 from lightseq.commands import Parser, refused
 from lightseq.config.command_line import parse, underscored
-from lightseq.models.architecture import examine
+from lightseq.config.train_config import TrainConfig
+from lightseq.kernels.base import KernelSpec
+from lightseq.kernels.select import unfit
+from lightseq.layers.fp8 import check_hardware
+from lightseq.models.architecture import examine, heads_of
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import Family
 from lightseq.plan import cluster_command
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.plan import make_plan
-from lightseq.plan.rates import CHIPS, chip_named
+from lightseq.plan.rates import CHIPS, Chip, chip_named
 from lightseq.plan.remedies import faster, longest, remedies
 from lightseq.plan.report import record, shown
 from lightseq.plan.run import CORES, Hardware, PlannedRun
@@ -103,6 +109,7 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
         if (given := getattr(mine, name)) is not None and not 0 < given < math.inf:
             raise ValueError(f"--{name} {given:g}: give a number of GiB above 0")
     chip = chip_named(mine.chip)
+    _check_chip(config, model, chip)
     gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
     host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
     run = PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
@@ -114,10 +121,29 @@ def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str])
     return run
 
 
+def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
+    """As training would on such a GPU with every kernel installed."""
+    if config.fp8 is not None and not config.fp8_emulate:
+        check_hardware(config.fp8, chip.device, chip.capability)
+    if config.kernel_name == "auto":
+        return
+    dtype = getattr(torch, config.compute_dtype)
+    spec = KernelSpec("cuda", chip.capability, dtype, heads_of(model).dim, config.deterministic)
+    if reason := unfit(config.kernel_name, spec):
+        raise ValueError(
+            f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
+        )
+
+
 def notes(family: Family, run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+    square = "needs memory and time in the square of a tile's length: not counted"
     if run.config.kernel_name == "reference":
-        found.append("the reference kernel needs memory and time in the square of a tile's length: not counted")
+        found.append(f"the reference kernel {square}")
+    elif run.element > 2:
+        found.append(
+            f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16"
+        )
     if run.state_on_host and run.hardware.host_cores is None:
         found.append(
             f"an update on the host is reckoned with {CORES} cores a rank; say how many there are with --host_cores"

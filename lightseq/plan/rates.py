@@ -23,6 +23,7 @@ class Chip:
     memory_rate: float
     host_rate: float
     peer_rate: float
+    capability: tuple[int, int] = (9, 0)
 
     @property
     def peak_flops(self) -> float:
@@ -38,9 +39,9 @@ CHIPS: Mapping[str, Chip] = {
     "h100-80gb": Chip("NVIDIA H100 80GB HBM3", 81_559 * MIB, 3.35e12, 64e9, 450e9),
     "h100-pcie": Chip("NVIDIA H100 PCIe", 81_559 * MIB, 2.0e12, 64e9, 64e9),
     "h100-nvl": Chip("NVIDIA H100 NVL", 95_830 * MIB, 3.9e12, 64e9, 300e9),
-    "a100-80gb": Chip("NVIDIA A100-SXM4-80GB", 81_920 * MIB, 2.039e12, 32e9, 300e9),
-    "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 40_960 * MIB, 1.555e12, 32e9, 300e9),
-    "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9),
+    "a100-80gb": Chip("NVIDIA A100-SXM4-80GB", 81_920 * MIB, 2.039e12, 32e9, 300e9, (8, 0)),
+    "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 40_960 * MIB, 1.555e12, 32e9, 300e9, (8, 0)),
+    "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9, (8, 9)),
 }
 MEASURED_ON = CHIPS["h200"]
 

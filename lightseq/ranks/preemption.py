@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightseq.ranks.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ANSWER = "ends after this step, with a checkpoint if this run saves any; another Ctrl-C ends it at once"
+ANSWER = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
 ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one on
 
 
@@ -58,7 +58,8 @@ class StopRequest:
             return
         self._asked, self._first = number, time.monotonic()
         if is_main_process():
-            line = f"\n{signal.Signals(number).name}: {ANSWER}\n"
+            answer = ANSWER.format("another" if number == signal.SIGINT else "a")
+            line = f"\n{signal.Signals(number).name}: {answer}\n"
             os.write(2, line.encode())  # Python's own streams may be in the middle of something
 
     def _is_ctrl_c(self, number: int) -> bool:

@@ -101,7 +101,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     directory = fetch(model)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
-    notes += unread(config) + ((room,) if room else ())
+    notes += unread(config) + ((room,) if room else ()) + never(config, stream, total_steps)
     if resume_from is not None and total_steps == stream.first_step:
         notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
     return Inputs(
@@ -128,6 +128,24 @@ def unread(config: TrainConfig) -> tuple[str, ...]:
         return ()
     why = f"{', '.join(rows)} is no single file, and is tokenised beforehand"
     return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
+
+
+def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+    """What was asked for and will not have come by the last step."""
+    found, first = [], stream.first_step
+    passed = {
+        "steps": total_steps // config.eval_steps - first // config.eval_steps,
+        "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),
+    }
+    if config.eval_strategy != "no" and not passed[config.eval_strategy] and not config.keep_best:
+        every = f"every {config.eval_steps} steps" if config.eval_strategy == "steps" else "at the end of an epoch"
+        found.append(f"warning: evaluations come {every}, and this run ends at step {total_steps} without one")
+    if config.warmup_steps > total_steps:
+        found.append(
+            f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}: the learning rate "
+            "never reaches its peak"
+        )
+    return tuple(found)
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
