@@ -45,6 +45,7 @@ from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import after_restart, begin, lock
 from lightseq.training.prepare import FoundModel, tokenizer_directory, unread
 from lightseq.training.source import commit
+from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64
@@ -433,7 +434,8 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
     words = [sys.executable, str(tmp_path / "told.py"), first, last]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
-    assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {ANSWER}\n"
+    answer = ANSWER.format("another" if first == "SIGINT" else "a")
+    assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
 
 
 def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
@@ -814,3 +816,13 @@ def test_help_takes_neither_torch_nor_transformers(tmp_path: Path) -> None:
 def test_help_is_printed_once() -> None:
     ends = spawn(2, program, "llama3", "--help")
     assert ends[0].out.startswith("usage: llama3/train.py") and ends[1] == Ended(0, "", "")
+
+
+def test_a_run_that_logged_one_step_is_not_said_to_stand_still(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for losses in ([5.0], [5.0, 5.0], [5.0, 4.5]):
+        Terminal(2, 0).summary(None, Path("m"), losses, None)
+        said.append(capsys.readouterr().out.splitlines()[0])
+    assert said == [
+        "loss 5.0000, of one logged step", "loss stayed at 5.0000", "loss fell by 0.5000, from 5.0000 to 4.5000",
+    ]  # fmt: skip

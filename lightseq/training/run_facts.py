@@ -84,4 +84,5 @@ def _adapters(trainer: Trainer) -> str:
     if lora is None:
         return ""
     share = 100 * count / total_parameters(trainer.inputs.model_config)
-    return f"; {count:,} of adapters train ({share:.2g}%), rank {lora.rank} on {', '.join(lora.targets)}"
+    percent = f"{share:.2g}" if share < 100 else f"{share:,.0f}"
+    return f"; {count:,} of adapters train ({percent}%), rank {lora.rank} on {', '.join(lora.targets)}"

@@ -84,7 +84,8 @@ class Terminal:
             change = "fell" if last < first else "rose"
             moved = f"{change} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
             same = f"{first:.4f}" == f"{last:.4f}"
-            self._console.print(f"loss {f'stayed at {last:.4f}' if same else moved}", markup=False)
+            stayed = f"stayed at {last:.4f}" if len(losses) > 1 else f"{last:.4f}, of one logged step"
+            self._console.print(f"loss {stayed if same else moved}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         if best is not None:
             self._console.print(f"best        {best}, by evaluation loss", markup=False)
