@@ -260,7 +260,7 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
 
     (line,) = notes(10_000)
     asked = make_plan(run).step_seconds
-    assert line.startswith(f"by the plan a step takes {asked:.3g} s, and fewer with --torch_compile True (0.")
+    assert line.startswith(f"by the plan a step takes {asked:.3g} s, and less with --torch_compile True (0.")
     assert ", or with --torch_compile True --remat none (0." in line
     assert notes(10) == notes(10_000, "cpu") == []
     device = "NVIDIA of tomorrow"

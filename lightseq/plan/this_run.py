@@ -71,7 +71,7 @@ def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
     if not worth:
         return []
     words = [f"{c.words} ({c.plan.step_seconds:.3g} s, {c.plan.parts.total / GIB:.1f} GiB a GPU)" for c in worth]
-    return [f"by the plan a step takes {asked.step_seconds:.3g} s, and fewer with {', or with '.join(words)}"]
+    return [f"by the plan a step takes {asked.step_seconds:.3g} s, and less with {', or with '.join(words)}"]
 
 
 def host_memory_for_layers(
