@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.flags import Parser, positive
-from benchmarks.plan_points import K, Point, line, take
+from benchmarks.plan_points import K, Point, add_choice, line, take
 from benchmarks.training.records import look_at_machine
 from benchmarks.training.trials import ROOT
 from lightseq.commands import refused
@@ -76,11 +76,8 @@ def main(words: Sequence[str]) -> int:
 def parser() -> Parser:
     out = Parser(prog="benchmarks/glue.py", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     out.add_argument("--turns", type=positive, default=2, help="how often each is run (default: 2)")
-    out.add_argument("--only", default="", help="points with these words in their name")
-    out.add_argument("--minutes", type=float, default=60.0, help="nothing is begun after (default: 60)")
-    out.add_argument("--timeout", type=float, default=240.0, help="seconds that one may take (default: 240)")
-    out.add_argument("--commit", help="what the records name where there is no git to ask")
     out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL, to the end of which it goes")
+    add_choice(out)
     return out
 
 

@@ -114,12 +114,17 @@ def main(words: Sequence[str]) -> int:
 def parser() -> Parser:
     out = Parser(prog="benchmarks/plan_points.py", description="Measures the steps that the plan is held to.")
     out.add_argument("--gpus", type=listed(positive), default=[1, 2], help="points of that many GPUs (default: 1,2)")
+    out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL; points in it are not repeated")
+    add_choice(out)
+    return out
+
+
+def add_choice(out: Parser) -> None:
+    """Which points are measured, for how long, and of what commit."""
     out.add_argument("--only", default="", help="points with these words in their name")
     out.add_argument("--minutes", type=float, default=60.0, help="no point is begun after (default: 60)")
     out.add_argument("--timeout", type=float, default=300.0, help="seconds that a point may take (default: 300)")
     out.add_argument("--commit", help="what the records name where there is no git to ask")
-    out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL; points in it are not repeated")
-    return out
 
 
 def take(
