@@ -289,6 +289,7 @@ def test_what_such_a_line_cannot_be_made_of_is_refused_on_every_rank(tmp_path: P
         ("--eval_strategy epoch --eval_data_path d", 5, []),
         ("--warmup_steps 5", 4, ["--warmup_steps 5 is past the last step, 4"]),
         ("--warmup_steps 4", 4, []),
+        ("--eval_strategy epoch --eval_data_path d --warmup_steps 5", 0, []),
     ],
 )
 def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total: int, said: list[str]) -> None:

@@ -16,7 +16,8 @@ class _Pass(NamedTuple):
     again: bool
 
 
-_PASS: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+_NO_CHECKPOINT = _Pass(None, again=False)
+_PASS: ContextVar[_Pass] = ContextVar("pass", default=_NO_CHECKPOINT)
 
 
 class checkpointed:
@@ -27,7 +28,7 @@ class checkpointed:
     """
 
     def __init__(self, around: Around | None, again: bool) -> None:
-        self._pass, self._tokens = _Pass(around, again), list[Token[_Pass | None]]()
+        self._pass, self._tokens = _Pass(around, again), list[Token[_Pass]]()
 
     def __enter__(self) -> None:
         self._tokens.append(_PASS.set(self._pass))
@@ -54,11 +55,10 @@ def let_go(x: Tensor) -> None:
 
 def results_of(compute: Callable[[], Results]) -> Results:
     """What an operator computes, unless a checkpoint around it has kept that."""
-    here = _PASS.get()
-    return here.around(compute) if here is not None and here.around is not None else compute()
+    around = _PASS.get().around
+    return compute() if around is None else around(compute)
 
 
 def runs_again() -> bool:
     """Whether a layer runs once more, for what its backward pass needs: nobody reads what comes out at its end."""
-    here = _PASS.get()
-    return here is not None and here.again
+    return _PASS.get().again

@@ -133,6 +133,8 @@ def unread(config: TrainConfig) -> tuple[str, ...]:
 def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
     """What was asked for and will not have come by the last step."""
     found, first = [], stream.first_step
+    if total_steps == first:
+        return ()  # nothing to train, which is said
     passed = {
         "steps": total_steps // config.eval_steps - first // config.eval_steps,
         "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),

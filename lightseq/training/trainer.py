@@ -125,7 +125,7 @@ class Trainer:
         return MetricsFile(self.output_dir, self.first_step, sinks)
 
     def _hints(self) -> tuple[str, ...]:
-        if self._rehearses or self.inputs.deepspeed:  # of which the plan knows nothing
+        if self._rehearses or self.inputs.deepspeed:  # too short to gain from it; an engine that the plan does not know
             return ()
         return tuple(faster_notes(self._planned, self.world, self.inputs.total_steps - self.first_step))
 
