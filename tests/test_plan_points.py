@@ -19,6 +19,7 @@ from lightseq.attention.accumulate import Home
 from lightseq.attention.bundles import Form
 from lightseq.config.command_line import parse
 from lightseq.plan.attention import attention_memory
+from lightseq.plan.layers import Placement
 from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan
 from lightseq.plan.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
@@ -27,7 +28,9 @@ from lightseq.schedule.choice import Choice
 from lightseq.training.metrics import read_records
 
 RESULTS = Path(plan_points.__file__).parent / "results"
-MEASURED = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file) if not r["skipped"]]
+POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file)]
+GLUE = [r for r in read_records(RESULTS / "glue-1xh100.jsonl") if r["way"] in ("eager", "compiled")]  # ours alone
+MEASURED = [r for r in POINTS + GLUE if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
 # Tensors of the model's width that were there too, before gradients went as soon as they had been used.
@@ -56,7 +59,16 @@ def planned(record: dict[str, Any]) -> Plan:
     hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)
     make = _plan_as_it_is if point.name in STATE_STAYED else make_plan
-    return make(PlannedRun(model, config, hardware))
+    run = PlannedRun(model, config, hardware)
+    return _as_it_was_placed(run, record) if record.get("state_on_host") and record["placement"] else make(run)
+
+
+def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:
+    """What `--offload auto` gave to the host followed from what that had free, which nobody noted."""
+    placed = Placement(tuple(record["placement"]))
+    run = replace(run, state_leaves=True, state_stays=record["layers_with_state_on_gpu"])
+    with patch("lightseq.plan.plan.placement_of", return_value=placed):
+        return _plan_as_it_is(run)
 
 
 def test_at_least_eight_steps_were_measured() -> None:

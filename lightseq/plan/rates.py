@@ -120,12 +120,13 @@ MEMORY_SHARE = 0.75  # bytes of memory (traces: compiled layers' glue 0.80, Adam
 PEER_SHARE = 0.43  # a collective between GPUs, while kernels run (traces)
 NETWORK_RATE = 45e9  # bytes a second to other hosts: 400 Gb/s a GPU, nine tenths of it used (assumed)
 HOST_LINK_SHARE = 0.8  # copies to pinned memory and back (assumed)
-# Read and written for a token, elements for every unit of width: once, and by what remat repeats. Eager layers': from
-# the 15% between eager and compiled ones, 1B at 32K, and 8B at 32K, on four GPUs.
+# Read and written for a token, elements for every unit of width: once, and by what remat repeats. Eager layers':
+# counted, and held to the kernels of a step of 1B and one of 8 layers of 8B at 32K on one H100 and the gaps in them.
 GLUE: Mapping[bool, tuple[Widths, Widths]] = {
-    False: (Widths(200, 45, 45, 30), Widths(70, 20, 20, 8)),
+    False: (Widths(190, 48, 48, 14), Widths(45, 16, 16, 5)),
     True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
+EAGER_TILED_MLP = 8.0  # of an eager layer's MLP over tiles, once: it is one kernel (the same steps)
 FORWARD_SHARE = 0.25  # of a layer's time: backward, with what is computed again, takes three times as long (counted)
 LOGIT_PASSES = 3.3  # over the logits, by the loss's own kernel (traces)
 WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward (traces)

@@ -12,6 +12,7 @@ from lightseq.plan.rates import (
     ADAMW_BYTES,
     ATTENTION_SHARE,
     CLIP_BYTES,
+    EAGER_TILED_MLP,
     FORWARD_SHARE,
     FP8_CAST_BYTES,
     FP8_TIME,
@@ -200,6 +201,8 @@ def _glue_bytes(run: PlannedRun) -> float:
     """Of one token in one layer, forward and backward."""
     again = run.config.remat_policy != "none"
     once, repeated = GLUE[run.config.torch_compile]
+    if run.tokens > TILE_TOKENS and not run.config.torch_compile:
+        once, repeated = replace(once, intermediate=EAGER_TILED_MLP), replace(repeated, intermediate=0)
     width = once.elements(*run.widths) + again * repeated.elements(*run.widths) * (2 if run.group > 1 else 1)
     return width * run.element + FP8_CAST_BYTES[run.config.fp8] * LINEAR_ENDS.elements(*run.widths)
 
