@@ -199,18 +199,25 @@ def transform(
         keep_projections(layers)
     offload, inner = _offloads(techniques, device, first_tile_only)
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
-    for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
-        chosen = [layer for layer, state in zip(layers, states, strict=True) if (state in AGAIN) == again]
+    compiled = partial(torch.compile, options=options) if techniques.compile else lambda forward: forward
+
+    def rematerialize(chosen: Sequence[nn.Module], policy: str, ends_group: bool = False) -> None:
         if techniques.tile_layers:
-            tile_layers(chosen, policy == "attention", techniques.compile, first_tile_only, shrink, options)
-        else:
-            apply_remat(chosen, policy, techniques.compile, inner or offload)
-    if techniques.compile:
-        for module in (*(() if techniques.tile_layers else layers), model.model.norm):
-            module.forward = torch.compile(module.forward, options=options)
-    groups = _groups(layers, techniques)
+            words = (techniques.compile, first_tile_only, shrink, options, ends_group)
+            return tile_layers(chosen, policy == "attention", *words)
+        apply_remat(chosen, policy, techniques.compile, inner or offload)
+        for layer in chosen:
+            layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
+
+    groups, lasts_again = _groups(layers, techniques), list[Callable[..., Tensor]]()
+    if techniques.layers_per_checkpoint > 1 and (techniques.remat == "full" or techniques.tile_layers):
+        lasts = [group[-1] for group in groups]
+        lasts_again = _forwards(lasts, lambda: rematerialize(lasts, "attention", ends_group=True))
+    for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
+        rematerialize([x for x, state in zip(layers, states, strict=True) if (state in AGAIN) == again], policy)
+    model.model.norm.forward = compiled(model.model.norm.forward)
     if techniques.layers_per_checkpoint > 1:
-        checkpoint_groups(groups, inner)
+        checkpoint_groups(groups, inner, lasts_again)
     if offload is not None:
         firsts = [group[0] for group in groups]
         staying = [first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state not in AWAY]
@@ -225,6 +232,16 @@ def _states(techniques: Techniques, layers: int) -> tuple[str, ...]:
         return techniques.placement
     size, offloads = techniques.layers_per_checkpoint, techniques.offload in ("activations", "both")
     return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
+
+
+def _forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Callable[..., Tensor]]:
+    """What `change` makes of the forwards of layers, which keep their own."""
+    before = [layer.forward for layer in layers]
+    change()
+    changed = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, before, strict=True):
+        layer.forward = forward  # type: ignore[method-assign]
+    return changed
 
 
 def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:

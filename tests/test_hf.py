@@ -36,6 +36,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.data.parts import local_positions
 from lightseq.layers import mlp
+from lightseq.memory import offload
 from lightseq.memory.policies import KEEPING_MLP, POLICIES
 from lightseq.models import weights
 from lightseq.parallelize import LossModel, Techniques, parallelize
@@ -619,6 +620,31 @@ def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
     monkeypatch.setattr("lightseq.parallelize.Ahead", lambda groups, _: come.append(len(groups)))
     prepared("attention", **techniques)
     assert come == units
+
+
+@pytest.mark.parametrize("techniques", [{}, {"tile_layers": True}, {"offload": "activations"}, {"compile": True}])
+@pytest.mark.parametrize(("policy", "again"), [("attention", 5), ("full", 5 + 3)])  # of 5 layers 2 end a group
+def test_of_a_group_that_runs_again_the_last_layer_keeps_what_attention_gives(
+    alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(mlp, "TILE_TOKENS", 16)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    config = {"num_hidden_layers": 5}
+    plain, batch = prepared("none", config=config)
+    grouped, _ = prepared(policy, config=config, layers_per_checkpoint=3, **techniques)
+    for _ in range(2):
+        plain(*batch).backward()
+        with counted_attention() as ran:
+            loss = grouped(*batch)
+            assert len(ran) == 5
+            loss.backward()
+        assert len(ran) == 5 + again
+    for p, q in zip(grouped.parameters(), plain.parameters(), strict=True):
+        assert relative(p.grad.to_local(), q.grad.to_local()) < 1e-5
+    with torch.no_grad():
+        assert relative(grouped(*batch), plain(*batch)) < 1e-5
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

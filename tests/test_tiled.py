@@ -1,6 +1,7 @@
 """Layers over tiles of tokens against those of transformers: values, gradients, what they hold, which they know."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from lightseq.memory import offload
 from lightseq.memory.offload import HostMemory, Offload
 from lightseq.memory.remat import apply_remat, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
+from lightseq.parallelize import _forwards
 from lightseq.plan.attention import _Live
 from lightseq.plan.rates import TILED_MOMENTS
 
@@ -137,21 +139,27 @@ class _Products(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", ["attention", "full"])
-def test_what_is_repeated_is_what_is_reported(policy: str) -> None:
+def test_what_is_repeated_is_what_is_reported(policy: str, group: int) -> None:
     counts = []
     for tiled in (False, True):
         model, inputs = build("llama"), ids()
-        context = hf.enable(model)
+        context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
-            tile_layers(model.model.layers, policy == "attention")
+            lasts = layers[1:] if group > 1 else []
+            again = _forwards(lasts, partial(tile_layers, lasts, True, ends_group=True))
+            tile_layers(layers, policy == "attention")
+            if group > 1:
+                checkpoint_groups([layers[:2], layers[2:]], None, again)
         batch = hf.shard_batch(context, inputs, inputs)
         with _Products() as products:
             model(**batch).loss.backward()
         counts.append(products.flops)
-    config, whole = model.config, recompute_flops(model.config, LENGTH, 1, policy, tiled=True)
-    attention = attention_forward_flops(config, LENGTH) if policy == "full" else 0  # inside the operator, not counted
-    assert counts[1] - counts[0] == whole - attention
+    config, whole = model.config, recompute_flops(model.config, LENGTH, 1, policy, group, tiled=True)
+    inside = attention_forward_flops(config, LENGTH)  # of the operator, not counted
+    attention = {("attention", 1): 0, ("full", 1): inside, ("attention", 2): inside, ("full", 2): inside * 4 // 3}
+    assert counts[1] - counts[0] == whole - attention[policy, group]
 
 
 def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
@@ -178,9 +186,16 @@ def test_it_holds_what_the_plan_counts(keep: bool) -> None:
     assert held_by_backward(keep, grouped=False) == planned_widths() + again
 
 
-def test_layers_of_a_group_hold_what_the_plan_counts() -> None:
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_layers_of_a_group_hold_what_the_plan_counts(ends_early: bool) -> None:
     """Beside what one of them takes, the inputs of all but the first, which was kept."""
-    assert held_by_backward(False, grouped=True) == planned_widths() + ATTENTION + 4 + 2 * HIDDEN
+    held = held_by_backward(False, grouped=True, ends_early=ends_early)
+    assert held == planned_widths() + ATTENTION + 4 + 2 * HIDDEN
+
+
+def test_a_last_layer_that_keeps_what_attention_gives_holds_no_more() -> None:
+    without, with_it = (held_by_backward(False, grouped=True, tiled=False, ends_early=early) for early in (False, True))
+    assert with_it == without
 
 
 @pytest.mark.parametrize("tiled", [True, False])
@@ -197,18 +212,23 @@ def planned_widths() -> float:
     return widths + ATTENTION + 2 * KEY_VALUE  # what the plan counts with attention itself
 
 
-def held_by_backward(keep: bool, grouped: bool, tiled: bool = True, inner: Offload | None = None) -> float:
+def held_by_backward(
+    keep: bool, grouped: bool, tiled: bool = True, inner: Offload | None = None, ends_early: bool = False
+) -> float:
     """The most elements of one token that the backward pass of one layer, or of three under one checkpoint, makes."""
     found = []
     for length in (256, 512):
         model, batch = build("llama"), ids(length=length)
         context, layers = hf.enable(model), model.model.layers
+        last = layers[-1:]
         if tiled:
+            again = _forwards(last, partial(tile_layers, last, True, ends_group=True))
             tile_layers(layers, keep)
         else:
+            again = _forwards(last, partial(apply_remat, last, "attention", offload=inner))
             apply_remat(layers, "attention" if keep else "full", offload=inner)
         if grouped:
-            checkpoint_groups([list(layers)], inner)
+            checkpoint_groups([list(layers)], inner, again if ends_early else ())
         positions = hf.shard_batch(context, batch)["position_ids"]
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
         hidden = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)

@@ -35,13 +35,16 @@ def tile_layers(
     first_tile_only: bool = False,
     shrink: float = 1.0,
     options: dict[str, Any] | None = None,
+    ends_group: bool = False,
 ) -> None:
     """Replaces the forward of every layer. Raises ValueError for layers that are put together in another way.
 
-    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's.
+    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's. What a layer
+    gives that `ends_group` nobody reads: it is memory alone.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-    tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), keep_attention, first_tile_only)
+    tokens = mlp.shrunk(mlp.TILE_TOKENS, shrink)
+    tiled = _Tiled(step(project), step(finish), tokens, keep_attention, first_tile_only, ends_group)
     for layer in layers:
         check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
@@ -80,6 +83,7 @@ class _Tiled:
     tile_tokens: int
     keep_attention: bool
     first_tile_only: bool
+    ends_group: bool
     layer: Any = None
     cos_sin: Pair = None  # type: ignore[assignment]
     others: Any = None  # arguments that attention is passed
@@ -103,7 +107,7 @@ class _Tiled:
 
     def finished(self, x: Tensor, out: Tensor) -> Tensor:
         whole, x = torch.empty_like(x), x.detach()
-        for rows in self.tiles(x):
+        for rows in () if self.ends_group else self.tiles(x):
             whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
         return whole
 

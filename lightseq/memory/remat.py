@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,30 +55,44 @@ def apply_remat(
         )
 
 
-def checkpoint_groups(groups: Iterable[Sequence[nn.Module]], inner: Offload | None = None) -> None:
+def checkpoint_groups(
+    groups: Sequence[Sequence[nn.Module]],
+    inner: Offload | None = None,
+    lasts_again: Sequence[Callable[..., Tensor]] = (),
+) -> None:
     """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
 
     The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
-    the host, given `inner`). The first layer's forward runs them all, and the others hand on what it returns, so that
-    the model that calls them need not know.
+    the host, given `inner`). Then the last one may run another forward, of `lasts_again`, one for every group: its
+    backward pass comes at once, and what it keeps is there no longer than what is computed again would be, and nobody
+    reads what it returns. The first layer's forward runs them all, and the others hand on what it returns, so that the
+    model that calls them need not know.
     """
-    for group in groups:
+    for group, again in zip_longest(groups, lasts_again):
+        last = group[-1].forward
+        group[-1].forward = again or last  # type: ignore[method-assign]
         if inner is not None and len(group) > 1:
             inner.wrap(group[:-1], group[-1])
-        first, *others = group
-        first.forward = partial(_run_group, [layer.forward for layer in group])  # type: ignore[method-assign]
+        forwards = [layer.forward for layer in group]
+        group[0].forward = partial(_run_group, forwards, last)  # type: ignore[method-assign]
+        _, *others = group
         for layer in others:
             layer.forward = _hand_on  # type: ignore[method-assign, assignment]
 
 
-def _run_group(forwards: list[Callable[..., Tensor]], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _run_group(
+    forwards: list[Callable[..., Tensor]], last: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`last` is the last one's the first time."""
+
     def run(hidden: Tensor, after_last: Callable[[Tensor], None] | None = None) -> Tensor:
-        *others, last = forwards
+        *others, last_again = forwards
         for forward in others:
             hidden = forward(hidden, *args, **kwargs)
-        if after_last is not None:
-            hidden.register_hook(after_last)
-        return last(hidden, *args, **kwargs)
+        if after_last is None:
+            return last(hidden, *args, **kwargs)
+        hidden.register_hook(after_last)
+        return last_again(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
         return run(hidden)

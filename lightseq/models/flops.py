@@ -5,6 +5,7 @@ D head dim, i intermediate, V vocabulary, S the length of a sequence, N the para
 """
 
 import re
+from math import ceil
 from typing import Final
 
 from transformers import PreTrainedConfig
@@ -65,7 +66,7 @@ def recompute_flops(
     length: int,
     sequences: int,
     remat: str,
-    grouped: bool = False,
+    group: int = 1,
     tiled: bool = False,
     attention_share: float = 1.0,
 ) -> int:
@@ -74,21 +75,24 @@ def recompute_flops(
     `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's, and
     `attention+linears` none. The down projection is never repeated: it ends its layer, and no gradient needs what it
     gives out. What flash kernels repeat inside is not counted.
-    Layers that are `grouped` under one checkpoint run forward once more before that. Layers that are `tiled` repeat
-    their last product too, and the projections to q, k and v once more, for attention's backward pass.
+    Of a `group` of layers that shares a checkpoint all run forward once more before that; the last one then keeps
+    what attention gives, and over tiles ends there. Layers that are `tiled` repeat their last product too, and the
+    projections to q, k and v once more, for attention's backward pass.
     """
     assert remat in POLICIES, remat
     found = examine(config)
     repeated = 0 if remat in ("none", KEEP_LINEARS) else found.layer_linears - found.ending_linears
     if remat == KEEP_MLP:
         repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
-    attention = attention_forward_flops(config, length) if remat == "full" else 0
+    lasts = ceil(found.layers / group) if group > 1 else 0
+    attended = found.layers - lasts if remat == "full" else 0  # layers whose attention is computed again
+    projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)
     if tiled:
-        projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)
-        repeated += found.ending_linears + found.layers * projections * (2 if remat == "full" else 1)
-    if grouped:
-        repeated += found.layer_linears
-        attention += attention_forward_flops(config, length)
+        repeated += found.ending_linears + (found.layers + attended) * projections
+    if group > 1:
+        attended += found.layers
+        repeated += found.layer_linears - tiled * lasts * (found.layer_linears // found.layers - projections)
+    attention = attention_forward_flops(config, length) * attended // found.layers
     return sequences * (2 * repeated * length + round(attention_share * attention))
 
 

@@ -98,17 +98,18 @@ def matrix_seconds(run: PlannedRun) -> float:
     linear, (hidden, attention, key_value, intermediate) = run.layer_linears, run.widths
     passes = 2.0 if run.adapters else 3.0  # by the input, and backward by the gradient, for input and weight
     products = passes * linear
+    projections = hidden * (attention + 2 * key_value)
+    lasts = run.groups / run.layers if run.group > 1 else 0.0  # of groups, which keep what attention gives
     if run.config.tile_layers:  # layers once more, and the projections twice
-        projections = hidden * (attention + 2 * key_value)
-        products += linear + projections * (2 if run.config.remat_policy == "full" else 1)
+        products += linear + projections * (2 - lasts if run.config.remat_policy == "full" else 1)
     elif run.config.remat_policy not in ("none", KEEP_LINEARS):
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.config.remat_policy == KEEP_MLP:
             products -= 2 * hidden * intermediate
         elif run.tokens > TILE_TOKENS and not (run.config.torch_compile or run.made_of.mlp_is_last):
             products += 3 * hidden * intermediate  # what follows needs the whole operator once more
-    if run.group > 1:
-        products += linear
+    if run.group > 1:  # and over tiles end there
+        products += linear - run.config.tile_layers * lasts * (linear - projections)
     layers = run.layers * products * FP8_TIME[run.config.fp8]
     flops = 2 * run.tokens * (layers + passes * run.head_parameters)
     return flops / (run.hardware.chip.peak_flops * MATRIX_SHARE * _precision(run))
@@ -191,9 +192,9 @@ def host_link(run: PlannedRun) -> float:
 
 
 def _attention_again(run: PlannedRun, placement: Placement) -> float:
-    """Layers whose attention's forward runs once more; under shared checkpoints all do."""
+    """Layers whose attention's forward runs once more; under shared checkpoints all do, and the last keeps it then."""
     if run.group > 1:
-        return run.layers * (2.0 if run.config.remat_policy == "full" else 1.0)
+        return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
     return placement.count(RECOMPUTE) + placement.count(RECOMPUTE_OFFLOAD)
 
 

@@ -229,10 +229,10 @@ class Trainer:
     def _work(self) -> Work:
         c = self.config
         sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
-        grouped = c.layers_per_checkpoint > 1
         counted = (self.inputs.model_config, c.model_max_length, sequences)
         again = self.placement.again if self.placement else 0.0
-        return Work(*counted, c.remat_policy, grouped, c.tile_layers, self.adapter_parameters, on_fp8_cores, again)
+        remat = (c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
+        return Work(*counted, *remat, self.adapter_parameters, on_fp8_cores, again)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""

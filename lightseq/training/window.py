@@ -40,7 +40,7 @@ class Work:
     length: int
     sequences: int
     remat: str
-    grouped: bool = False  # layers share checkpoints
+    group: int = 1  # layers under one checkpoint
     tiled: bool = False  # layers run over tiles
     adapters: int = 0  # weights of adapters, where these alone train
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
@@ -48,7 +48,7 @@ class Work:
 
     def recomputed(self, attention_share: float) -> float:
         """FLOPs of a step that its backward pass repeats."""
-        sizes, how = (self.model, self.length, self.sequences), (self.grouped, self.tiled, attention_share)
+        sizes, how = (self.model, self.length, self.sequences), (self.group, self.tiled, attention_share)
         layers, others = (recompute_flops(*sizes, remat, *how) for remat in ("full", self.remat))
         return self.again * layers + (1 - self.again) * others
 
