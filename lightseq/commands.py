@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from lightseq.words import first_line
+
 
 class Parser(argparse.ArgumentParser):
     """Raises ValueError for words that it cannot take, instead of printing its usage on every rank."""
@@ -15,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 def refused(reason: object) -> int:
     """Says what a command cannot take, and is its exit status."""
-    print(f"error: {reason}", file=sys.stderr)
+    print(f"error: {first_line(reason) if isinstance(reason, OSError) else reason}", file=sys.stderr)
     return 2
 
 

@@ -2,6 +2,9 @@
 
 
 def first_line(error: BaseException) -> str:
+    """Of what it says; of a file, its path and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

@@ -172,6 +172,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--scaling_factor 2", "--scaling_factor 2 sizes the model scaled, not"),
         ("--scaling_strategy n_layers", "--scaling_strategy n_layers sizes the model scaled, not"),
         ("--learning-rat 1e-4", "unknown flag --learning_rat; did you mean --learning_rate?"),
+        ("--lenght 4096", "unknown flag --lenght; did you mean --model_max_length?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
         ("stray", "unexpected 'stray'"),

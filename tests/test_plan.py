@@ -581,7 +581,7 @@ def test_what_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[st
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),
         ("--gpus 8 --host_memory nan", "--host_memory nan: give a number of GiB above 0"),
-        ("--gpus 8 --output /dev/null/plan.jsonl", "/dev/null"),
+        ("--gpus 8 --output /dev/null/plan.jsonl", "--output /dev/null/plan.jsonl cannot be written ("),
         ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 8 GPUs"),
         ("--gpus 8 --deepspeed ds.json", "the plan knows FSDP2 alone"),
         ("--gpus 8 --ofload both", "unknown flag --ofload; did you mean --offload?"),

@@ -32,7 +32,7 @@ with start(60) as world:
                 time.sleep(1.5)  # a beat says that it is here
                 if what == "freezes":
                     os.kill(os.getpid(), signal.SIGSTOP)
-                if what == "dies":
+                if what in ("dies", "dies as another fails"):
                     os._exit(9)
                 if what == "raises":
                     raise ValueError("of its own")
@@ -42,6 +42,8 @@ with start(60) as world:
                     for _ in range(10):
                         ctypes.PyDLL(None).usleep(800_000)
             watchdog.mark(step, "forward")
+            if world.rank == 0 and step == 3 and what == "dies as another fails":
+                raise ValueError("of its own")
             dist.all_reduce(torch.zeros(1))
     print("done", world.rank)
 """
@@ -61,6 +63,7 @@ def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[Done]:
     [
         ("freezes", "no sign of life from rank 1 on"),
         ("dies", "no sign of life from rank 1 on"),
+        pytest.param("dies as another fails", "no sign of life from rank 1 on", marks=pytest.mark.slow),
         pytest.param("raises", "no sign of life from rank 1 on", marks=pytest.mark.slow),
         pytest.param("falls behind", "rank 1 on", marks=pytest.mark.slow),
     ],
@@ -77,12 +80,14 @@ def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: st
         assert seconds >= TIMEOUT / 2, "since when nothing was heard counts too"
     if what == "raises":
         assert ends[1][0] == 1 and "ValueError: of its own" in ends[1][2]
-    if what in ("dies", "raises"):
-        assert "Traceback" in ends[0][2], "an error of another rank's end may be this rank's own"
+    if what == "dies as another fails":
+        assert "ValueError: of its own" in ends[0][2]
     if what == "falls behind":
         assert ends[1][0] and "fell behind: others are at step 3, forward" in said
     stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert {"rank0.txt", "rank2.txt"} <= stacks.keys() and "program.py" in stacks["rank0.txt"]
+    if what in ("dies", "raises"):
+        assert "Traceback" not in ends[0][2] and "closed by peer" in stacks["rank0.txt"]
 
 
 @pytest.mark.parametrize(

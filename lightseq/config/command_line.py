@@ -12,6 +12,7 @@ import signal
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -181,6 +182,10 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected {word!r}: every value follows its flag; {program} --help lists them"
     flag = word.split("=")[0]
-    known = [f"--{name}" for name in (*_defaults(), *OLDER_SPELLINGS)]
-    nearest = difflib.get_close_matches(flag, known, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {nearest[0]}?" if nearest else f"; {program} --help lists them")
+    names = (*_defaults(), *OLDER_SPELLINGS)
+    ends = Counter(name.rpartition("_")[2] for name in names)
+    known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}  # --lenght
+    known |= {name: name for name in names}
+    nearest = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
+    guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"
+    return f"unknown flag {flag}{guess}"

@@ -52,9 +52,12 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
         raise ValueError(
             f"{path} holds {min(strangers)}, so it is no token directory and is not replaced; move it away"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In a folder of its own: in containers, a process that was killed may have had any other's number.
-    folder = Path(mkdtemp(prefix=f".{path.name}{PARTIAL}", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In a folder of its own: in containers, a process that was killed may have had any other's number.
+        folder = Path(mkdtemp(prefix=f".{path.name}{PARTIAL}", dir=path.parent))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); give another path") from error
     partial, old = folder / "new", folder / "old"
     try:
         yield partial

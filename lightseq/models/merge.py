@@ -60,7 +60,10 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
     try:
         _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):

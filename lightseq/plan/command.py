@@ -88,10 +88,13 @@ def main(family: Family, words: Sequence[str]) -> int:
 
 
 def _add_line(path: Path, found: dict[str, Any]) -> None:
-    """Raises OSError for a file that cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(found) + "\n")
+    """Raises ValueError for a file that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
 
 
 def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
@@ -144,6 +147,8 @@ def notes(family: Family, run: PlannedRun) -> list[str]:
         found.append(
             f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16"
         )
+    if run.config.transport == "gloo":
+        found.append("gloo takes tensors through the host, which was not measured: times are those of nccl")
     if run.state_on_host and run.hardware.host_cores is None:
         found.append(
             f"an update on the host is reckoned with {CORES} cores a rank; say how many there are with --host_cores"

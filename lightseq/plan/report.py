@@ -56,9 +56,10 @@ def finite(value: float) -> float | None:
 
 
 def changed_flags(config: TrainConfig) -> dict[str, Any]:
-    """What was asked for beyond the defaults."""
+    """What was asked for beyond the defaults, but for files, which a plan neither reads nor writes."""
     defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
-    return {name: value for name, value in config.to_json().items() if value != defaults[name]}
+    files = ("data_path", "output_dir")
+    return {name: value for name, value in config.to_json().items() if value != defaults[name] and name not in files}
 
 
 def shown(plan: Plan, longest: int | None, remedies: Sequence[Remedy], notes: Sequence[str] = ()) -> RenderableType:

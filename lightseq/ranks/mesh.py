@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightseq.ranks.environment import keep_compiled_kernels
 from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.meeting import Meeting
+from lightseq.words import first_line
 
 T = TypeVar("T")
 FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
@@ -136,7 +137,7 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
     try:
         result = prepare()
     except (ValueError, OSError) as error:
-        refusal = " ".join(str(error).split())
+        refusal = first_line(error) if isinstance(error, OSError) else " ".join(str(error).split())
     refusals: list[str | None] = [None] * world.size
     dist.all_gather_object(refusals, refusal)
     first = next((rank for rank, line in enumerate(refusals) if line is not None), None)

@@ -8,6 +8,7 @@ not say whose end it was: they wait for its beats to stop, and name it.
 
 import faulthandler
 import json
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ from lightseq.ranks.mesh import World, leave
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
+# What gloo, NCCL and their sockets say of a collective whose other end is gone.
+PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
 
 class Unanswered(Exception):
@@ -209,12 +212,12 @@ class Watchdog:
     def _give_up(self, text: str) -> None:
         """Leaves the stacks of all threads in a file, says the verdict once, and ends this process.
 
-        An error of this rank is shown besides, for it may be its own.
+        An error of this rank is shown besides, for it may be its own; the stacks hold it in any case.
         """
         remedy = ""
         if isinstance(self._error, Unanswered):
             text, remedy = f"{self._error}: {text}", "; go on with --resume_from_checkpoint auto"
-        elif self._error is not None:
+        elif self._error is not None and not PEER_GONE.search(str(self._error)):
             traceback.print_exception(self._error)
         try:
             self._write_stacks(text)
