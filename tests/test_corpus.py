@@ -412,7 +412,7 @@ def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path
     assert f"2 windows of 10 without a target ({path} line 6: 2)" in said[0]
     assert "1 a step from example 6 on, none skipped or repeated" in said[2]
     assert len(whole) == 10 and len(parts) == 3 + 4
-    assert "was trained on data of seed 42, not 1" in ends[3].err
+    assert "was trained with --seed 42, not with --seed 1" in ends[3].err
     assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
 
 

@@ -22,6 +22,8 @@ from lightseq.data.tokenizer import Tokenizer, load_tokenizer, no_tokenizer
 from lightseq.data.tokens import META, Reading
 
 SAMPLED = 16  # examples that tell data from other data
+# What a run that is resumed has to have as it was, and how to say so.
+KEPT = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
 
 def open_examples(
@@ -166,19 +168,19 @@ class BatchStream:
             seen.update(example.input_ids.tobytes() + example.labels.tobytes())
         return int.from_bytes(seen.digest()[:6])
 
-    def resumed(self, step: int, state: Mapping[str, int]) -> tuple[BatchStream, tuple[str, ...]]:
+    def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
         """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
-        now = self.state(step)
-        if other := [key for key in ("length", "seed", "examples") if state[key] != now[key]]:
-            was = f"{other[0]} {state[other[0]]:,}, not {now[other[0]]:,}"
+        now, asked = self.state(step), f"--resume_from_checkpoint {where}"
+        if other := [key for key in KEPT if state[key] != now[key]]:
+            was, instead = (KEPT[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"--resume_from_checkpoint was trained on data of {was}; resume with the data, --seed and "
+                f"{asked} was trained {was}, not {instead}; resume with the data, --seed and "
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
             )
         if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
             raise ValueError(
-                "--resume_from_checkpoint was trained on other data, of as many examples; resume with the data that it "
-                "was saved with, or begin anew from its weights with --model_name_or_path"
+                f"{asked} was trained on other data, of as many examples; resume with the data that it was "
+                "saved with, or begin anew from its weights with --model_name_or_path"
             )
         stream = replace(self, first_step=step, first_place=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say

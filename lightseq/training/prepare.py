@@ -159,7 +159,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
-    return stream.resumed(facts["step"], data)
+    return stream.resumed(facts["step"], data, resume_from)
 
 
 def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
