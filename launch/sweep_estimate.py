@@ -83,7 +83,10 @@ def step_flops(cell: Cell) -> float | None:
     data_ranks = max(1, cell.ranks // (c.sequence_parallel_size or cell.ranks))
     sequences = c.per_device_train_batch_size * c.gradient_accumulation_steps * data_ranks
     shape = (model, c.model_max_length, sequences)
-    return float(flops.model_flops(*shape) + flops.recompute_flops(*shape, c.remat_policy))
+    return float(
+        flops.model_flops(*shape)
+        + flops.recompute_flops(*shape, c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
+    )
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from lightseq.layers.tiled import tile_layers
 from lightseq.memory.ahead import Ahead
 from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
 from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
-from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.architecture import examine
 from lightseq.plan.layers import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.profiling.stopwatch import Stopwatch
@@ -201,18 +201,18 @@ def transform(
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
     compiled = partial(torch.compile, options=options) if techniques.compile else lambda forward: forward
 
-    def rematerialize(chosen: Sequence[nn.Module], policy: str, ends_group: bool = False) -> None:
+    def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
         if techniques.tile_layers:
-            words = (techniques.compile, first_tile_only, shrink, options, ends_group)
-            return tile_layers(chosen, policy == "attention", *words)
-        apply_remat(chosen, policy, techniques.compile, inner or offload)
-        for layer in chosen:
-            layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
+            tile_layers(chosen, policy == "attention", techniques.compile, first_tile_only, shrink, options)
+        else:
+            apply_remat(chosen, policy, techniques.compile, inner or offload)
+            for layer in chosen:
+                layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
 
-    groups, lasts_again = _groups(layers, techniques), list[Callable[..., Tensor]]()
-    if techniques.layers_per_checkpoint > 1 and (techniques.remat == "full" or techniques.tile_layers):
+    groups, lasts_again = _groups(layers, techniques), None
+    if techniques.layers_per_checkpoint > 1 and techniques.remat == "full":  # the last keeps attention, see there
         lasts = [group[-1] for group in groups]
-        lasts_again = _forwards(lasts, lambda: rematerialize(lasts, "attention", ends_group=True))
+        lasts_again = changed_forwards(lasts, lambda: rematerialize(lasts, "attention"))
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
         rematerialize([x for x, state in zip(layers, states, strict=True) if (state in AGAIN) == again], policy)
     model.model.norm.forward = compiled(model.model.norm.forward)
@@ -232,16 +232,6 @@ def _states(techniques: Techniques, layers: int) -> tuple[str, ...]:
         return techniques.placement
     size, offloads = techniques.layers_per_checkpoint, techniques.offload in ("activations", "both")
     return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
-
-
-def _forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Callable[..., Tensor]]:
-    """What `change` makes of the forwards of layers, which keep their own."""
-    before = [layer.forward for layer in layers]
-    change()
-    changed = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, before, strict=True):
-        layer.forward = forward  # type: ignore[method-assign]
-    return changed
 
 
 def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:

@@ -559,13 +559,13 @@ def prepared(remat: str, **techniques: Any) -> tuple[LossModel, tuple[Tensor, ..
     return loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
 
 
-def mlps_made(_: int) -> tuple[list[int], list[int]]:
+def mlps_made(_: int, policy: str = "attention", group: int = 1) -> tuple[list[int], list[int]]:
     """Rows of every tile of the MLPs' products, forward and backward."""
     made, multiply = list[int](), mlp._silu_mul
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 16)
         patch.setattr(mlp, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
-        model, batch = prepared("attention")
+        model, batch = prepared(policy, config={"num_hidden_layers": 5}, layers_per_checkpoint=group)
         loss = model(*batch)
         forward = made.copy()
         loss.backward()
@@ -574,7 +574,13 @@ def mlps_made(_: int) -> tuple[list[int], list[int]]:
 
 def test_an_eager_layers_mlp_over_tiles_runs_once() -> None:
     forward, backward = spawn(1, mlps_made)[0]
-    assert len(forward) > SIZES["num_hidden_layers"] and not backward
+    assert len(forward) > 5 and not backward
+
+
+@pytest.mark.parametrize("policy", ["attention", "full"])
+def test_and_in_a_group_that_runs_again_that_of_all_layers_but_the_last(policy: str) -> None:
+    forward, backward = spawn(1, mlps_made, policy, 3)[0]
+    assert len(backward) == len(forward) * 3 // 5
 
 
 def remat(rank: int) -> None:

@@ -31,9 +31,8 @@ from lightseq.layers import mlp
 from lightseq.layers.tiled import _Sums, tile_layers
 from lightseq.memory import offload
 from lightseq.memory.offload import HostMemory, Offload
-from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
-from lightseq.parallelize import _forwards
 from lightseq.plan.attention import _Live
 from lightseq.plan.rates import TILED_MOMENTS
 
@@ -148,7 +147,7 @@ def test_what_is_repeated_is_what_is_reported(policy: str, group: int) -> None:
         context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
             lasts = layers[1:] if group > 1 else []
-            again = _forwards(lasts, partial(tile_layers, lasts, True, ends_group=True))
+            again = changed_forwards(lasts, partial(tile_layers, lasts, True))
             tile_layers(layers, policy == "attention")
             if group > 1:
                 checkpoint_groups([layers[:2], layers[2:]], None, again)
@@ -222,13 +221,13 @@ def held_by_backward(
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
         if tiled:
-            again = _forwards(last, partial(tile_layers, last, True, ends_group=True))
+            again = changed_forwards(last, partial(tile_layers, last, True))
             tile_layers(layers, keep)
         else:
-            again = _forwards(last, partial(apply_remat, last, "attention", offload=inner))
+            again = changed_forwards(last, partial(apply_remat, last, "attention", offload=inner))
             apply_remat(layers, "attention" if keep else "full", offload=inner)
         if grouped:
-            checkpoint_groups([list(layers)], inner, again if ends_early else ())
+            checkpoint_groups([list(layers)], inner, again if ends_early else None)
         positions = hf.shard_batch(context, batch)["position_ids"]
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
         hidden = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)

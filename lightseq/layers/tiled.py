@@ -20,7 +20,7 @@ from lightseq.attention.operator import attention_backward
 from lightseq.hf import attend
 from lightseq.layers import mlp
 from lightseq.layers.fp8 import MULTIPLE
-from lightseq.memory.keeping import take
+from lightseq.memory.keeping import runs_again, take
 
 # Norm, attention, residual, norm, MLP, residual; q and k perhaps with norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -35,16 +35,13 @@ def tile_layers(
     first_tile_only: bool = False,
     shrink: float = 1.0,
     options: dict[str, Any] | None = None,
-    ends_group: bool = False,
 ) -> None:
     """Replaces the forward of every layer. Raises ValueError for layers that are put together in another way.
 
-    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's. What a layer
-    gives that `ends_group` nobody reads: it is memory alone.
+    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-    tokens = mlp.shrunk(mlp.TILE_TOKENS, shrink)
-    tiled = _Tiled(step(project), step(finish), tokens, keep_attention, first_tile_only, ends_group)
+    tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), keep_attention, first_tile_only)
     for layer in layers:
         check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
@@ -83,7 +80,6 @@ class _Tiled:
     tile_tokens: int
     keep_attention: bool
     first_tile_only: bool
-    ends_group: bool
     layer: Any = None
     cos_sin: Pair = None  # type: ignore[assignment]
     others: Any = None  # arguments that attention is passed
@@ -107,7 +103,7 @@ class _Tiled:
 
     def finished(self, x: Tensor, out: Tensor) -> Tensor:
         whole, x = torch.empty_like(x), x.detach()
-        for rows in () if self.ends_group else self.tiles(x):
+        for rows in () if runs_again() else self.tiles(x):
             whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
         return whole
 

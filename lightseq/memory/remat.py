@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch.utils.checkpoint import (
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.layers.mlp import KEEPING_MLP_OP
 from lightseq.layers.projections import KEEPING_LINEAR_OP
-from lightseq.memory.keeping import Results, checkpointed, let_go
+from lightseq.memory.keeping import Results, checkpointed, let_go, runs_again
 from lightseq.memory.offload import Offload
 from lightseq.memory.policies import POLICIES
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+Forward = Callable[..., Tensor]
 
 
 def apply_remat(
@@ -55,44 +55,50 @@ def apply_remat(
         )
 
 
+def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Forward]:
+    """What `change` makes of the forwards of layers, which keep their own."""
+    before = [layer.forward for layer in layers]
+    change()
+    changed = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, before, strict=True):
+        layer.forward = forward  # type: ignore[method-assign]
+    return changed
+
+
 def checkpoint_groups(
-    groups: Sequence[Sequence[nn.Module]],
-    inner: Offload | None = None,
-    lasts_again: Sequence[Callable[..., Tensor]] = (),
+    groups: Sequence[Sequence[nn.Module]], inner: Offload | None = None, lasts_again: Sequence[Forward] | None = None
 ) -> None:
     """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
 
     The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
-    the host, given `inner`). Then the last one may run another forward, of `lasts_again`, one for every group: its
-    backward pass comes at once, and what it keeps is there no longer than what is computed again would be, and nobody
-    reads what it returns. The first layer's forward runs them all, and the others hand on what it returns, so that the
-    model that calls them need not know.
+    the host, given `inner`). The last one's backward pass comes at once, so that it may run another forward then, of
+    `lasts_again`, that keeps more: it is there no longer than what is computed again would be. Nobody reads what comes
+    out at its end (`runs_again`). The first layer's forward runs them all, and the others hand on what it returns, so
+    that the model that calls them need not know.
     """
-    for group, again in zip_longest(groups, lasts_again):
+    lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
+    for group, last_again in zip(groups, lasts_again, strict=True):
         last = group[-1].forward
-        group[-1].forward = again or last  # type: ignore[method-assign]
+        group[-1].forward = last_again  # type: ignore[method-assign]
         if inner is not None and len(group) > 1:
             inner.wrap(group[:-1], group[-1])
-        forwards = [layer.forward for layer in group]
-        group[0].forward = partial(_run_group, forwards, last)  # type: ignore[method-assign]
-        _, *others = group
-        for layer in others:
+        *others, last_again = (layer.forward for layer in group)
+        group[0].forward = partial(_run_group, others, last, last_again)  # type: ignore[method-assign]
+        for layer in group[1:]:
             layer.forward = _hand_on  # type: ignore[method-assign, assignment]
 
 
 def _run_group(
-    forwards: list[Callable[..., Tensor]], last: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
+    others: list[Forward], last: Forward, last_again: Forward, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """`last` is the last one's the first time."""
-
     def run(hidden: Tensor, after_last: Callable[[Tensor], None] | None = None) -> Tensor:
-        *others, last_again = forwards
         for forward in others:
             hidden = forward(hidden, *args, **kwargs)
         if after_last is None:
             return last(hidden, *args, **kwargs)
         hidden.register_hook(after_last)
-        return last_again(hidden, *args, **kwargs)
+        with checkpointed(None, again=True):
+            return last_again(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
         return run(hidden)
@@ -135,7 +141,7 @@ def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: 
 
 
 def _again_contexts() -> Contexts:
-    return checkpointed(None, again=False), checkpointed(None, again=True)
+    return checkpointed(None, runs_again()), checkpointed(None, again=True)
 
 
 def _keep_contexts(offload: Offload | None) -> Contexts:
@@ -154,4 +160,4 @@ def _keep_contexts(offload: Offload | None) -> Contexts:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
         return tuple(fetch(x).detach() for x in kept.popleft())
 
-    return checkpointed(keeping, again=False), checkpointed(taking, again=True)
+    return checkpointed(keeping, runs_again()), checkpointed(taking, again=True)

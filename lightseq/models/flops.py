@@ -76,8 +76,8 @@ def recompute_flops(
     `attention+linears` none. The down projection is never repeated: it ends its layer, and no gradient needs what it
     gives out. What flash kernels repeat inside is not counted.
     Of a `group` of layers that shares a checkpoint all run forward once more before that; the last one then keeps
-    what attention gives, and over tiles ends there. Layers that are `tiled` repeat their last product too, and the
-    projections to q, k and v once more, for attention's backward pass.
+    what attention gives, and ends where nobody reads the rest. Layers that are `tiled` repeat their last product too,
+    and the projections to q, k and v once more, for attention's backward pass. MLPs are taken to run over tiles.
     """
     assert remat in POLICIES, remat
     found = examine(config)
@@ -86,14 +86,31 @@ def recompute_flops(
         repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
     lasts = ceil(found.layers / group) if group > 1 else 0
     attended = found.layers - lasts if remat == "full" else 0  # layers whose attention is computed again
-    projections = config.hidden_size * found.heads.dim * (found.heads.query + 2 * found.heads.key_value)
+    projections = projection_weights(config)
     if tiled:
         repeated += found.ending_linears + (found.layers + attended) * projections
     if group > 1:
         attended += found.layers
-        repeated += found.layer_linears - tiled * lasts * (found.layer_linears // found.layers - projections)
+        repeated += found.layer_linears - lasts * unread_weights(config, remat, tiled)
     attention = attention_forward_flops(config, length) * attended // found.layers
     return sequences * (2 * repeated * length + round(attention_share * attention))
+
+
+def projection_weights(config: PreTrainedConfig) -> int:
+    """Of one layer: those that make q, k and v."""
+    heads = examine(config).heads
+    weights: int = config.hidden_size * heads.dim * (heads.query + 2 * heads.key_value)
+    return weights
+
+
+def unread_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
+    """Of the last layer of a group that runs again: weights of linears whose products are not made, for nobody reads
+    them. Over tiles it ends with attention, else without its MLP, unless a checkpoint keeps gate and up."""
+    found = examine(config)
+    if tiled:
+        return found.layer_linears // found.layers - projection_weights(config)
+    ends_early = found.can_keep_mlp and remat in ("attention", "full")
+    return 3 * config.hidden_size * config.intermediate_size if ends_early else 0
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from lightseq.layers.mlp import TILE_TOKENS
 from lightseq.memory.policies import KEEP_LINEARS, KEEP_MLP
+from lightseq.models.flops import projection_weights, unread_weights
 from lightseq.plan.layers import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.plan.memory import in_flight, kept_by_layer
 from lightseq.plan.rates import (
@@ -95,21 +96,22 @@ def _estimate(
 
 def matrix_seconds(run: PlannedRun) -> float:
     """Of a forward and a backward pass: what remat repeats, and the head's three products, included."""
-    linear, (hidden, attention, key_value, intermediate) = run.layer_linears, run.widths
+    linear, (hidden, _, _, intermediate) = run.layer_linears, run.widths
     passes = 2.0 if run.adapters else 3.0  # by the input, and backward by the gradient, for input and weight
     products = passes * linear
-    projections = hidden * (attention + 2 * key_value)
     lasts = run.groups / run.layers if run.group > 1 else 0.0  # of groups, which keep what attention gives
     if run.config.tile_layers:  # layers once more, and the projections twice
-        products += linear + projections * (2 - lasts if run.config.remat_policy == "full" else 1)
+        products += linear + projection_weights(run.model) * (2 - lasts if run.config.remat_policy == "full" else 1)
     elif run.config.remat_policy not in ("none", KEEP_LINEARS):
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
         if run.config.remat_policy == KEEP_MLP:
             products -= 2 * hidden * intermediate
-        elif run.tokens > TILE_TOKENS and not (run.config.torch_compile or run.made_of.mlp_is_last):
+        elif _mlp_over_tiles(run) and not (run.config.torch_compile or run.made_of.mlp_is_last):
             products += 3 * hidden * intermediate  # what follows needs the whole operator once more
-    if run.group > 1:  # and over tiles end there
-        products += linear - run.config.tile_layers * lasts * (linear - projections)
+    if run.group > 1:
+        ends_early = run.config.tile_layers or _mlp_over_tiles(run)
+        unread = unread_weights(run.model, run.config.remat_policy, run.config.tile_layers) if ends_early else 0
+        products += linear - lasts * unread
     layers = run.layers * products * FP8_TIME[run.config.fp8]
     flops = 2 * run.tokens * (layers + passes * run.head_parameters)
     return flops / (run.hardware.chip.peak_flops * MATRIX_SHARE * _precision(run))
@@ -192,7 +194,8 @@ def host_link(run: PlannedRun) -> float:
 
 
 def _attention_again(run: PlannedRun, placement: Placement) -> float:
-    """Layers whose attention's forward runs once more; under shared checkpoints all do, and the last keeps it then."""
+    """Layers whose attention's forward runs once more; under shared checkpoints all do, and with `full` once again but
+    for the last, which keeps it then."""
     if run.group > 1:
         return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
     return placement.count(RECOMPUTE) + placement.count(RECOMPUTE_OFFLOAD)
@@ -202,10 +205,18 @@ def _glue_bytes(run: PlannedRun) -> float:
     """Of one token in one layer, forward and backward."""
     again = run.config.remat_policy != "none"
     once, repeated = GLUE[run.config.torch_compile]
-    if run.tokens > TILE_TOKENS and not run.config.torch_compile:
-        once, repeated = replace(once, intermediate=EAGER_TILED_MLP), replace(repeated, intermediate=0)
+    if _mlp_over_tiles(run) and not run.config.torch_compile:  # a third of it forward, once more in a group
+        forward = EAGER_TILED_MLP / 3 if run.group > 1 else 0.0
+        once, repeated = replace(once, intermediate=EAGER_TILED_MLP), replace(repeated, intermediate=forward / 2)
     width = once.elements(*run.widths) + again * repeated.elements(*run.widths) * (2 if run.group > 1 else 1)
     return width * run.element + FP8_CAST_BYTES[run.config.fp8] * LINEAR_ENDS.elements(*run.widths)
+
+
+def _mlp_over_tiles(run: PlannedRun) -> bool:
+    """Whether the operator stands for the module's own forward (`tile_mlps`)."""
+    config = run.config
+    elsewhere = config.remat_policy == "none" or config.tile_layers or config.fp8 is not None
+    return run.made_of.gated_mlp and run.tokens > TILE_TOKENS and not elsewhere
 
 
 def _weight_copies(run: PlannedRun) -> float:
