@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
 from lightseq.models import adapters
 from lightseq.models.flops import model_flops
+from lightseq.models.merge import merge
 from lightseq.training import trainer
 from lightseq.training.metrics import read_records
 
@@ -155,7 +157,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         ("--lora_rank 0", "--lora_rank 0: give at least 1"),
         ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the layers' linears"),
-        ("--lora_rank 4 --random_init", "that --random_init does not keep"),
+        ("--lora_rank 4000", "--lora_rank 4000: a linear of"),
         (
             "--lora_rank 4 --lora_target_modules q_proj,lm_head",
             "lm_head is no linear of the model's layers; choose from",
@@ -167,6 +169,18 @@ def test_adapters_that_cannot_be_are_refused(flags: str, line: str) -> None:
         words = f"--model_name_or_path x --data_path x --output_dir x {flags}"
         adapters.lora_of(parse(words.split(), "train"), CONFIG)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_run_that_would_save_adapters_of_lost_weights_is_refused_and_can_be_rehearsed(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = "--model_name_or_path tiny-llama3 --random_init --lora_rank 4 --model_max_length 64"
+    (refused,) = forked.World(
+        1, f"-m lightseq train {model} --data_path {folder}/data.pkl --output_dir x", tmp_path
+    ).end()
+    assert refused.returncode == 2 and "that --random_init does not keep" in refused.stderr
+    (done,) = forked.World(1, f"-m lightseq rehearse {model}", tmp_path).end()
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -211,6 +225,33 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     assert "holds no adapter_config.json" in capsys.readouterr().err
 
 
+def flip(path: Path) -> None:
+    """One bit, of the last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def test_an_evaluation_of_weights_that_are_not_what_was_saved_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "far-all" / "checkpoint-1", tmp_path / "model")
+    words = f"evaluate --model_name_or_path {tmp_path}/model --data_path {folder}/data.pkl --model_max_length {LENGTH}"
+    (done,) = forked.World(1, f"-m lightseq {words} --output_dir {tmp_path}/before", tmp_path).end()
+    assert done.returncode == 0, done.stderr
+    flip(tmp_path / "model" / "model.safetensors")
+    (done,) = forked.World(1, f"-m lightseq {words} --output_dir {tmp_path}/after", tmp_path).end()
+    assert done.returncode == 2
+    assert "model is damaged: model.safetensors is not what was written" in done.stderr
+
+
+def test_whoever_may_read_new_files_may_read_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    adapter = folder / "whole" / f"checkpoint-{STEPS}"
+    merge(adapter, tmp_path / "merged", None)
+    for directory in (adapter, folder / "far-all" / "checkpoint-1", tmp_path / "merged"):
+        (weights,) = directory.glob("*.safetensors")
+        assert weights.stat().st_mode == (tmp_path / "new").stat().st_mode, weights
+
+
 def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -218,6 +259,7 @@ def halve(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
+        (lambda a, b: flip(a / adapters.WEIGHTS), "a is damaged: adapter_model.safetensors is not what was written"),
         (lambda a, b: halve(a / adapters.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
         (lambda a, b: (a / adapters.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
         (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors holds no adapter"),

@@ -70,6 +70,18 @@ def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
         return next((line for line in complaints if line is not None), None)
 
 
+def check_weights(directory: Path) -> None:
+    """Raises ValueError for tensors other than a manifest beside them, if there is one, says that were written."""
+    try:
+        files = read(directory)
+    except ValueError:
+        return  # no checkpoint's; others call files so, too
+    for name, should in files.items():
+        if name.endswith(".safetensors") and (wrong := _complaint(directory, name, should)):
+            remedy = f"take another copy, or remove {MANIFEST} if this was meant"
+            raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
+
+
 def _complaint(directory: Path, name: str, should: File) -> str | None:
     path = directory / name
     try:

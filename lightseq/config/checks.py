@@ -177,8 +177,6 @@ def _check_lora(config: TrainConfig) -> None:
         raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
     if config.fp8:
         raise ValueError(f"{given} and --fp8 {config.fp8} both replace the layers' linears; leave one of them out")
-    if config.random_init and config.save_strategy != "no":
-        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
 
 
 def _check_memory(config: TrainConfig) -> None:

@@ -64,7 +64,9 @@ def inputs_of(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
     """Those of a run without a step."""
     data_rank = world.rank // model.sequence_size
     notes = stream.examples.notes + model.warnings
-    return Inputs(model.config, fetch(model), stream, stream, 0, model.sequence_size, data_rank, None, None, notes)
+    return Inputs(
+        model.config, fetch(model, world), stream, stream, 0, model.sequence_size, data_rank, None, None, notes
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

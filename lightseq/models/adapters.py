@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.layers.low_rank import adapted, linear_of
-from lightseq.models.weights import ADAPTER, Fill, build_on_meta, copy_tokenizer, fill, named_generator
+from lightseq.models.weights import (
+    ADAPTER,
+    Fill,
+    build_on_meta,
+    copy_tokenizer,
+    fill,
+    named_generator,
+    save_tensors,
+)  # fmt: skip
 from lightseq.words import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -46,6 +53,9 @@ def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
         return None
     if find_spec("peft") is None:
         raise ValueError(f"--lora_rank {config.lora_rank} is peft's, which is not installed; pip install peft")
+    if config.lora_rank > model_config.hidden_size:
+        most = f"a linear of {model_config.hidden_size:,} inputs has no more directions"
+        raise ValueError(f"--lora_rank {config.lora_rank}: {most}; give a lower one")
     linears = sorted({name.split(".")[-1] for name, _ in _ends_of_linears(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL] else asked
@@ -158,7 +168,7 @@ def save(
     """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name; `rope` beside."""
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, directory / WEIGHTS)
     _peft_config(lora, base_of(base)).save_pretrained(str(directory))
     if rope is not None:
         (directory / ROPE).write_text(json.dumps(rope, indent=2) + "\n")

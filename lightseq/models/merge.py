@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightseq.checkpoint.checkpoints import FACTS
-from lightseq.checkpoint.manifest import MANIFEST
+from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.commands import Parser, answered
 from lightseq.models.adapters import CONFIG, read_config, read_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.presets import Family
-from lightseq.models.weights import TOKENIZER_FILES, download, tensor_files
+from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
 from lightseq.words import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -60,6 +60,8 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS)
+    for directory in (adapter, source):
+        check_weights(directory)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,7 +125,7 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
                 weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
             merged[name] = weight
     try:
-        save_file(merged, target, metadata={"format": "pt"})
+        save_tensors(merged, target)
     except SafetensorError as error:
         raise ValueError(f"{target} cannot be written ({first_line(error)}); name another --output_dir") from error
     return set(merged) & set(pairs)

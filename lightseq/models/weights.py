@@ -207,7 +207,7 @@ def save_pretrained(
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"
-        save_file(pending, directory / file, metadata={"format": "pt"})
+        save_tensors(pending, directory / file)
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
@@ -233,6 +233,14 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         data = parameter.detach()
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file for whoever may read new files here; the library's own are the owner's alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:

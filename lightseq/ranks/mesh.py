@@ -24,6 +24,7 @@ from lightseq.ranks.meeting import Meeting
 from lightseq.words import first_line
 
 T = TypeVar("T")
+LET_GO_SECONDS = 0.1
 FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
 
 
@@ -107,6 +108,9 @@ def start(timeout_seconds: float) -> Iterator[World]:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
     finally:
+        # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
+        # its group may live on in torch's caches, which leaves nobody to wait for it.
+        time.sleep(LET_GO_SECONDS)
         dist.destroy_process_group()
 
 

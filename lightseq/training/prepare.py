@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import ANEW, Found
 from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.same_model import check_same_model
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
@@ -63,6 +64,9 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     resume_from = found.path
     check_output_dir(Path(config.output_dir), config, found)
     model = find_model(config, family, world)
+    if model.lora and config.random_init and config.save_strategy != "no":
+        given = f"--lora_rank {config.lora_rank}"
+        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     same: tuple[str, ...] = ()
@@ -98,7 +102,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
     room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
     # Last, for it can take hours: everything else has been looked at.
-    directory = fetch(model)
+    directory = fetch(model, world, resume_from)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
     notes += unread(config) + ((room,) if room else ()) + never(config, stream, total_steps)
@@ -236,9 +240,15 @@ def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data
     )
 
 
-def fetch(model: FoundModel) -> Path | None:
-    """The directory of a model's weights; None if they are drawn from the seed."""
-    return weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Path | None:
+    """The directory of a model's weights; None if they are drawn from the seed.
+
+    Raises ValueError where a manifest beside them tells that they are damaged, unless they have been `looked_at`.
+    """
+    directory = weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+    if world.is_main and directory is not None and directory != looked_at:
+        check_weights(directory)
+    return directory
 
 
 def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
