@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class Progress:
     saving: int | None  # the step of a checkpoint that is being written
     silent_seconds: float | None  # since something was last logged or the run began; None where nothing was
     left_out: int = 0  # lines that are no records
+    gone: str | None = None  # the process that wrote here last, if it is known to be there no more
 
     @property
     def total(self) -> int | None:
@@ -133,7 +135,18 @@ def read_progress(directory: Path, follower: Follower, now: float) -> Progress:
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=silence(directory, now),
         left_out=follower.left_out,
+        gone=gone(directory / "lock"),
     )
+
+
+def gone(lock: Path) -> str | None:
+    """`process 12 on HOST`, of which a run's lock speaks, if this is that host and there is no such process."""
+    try:
+        words = re.match(r"process (\d+) on (\S+)$", lock.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    here = words is not None and words[2] == socket.gethostname() and Path("/proc/self").exists()
+    return words[0] if words is not None and here and not Path(f"/proc/{words[1]}").exists() else None
 
 
 def about_now(path: Path) -> Mapping[str, object]:

@@ -186,6 +186,8 @@ def alive(progress: Progress) -> tuple[str, str]:
     if progress.silent_seconds is None:
         there = "holds no run yet" if progress.directory.is_dir() else "does not exist yet"
         return f"Waiting: {progress.directory} {there}.", "yellow"
+    if progress.gone:
+        return f"The run has ended ({progress.gone}); go on with --resume_from_checkpoint auto.", "bold red"
     if not progress.steps:
         return f"Waiting for the first step since {silent}; it may compile and allocate.", "yellow"
     if progress.quiet:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -73,6 +76,17 @@ def test_a_run_that_logs_nothing_for_long_is_said_to_be_quiet(tmp_path: Path) ->
     assert "Last logged 5.0 s ago." in seen(looked_at(run, later=5))
     said = " ".join(seen(looked_at(run, later=300)).split())
     assert "Nothing was logged for 5 min, where 0.5 s is usual" in said
+
+
+def test_a_run_whose_process_is_gone_is_said_to_have_ended(tmp_path: Path) -> None:
+    run, child = half_way(tmp_path), subprocess.Popen(["true"])
+    child.wait()
+    (run / "lock").write_text(f"process {child.pid} on {socket.gethostname()}\n1 a\n")
+    said = " ".join(seen(looked_at(run, later=5)).split())
+    assert f"The run has ended (process {child.pid} on" in said and "--resume_from_checkpoint auto" in said
+    for alive in (f"process {os.getpid()} on {socket.gethostname()}\n", f"process {child.pid} on elsewhere\n", ""):
+        (run / "lock").write_text(alive)
+        assert "Last logged 5.0 s ago." in seen(looked_at(run, later=5)), alive
 
 
 def test_logging_now_and_then_is_not_being_quiet(tmp_path: Path) -> None:
