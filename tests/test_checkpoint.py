@@ -413,7 +413,7 @@ def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: py
     end = in_one_process(words(files, "early", on))
     assert end.status == 0 and len(losses(files, "early")) == 3, end.err
     other = in_one_process(words(files, "early", f"{on.replace('3', '4')} --optim sgd"))
-    assert other.status == 2 and "which this run has no place for; resume with the model and the optimizer" in other.err
+    assert other.status == 2 and "has the state of --optim adamw_torch_fused, not of sgd; give" in other.err
 
 
 def in_one_process(run: str) -> Ended:

@@ -31,6 +31,7 @@ from lightseq.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Sear
 from lightseq.evaluate.perplexity import bin_starts, perplexity
 from lightseq.evaluate.tasks import haystack
 from lightseq.ranks.mesh import World
+from lightseq.words import four_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -182,6 +183,11 @@ def test_bins_cover_every_position_once() -> None:
     for bins in ("0", "11", "-1", "many"):
         with pytest.raises(ValueError, match=f"--bins {bins}: give powers, or a number of equal bins from 1 to 10"):
             bin_starts(bins, 10)
+
+
+def test_perplexities_have_four_digits_in_every_row() -> None:
+    values = {124.0: "124.0", 93.265: "93.27", 1.0: "1.000", 1234.4: "1,234", 123456.0: "1.235e+05"}
+    assert {value: four_digits(value) for value in values} == values
 
 
 def test_a_perplexity_too_large_for_a_number_is_none() -> None:

@@ -92,6 +92,14 @@ def test_what_is_cut_padded_and_left_out_is_counted(tmp_path: Path, kind: str) -
     assert "2 documents longer than that cut into 4 pieces; no target is lost" in said
 
 
+def test_sequences_that_are_mostly_padding_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "one.pkl"
+    path.write_bytes(pickle.dumps({"input_ids": [[1, 2, 3, 4, 5]]}))
+    (note,) = open_packed(path, 16, 61).notes
+    assert note.startswith(f"warning: {path}: 1 document packed into 1 sequence of 16 tokens, ")
+    assert note.endswith("%); give a lower --model_max_length")
+
+
 def test_a_batch_carries_boundaries_and_one_past_the_end_is_padding(tmp_path: Path) -> None:
     packed = _opened(tmp_path, "pickle")
     stream = BatchStream(packed, LENGTH, 1, data_ranks=3, epochs=1, shuffle=False, packed=True)

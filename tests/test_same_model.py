@@ -1,6 +1,7 @@
 """What a run that resumes a checkpoint may not have otherwise, though every tensor would fit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from transformers import NemotronConfig, PreTrainedConfig
 
 from lightseq.__main__ import BOTH
+from lightseq.checkpoint.checkpoints import FACTS
+from lightseq.checkpoint.same_flags import check_flags
 from lightseq.checkpoint.same_model import check_same_model
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters
@@ -76,8 +79,32 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
         check_same_model(tmp_path, scaled, changed, other)
     with pytest.raises(ValueError, match=r"was trained with lora_rank 4, this run has 8; "):
         check_same_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
+    with pytest.raises(ValueError, match=r"was trained with lora_target_modules q_proj, this run has k_proj,q_proj; "):
+        check_same_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, this run has like its model's; "):
         check_same_model(tmp_path, CONFIG, model(), lora)
     (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))
     (note,) = check_same_model(tmp_path, scaled, changed, lora)
     assert note.startswith("warning: ") and "beside the weights of another, and goes on beside those of base" in note
+
+
+def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is_refused(tmp_path: Path) -> None:
+    def saved(**config: Any) -> Path:
+        (tmp_path / FACTS).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
+        return tmp_path
+
+    assert check_flags(saved(), replace(CONFIG, max_steps=9, schedule="ring", output_dir="p")) == ()
+    now = replace(CONFIG, learning_rate=1e-5, bf16=True)
+    assert check_flags(saved(learning_rate=1e-3), now) == (
+        "resumed with --learning_rate 1e-05 (was 0.001), --bf16 True (was False)",
+    )
+    assert check_flags(saved(optim="adamw_torch"), CONFIG) == (
+        f"resumed with --optim {CONFIG.optim} (was adamw_torch)",
+    )
+    with pytest.raises(
+        ValueError, match=r"has the state of --optim sgd, not of adamw_torch_fused; give --optim sgd, or"
+    ):
+        check_flags(saved(optim="sgd"), CONFIG)
+    assert check_flags(saved(optim="sgd"), replace(CONFIG, deepspeed="d.json"))
+    (tmp_path / FACTS).write_text(json.dumps({"step": 3}))
+    assert check_flags(tmp_path, CONFIG) == (), "older checkpoints do not say"

@@ -57,6 +57,9 @@ def _of_adapter(
         yield "lora_rank", rank, lora.rank
     if alpha != lora.alpha:
         yield "lora_alpha", alpha, lora.alpha
+    targets = saved.get("target_modules", lora.targets)
+    if set(targets) != set(lora.targets):
+        yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
     both = adapters.read_rope(directory), adapters.rope_of(config, model)
     before, now = (_plain((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
     if not _alike(before, now):

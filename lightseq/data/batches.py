@@ -174,7 +174,7 @@ class BatchStream:
         if other := [key for key in KEPT if state[key] != now[key]]:
             was, instead = (KEPT[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{asked} was trained {was}, not {instead}; resume with the data, --seed and "
+                f"{asked} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
             )
         if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none

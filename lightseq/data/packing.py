@@ -151,10 +151,10 @@ def _notes(
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
     kept = int((documents > 1).sum())
-    notes = [
-        f"{path}: {plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens, "
-        f"{plural(empty, 'token')} of padding ({share})"
-    ]
+    packed = f"{plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens"
+    notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
+    if 2 * empty > sequences * length:
+        notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
     split = documents > length + 1
     if split.any():
         pieces = int(window_counts(documents[split], length).sum())

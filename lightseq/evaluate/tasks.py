@@ -18,6 +18,7 @@ from lightseq.models.weights import has_tokenizer
 from lightseq.ranks.mesh import World
 from lightseq.training.prepare import FoundModel, Inputs, evaluation_stream, fetch, find_examples
 from lightseq.training.trainer import Trainer
+from lightseq.words import four_digits, plural
 
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 HAYSTACKS = 4  # times the longest text is read, so that texts differ
@@ -93,7 +94,7 @@ def loss_task(asked: Asked, config: TrainConfig, model: FoundModel, world: World
         rows = [{**asdict(b), "perplexity": perplexity(b.loss)} for b in found.bins]
         return Outcome({**summary, "sequences": len(examples)}, rows, loss_lines(found))
 
-    about = {"data": f"{config.data_path}, {len(examples):,} examples", "sequence": f"{stream.length:,} tokens"}
+    about = {"data": f"{config.data_path}, {plural(len(examples), 'example')}", "sequence": f"{stream.length:,} tokens"}
     return Task(inputs_of(model, stream, world), about, run)
 
 
@@ -112,7 +113,7 @@ def span(b: Bin) -> str:
 
 def numbers(loss: float | None) -> list[str]:
     value = perplexity(loss)
-    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else f"{value:,.4g}"]
+    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else four_digits(value)]
 
 
 # ---- needles ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import ANEW, Found
 from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
 from lightseq.checkpoint.manifest import check_weights
+from lightseq.checkpoint.same_flags import check_flags
 from lightseq.checkpoint.same_model import check_same_model
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
@@ -72,7 +73,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     same: tuple[str, ...] = ()
     if resume_from is not None:
         checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-        same = check_same_model(resume_from, config, model.config, model.lora)
+        same = check_same_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
     stream = BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,

@@ -10,6 +10,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.models.flops import total_parameters
 from lightseq.training.metrics import hardware
 from lightseq.training.source import commit
+from lightseq.words import plural
 
 if TYPE_CHECKING:
     from lightseq.training.trainer import Trainer
@@ -57,7 +58,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
-        "data": f"{c.data_path}, {len(trainer.inputs.stream.examples):,} examples",
+        "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
         "ranks": f"{world.size} ({trainer.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
         f"{hardware(world.device)['device']}",
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
