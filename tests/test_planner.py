@@ -127,7 +127,7 @@ def test_measured_layers_move_the_prediction(tmp_path: Path) -> None:
         (["--schedules", "spiral"], "schedule 'spiral' is unknown; choose all or from ring"),
         (["--kv_heads", "5"], "32 query heads of 128 do not divide among 5 key/value heads"),
         (["--gpus_per_host", "0"], "--gpus_per_host 0 must be at least 1"),
-        (["--calibrate", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["--calibrate", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(

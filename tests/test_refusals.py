@@ -169,11 +169,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "an optimizer that has no place for what was saved": (
         "--optim sgd --max_steps 3 --resume_from_checkpoint {files}/run/checkpoint-2",
-        ("checkpoint-2 holds optimizer.", "resume with the model and the optimizer"),
+        ("has the state of --optim adamw_torch_fused, not of sgd", "give --optim adamw_torch_fused"),
     ),
     "another optimizer's checkpoint": (
         "--max_steps 3 --resume_from_checkpoint {files}/other/checkpoint-2",
-        ("checkpoint-2 holds no optimizer.model", "resume with the model and the optimizer"),
+        ("has the state of --optim sgd, not of adamw_torch_fused", "give --optim sgd"),
     ),
 }
 
