@@ -210,7 +210,7 @@ def transform(
                 layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
 
     groups, lasts_again = _groups(layers, techniques), None
-    if techniques.layers_per_checkpoint > 1 and techniques.remat == "full":  # the last keeps attention, see there
+    if techniques.layers_per_checkpoint > 1 and techniques.remat == "full":  # `checkpoint_groups` says why
         lasts = [group[-1] for group in groups]
         lasts_again = changed_forwards(lasts, lambda: rematerialize(lasts, "attention"))
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
