@@ -135,7 +135,7 @@ def read_progress(directory: Path, follower: Follower, now: float) -> Progress:
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=silence(directory, now),
         left_out=follower.left_out,
-        gone=gone(directory / "lock"),
+        gone=gone(directory / "lock"),  # as lightseq/training/output_directory.py calls it
     )
 
 

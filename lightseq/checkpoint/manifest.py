@@ -65,9 +65,7 @@ def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
         files = read(directory)
     except ValueError as error:
         return str(error)
-    with ThreadPoolExecutor(READERS) as readers:
-        complaints = readers.map(lambda name: _complaint(directory, name, files[name]), sorted(files)[share::shares])
-        return next((line for line in complaints if line is not None), None)
+    return _first_complaint(directory, {name: files[name] for name in sorted(files)[share::shares]})
 
 
 def check_weights(directory: Path) -> None:
@@ -76,10 +74,16 @@ def check_weights(directory: Path) -> None:
         files = read(directory)
     except ValueError:
         return  # no checkpoint's; others call files so, too
-    for name, should in files.items():
-        if name.endswith(".safetensors") and (wrong := _complaint(directory, name, should)):
-            remedy = f"take another copy, or remove {MANIFEST} if this was meant"
-            raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
+    tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
+    if wrong := _first_complaint(directory, tensors):
+        remedy = f"take another copy, or remove {MANIFEST} if this was meant"
+        raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
+
+
+def _first_complaint(directory: Path, files: Mapping[str, File]) -> str | None:
+    with ThreadPoolExecutor(READERS) as readers:
+        complaints = readers.map(lambda name: _complaint(directory, name, files[name]), files)
+        return next((line for line in complaints if line is not None), None)
 
 
 def _complaint(directory: Path, name: str, should: File) -> str | None:

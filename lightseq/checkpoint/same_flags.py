@@ -5,13 +5,14 @@ from typing import Final
 
 from lightseq.checkpoint.checkpoints import read_facts
 from lightseq.config.train_config import TrainConfig
+from lightseq.training.optimization import EIGHT_BIT
 
 # What changes how a model learns, and neither the model nor its data.
 LEARNING: Final = (
     *("optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
 )
-SAME_STATE: Final = ({"adamw_torch", "adamw_torch_fused"}, {"adamw_8bit", "adamw_torch_8bit"})
+SAME_STATE: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 
 
 def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:

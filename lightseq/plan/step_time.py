@@ -206,8 +206,8 @@ def _glue_bytes(run: PlannedRun) -> float:
     again = run.config.remat_policy != "none"
     once, repeated = GLUE[run.config.torch_compile]
     if _mlp_over_tiles(run) and not run.config.torch_compile:  # a third of it forward, once more in a group
-        forward = EAGER_TILED_MLP / 3 if run.group > 1 else 0.0
-        once, repeated = replace(once, intermediate=EAGER_TILED_MLP), replace(repeated, intermediate=forward / 2)
+        mlp = EAGER_TILED_MLP * (4 / 3 if run.group > 1 else 1)
+        once, repeated = replace(once, intermediate=mlp), replace(repeated, intermediate=0)
     width = once.elements(*run.widths) + again * repeated.elements(*run.widths) * (2 if run.group > 1 else 1)
     return width * run.element + FP8_CAST_BYTES[run.config.fp8] * LINEAR_ENDS.elements(*run.widths)
 
