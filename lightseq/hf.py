@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,19 @@ from lightseq.attention.operator import attention
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.parts import check_right_padding, find_boundaries, local_batch, local_positions, packed_positions
 from lightseq.kernels import KernelSpec
-from lightseq.models.architecture import NOT_HONOURED, attention_modules, check_attention, heads_of, sliding_window
+from lightseq.models.architecture import (
+    LENGTH_DEPENDENT_ROPE,
+    attention_modules,
+    check_attention,
+    heads_of,
+    rope_types,
+    sliding_window,
+    unhonoured_argument,
+)
+from lightseq.models.input_checks import FACTS, batch_facts, install_checks
 from lightseq.schedule.cost import AttentionShape
 
 IMPLEMENTATION: Final = "lightseq"
-LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def enable(
@@ -94,7 +101,6 @@ def enable(
         )
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
-    config.use_cache = False
     _attach(model, context)
     return context
 
@@ -139,8 +145,7 @@ def shard_batch(
     else:
         positions = packed_positions(context, documents).to(input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
-    if context.first_batch.seen is None:
-        context.first_batch.seen = (*input_ids.shape, crc32(input_ids.cpu().contiguous().numpy().tobytes()))
+    batch[FACTS] = batch_facts(input_ids, labels)
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
@@ -169,7 +174,11 @@ def _attention_function(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention. It passes no mask: `_check_inputs` has seen it before."""
+    """What transformers calls in place of its own attention."""
+    if attention_mask is not None:
+        raise ValueError(
+            "the model passes attention a mask of its own, for which there is no kernel; use a plain causal model"
+        )
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
@@ -188,9 +197,9 @@ def attend(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
-    if unknown := [name for name in NOT_HONOURED if others.get(name) is not None]:
-        remedy = "pass cu_seqlens to shard_batch" if unknown[0] == "cu_seq_lens_q" else "leave it out"
-        raise ValueError(f"attention was passed {unknown[0]}, for which there is no kernel; {remedy}")
+    if unknown := unhonoured_argument(others):
+        remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
+        raise ValueError(f"attention was passed {unknown}, for which there is no kernel; {remedy}")
     context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
     if not isinstance(context, SequenceContext):
         raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
@@ -201,98 +210,28 @@ def attend(
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
-    """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled.
-
-    Inputs are checked on the way into the base model too, which some call without its head.
-    """
-    guarded = {model, model.base_model}
+    """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled."""
     # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
-    ropes = [m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT_ROPE]
+    ropes = [m for m in model.modules() if rope_types(m) & LENGTH_DEPENDENT_ROPE]
     installed = hasattr(model, "sequence_context")
     if installed:
         release(model.sequence_context)
-    for module in (*guarded, *ropes, *attention_modules(model)):
+    for module in (model, model.base_model, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
-    for module in guarded:
-        module.checked_shapes = set()  # type: ignore[assignment]
-        module.length_dependent_rope = bool(ropes)  # type: ignore[assignment]
-        if not installed:
-            module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    install_checks(model, length_dependent_rope=bool(ropes))
     for rope in ropes:
         if not installed:
             rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
 
 
-@torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow
-def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Runs before the model's forward, where a wrong input would train on nonsense without any error."""
-    context, checked = model.sequence_context, model.checked_shapes
-    assert isinstance(context, SequenceContext) and isinstance(checked, set)
-    if len(args) > 1:
-        raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise ValueError("there is no key/value cache; to generate, load the saved model into plain transformers")
-    mask = kwargs.get("attention_mask")
-    if mask is not None and (mask.ndim != 2 or not bool((mask == 1).all())):
-        raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
-    positions, documents = kwargs.get("position_ids"), kwargs.get("documents")
-    if documents is not None and model.length_dependent_rope:
-        raise ValueError("the model's RoPE scales with the length of a sequence, and packed documents differ in theirs")
-    if positions is None:
-        if documents is not None:
-            raise ValueError("position_ids are missing: they restart with every document; use shard_batch")
-        if context.layout.world > 1:
-            raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
-        return
-    _compare_first_batches(context)
-    shape = (documents is None, *positions.shape)
-    if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
-        if documents is None:
-            _check_positions(context, positions)
-        elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
-            raise ValueError(f"position_ids are not those of the documents on rank {context.rank}; use shard_batch")
-        checked.add(shape)
-
-
-def _compare_first_batches(context: SequenceContext) -> None:
-    """Once: ranks that share a sequence and get rows of their own would train on parts of each, without any error."""
-    first, mine = context.first_batch, context.first_batch.seen
-    if mine is None or first.compared:
-        return
-    first.compared, everyone = True, [mine] * context.layout.world
-    dist.all_gather_object(everyone, mine, group=context.group)
-    other = next((rank for rank, theirs in enumerate(everyone) if theirs != mine), None)
-    if other is not None:
-        sizes = [f"{batch} x {length} tokens" for batch, length, _ in (mine, everyone[other])]
-        what = "other rows" if sizes[0] == sizes[1] else " and ".join(sizes)
-        raise ValueError(
-            f"ranks {context.rank} and {other} share a sequence and were given different batches ({what}); every rank "
-            "of a sequence reads the same rows: no sampler that deals them out to ranks, one seed to shuffle by"
-        )
-
-
-def _check_positions(context: SequenceContext, positions: Tensor) -> None:
-    layout, local = context.layout, positions.shape[-1]
-    if local % layout.chunks_per_rank:
-        raise ValueError(f"{local} local tokens are not {layout.chunks_per_rank} chunks a rank; use shard_batch")
-    want, got = layout.positions(context.rank, local * layout.world), positions.cpu()
-    padded = want.clamp_max(int(got.max()))  # what pads a sequence has the position of its last token
-    if not torch.equal(got, padded.expand_as(got)):
-        raise ValueError(
-            f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
-            "cu_seqlens where they restart"
-        )
-
-
 def _rope_forward(
-    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor
+    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor, **others: Any
 ) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of this rank's positions, of a sequence as long as the whole one."""
     context = rope.sequence_context
     assert isinstance(context, SequenceContext)
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
     longer = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
-    cos, sin = forward(x, longer)
+    cos, sin = forward(x, longer, **others)
     return cos[:, :-1], sin[:, :-1]

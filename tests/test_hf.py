@@ -39,6 +39,7 @@ from lightseq.layers import mlp
 from lightseq.memory import offload
 from lightseq.memory.policies import KEEPING_MLP, POLICIES
 from lightseq.models import weights
+from lightseq.models.input_checks import check_positions
 from lightseq.parallelize import LossModel, Techniques, parallelize
 from lightseq.ranks.mesh import World, make_meshes
 from lightseq.schedule.layout import Layout, shard, unshard
@@ -190,10 +191,10 @@ def test_every_length_has_positions_that_are_taken_and_unsharded_ones_are_not() 
         for length, rank in itertools.product(range(1, 81), range(layout.world)):
             context: Any = SimpleNamespace(layout=layout, rank=rank)
             own = local_positions(context, length, CPU)
-            hf._check_positions(context, own)
+            check_positions(context, own)
             if rank and own.shape[1] > 1:
                 with pytest.raises(ValueError, match="use shard_batch"):
-                    hf._check_positions(context, torch.arange(own.shape[1]).unsqueeze(0))
+                    check_positions(context, torch.arange(own.shape[1]).unsqueeze(0))
 
 
 def test_a_batch_without_any_target_has_loss_zero_and_no_nan(alone: None) -> None:
@@ -304,6 +305,7 @@ def enabled_twice(rank: int) -> None:
     model, want = llama(**rope), llama(**rope)
     first = hf.enable(model, schedule="ring")
     check_training(model, want, first, ids(), ids())
+    hooks = [len(x) for m in (model, model.base_model) for x in (m._forward_pre_hooks, m._forward_hooks)]
     second = hf.enable(model, schedule="zigzag")
     check_training(model, want, second, ids(), ids())
     reduced: list[int] = []
@@ -313,7 +315,7 @@ def enabled_twice(rank: int) -> None:
         model(**hf.shard_batch(second, ids()))
     hf.dist.all_reduce = original
     assert len(reduced) == 1, "the whole length is asked for once"
-    assert len(model._forward_pre_hooks) == len(model.base_model._forward_pre_hooks) == 1
+    assert hooks == [len(x) for m in (model, model.base_model) for x in (m._forward_pre_hooks, m._forward_hooks)]
     refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens are not 2 chunks a rank")
     refused(lambda: model(**hf.shard_batch(first, ids(length=52))), "those of the zigzag layout")
 

@@ -31,11 +31,12 @@ class Progress:
 
 
 @dataclass
-class FirstBatch:
-    """Shape and checksum of the first batch that a rank was given, and whether the ranks have compared theirs."""
+class ForwardPass:
+    """What the model's forward pass under way was given: attention and the loss are held to it."""
 
-    seen: tuple[int, ...] | None = None
-    compared: bool = False
+    packed: bool = False  # the model was passed documents
+    loss: Tensor | None = None  # what its loss function returned
+    batches: int = 0  # that it was given so far
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class SequenceContext:
     transport: Transport
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
-    first_batch: FirstBatch = field(default_factory=FirstBatch)
+    forward_pass: ForwardPass = field(default_factory=ForwardPass)
     keeps: bool = False  # what it gathers, from a forward pass to its backward pass
 
     @property
@@ -79,6 +80,7 @@ class Documents:
     boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
     layout: Layout
     balance: float  # attention area of the mean rank over the largest
+    schedule: Schedule  # of the context that they were packed for
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
     table = packed_schedule(context.schedule, whole)
-    return Documents(carried, table.layout, balance(table))
+    return Documents(carried, table.layout, balance(table), context.schedule)
 
 
 def without_repeats(boundaries: Tensor) -> tuple[int, ...]:

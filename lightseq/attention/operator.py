@@ -154,6 +154,11 @@ def _forward(
         with torch.inference_mode(False), torch.no_grad():
             return _forward(q, k, v, scale, context, documents)
     c = find(context)
+    if documents is None and c.forward_pass.packed:
+        raise ValueError(
+            "the batch holds packed documents, and the model's layers do not hand them on to attention; train "
+            "without packing, or use another model"
+        )
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
         _agree_on_shapes(c, q, k, documents)

@@ -5,7 +5,7 @@ Nothing is told by its name. What training here could honour only in part is a V
 
 import copy
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,8 +24,15 @@ from lightseq.words import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
-# What some models and data collators pass to attention, and what a kernel that dropped it would get wrong.
-NOT_HONOURED: Final = ("softcap", "s_aux", "cu_seq_lens_q")
+# Keyword arguments of an attention call. Everything else that is not None or False changes what attention computes.
+HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"})
+HARMLESS: Final = frozenset(
+    {
+        "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
+        "labels", "shift_labels", "num_items_in_batch", "skip_logits", "return_token_accuracy",
+    }
+)  # fmt: skip
+LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Architecture:
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # no backward pass needs what an MLP gives: nothing but a sum follows, say, and no norm
     plain_projections: bool  # of attention: four linears without bias
+    passes_documents: bool  # every layer hands its keyword arguments on to attention, and with them packed documents
     layers: int
     heads: Heads
     total: int  # each once, however often it is used
@@ -75,6 +83,27 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return few
 
 
+def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:
+    """Returns the first keyword of an attention call that distributed attention would have to drop."""
+    if keywords.get("is_causal") is False:
+        return "is_causal=False"
+    dropped = (name for name in keywords if name not in HONOURED | HARMLESS)
+    return next((name for name in dropped if keywords[name] is not None and keywords[name] is not False), None)
+
+
+def rope_types(source: object) -> set[str]:
+    """Returns the RoPE types of a config or of a RoPE module.
+
+    Both have one type, or a mapping with one for each kind of layer (Gemma 3, OLMo 3).
+    """
+    found = getattr(source, "rope_type", None)
+    if found is None:
+        parameters = getattr(source, "rope_parameters", None) or {}
+        per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
+        return {each.get("rope_type") for each in (parameters, *per_layer_type)} - {None}
+    return set(found.values()) if isinstance(found, Mapping) else {found}
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
@@ -84,6 +113,8 @@ def check_attention(model: PreTrainedModel, length: int) -> None:
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
+    if config.get_text_config(decoder=True) is not config:
+        raise ValueError(f"{name} has inputs other than text; give the causal language model inside of it")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in the model's config")
     if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
@@ -134,8 +165,7 @@ def _examine(kind: Any, text: str) -> Architecture:
     if head.bias is not None:
         raise ValueError(f"{name} has a bias in its head, which the loss over chunks leaves out; use another model")
     _check_parts(model, layers)
-    heads, ends, mlp_is_last = _run(model, layers)
-    _check_head(model, head)
+    heads, passes_documents, ends, mlp_is_last = _run(model, layers, head)
     return Architecture(
         name=name,
         window=sliding_window(config),
@@ -143,6 +173,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
         mlp_is_last=mlp_is_last,
         plain_projections=all(map(has_projections, layers)),
+        passes_documents=passes_documents,
         layers=len(layers),
         heads=heads,
         total=sum(p.numel() for p in model.parameters()),
@@ -176,33 +207,37 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(f"{name} has buffers that cannot be computed anew, {', '.join(left[:3])}; use another model")
 
 
-def _run(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, list[nn.Linear], bool]:
-    """What attention is called with in every layer, the linear that each layer runs last, and whether none saves
-    anything for its backward pass behind its MLP."""
-    name, calls, ran = type(model).__name__, list[tuple[Heads, dict[str, Any]]](), list[nn.Linear]()
+def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tuple[Heads, bool, list[nn.Linear], bool]:
+    """Runs the model once on the meta device. Returns what attention is called with in every layer, whether packed
+    documents reach it, the linear that each layer runs last, and whether no layer saves anything behind its MLP.
+    """
+    name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
+    documents = object()
 
-    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **others: Any) -> Any:
+    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
+        if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
+            raise ValueError(f"{name} passes {dropped} to attention, for which there is no kernel; use another model")
         if q.shape[-1] != v.shape[-1]:
             raise ValueError(f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]}; use a model of one size")
-        calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others))
+        calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
 
     ends: list[nn.Linear] = []
     hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in _linears(layers)]
     hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
-    for rope in [m for m in model.modules() if hasattr(m, "inv_freq")]:
-        rope.rope_type = "default"  # type: ignore[assignment]  # others look at how long the sequence is
+    for rope in [
+        m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
+    ]:
+        kinds: Any = getattr(rope, "rope_type", None)  # of some the frequencies depend on numbers, which are not here
+        rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attending_by(model, probe), _saved_behind_mlps(layers) as saved:
-        model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+    with _attending_by(model, probe), _saved_behind_mlps(layers) as saved, _head_alone(model, head):
+        model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
     if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
         raise ValueError(f"{name} has layers whose attention differs; use a model of one kind of layer")
-    for _, others in calls:
-        if asked := [what for what in NOT_HONOURED if others.get(what) is not None]:
-            raise ValueError(f"{name} passes {asked[0]} to attention, for which there is no kernel; use another model")
-    return calls[0][0], ends, not any(saved)
+    return calls[0][0], all(passed is documents for _, passed in calls), ends, not any(saved)
 
 
 @contextmanager
@@ -232,23 +267,24 @@ def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Itera
     model.set_attn_implementation("eager")
 
 
-def _check_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    """The loss takes the head's weight and the layers' output: nothing may stand between, nor come after."""
-    hidden = torch.empty(1, TOKENS, model.config.hidden_size, device="meta")
-    seen: list[Tensor] = []
+@contextmanager
+def _head_alone(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
+    """Raises ValueError unless the logits of a pass are the head's product with the layers' output and nothing else.
 
-    class Output(dict):
-        last_hidden_state, past_key_values, hidden_states, attentions = hidden, None, None, None
-
-    def run_head(given: Tensor) -> Tensor:
-        seen.extend([given, torch.empty(1, TOKENS, 1, device="meta")])
-        return seen[1]
-
-    stand_in: Any = run_head
-    model.base_model.forward, head.forward = lambda *_, **__: Output(), stand_in  # type: ignore[method-assign]
-    logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta")).logits
-    between = not seen or (seen[0] is not hidden and seen[0]._base is not hidden)
-    if between or logits is not seen[1]:
+    The loss takes the head's weight and that output.
+    """
+    found: dict[str, Tensor] = {}
+    hooks = [
+        model.base_model.register_forward_hook(lambda _, __, output: found.update(layers=output.last_hidden_state)),
+        head.register_forward_hook(lambda _, args, output: found.update(given=args[0], product=output)),
+        model.register_forward_hook(lambda _, __, output: found.update(logits=output.logits)),
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+    given, layers = found.get("given"), found["layers"]
+    whole = given is layers or (given is not None and given._base is layers and given.shape == layers.shape)
+    if not whole or found["logits"] is not found["product"]:
         raise ValueError(
             f"{type(model).__name__} scales or caps its logits, which the loss over chunks leaves out; use another"
         )

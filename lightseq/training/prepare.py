@@ -19,14 +19,13 @@ from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.rows import holds_rows
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.data.tokens import Reading
-from lightseq.hf import LENGTH_DEPENDENT_ROPE
 from lightseq.kernels import KernelSpec, select
 from lightseq.layers.fp8 import check_fp8
 from lightseq.layers.tiled import check_layer_class
 from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, adapter_parameters, lora_of
-from lightseq.models.architecture import Architecture, examine, heads_of
+from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, Architecture, examine, heads_of, rope_types
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import Family
@@ -199,18 +198,27 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, examine(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
-    rope = (model_config.rope_parameters or {}).get("rope_type")
-    if config.packing != "none" and rope in LENGTH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"--packing {config.packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with "
-            "one; give another --rope_scaling"
-        )
+    if config.packing != "none":
+        _check_packing(config.packing, model_config)
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
     warnings = tuple(f"warning: {warning}" for warning in _warnings(config, context, sequence_size))
     lora = lora_of(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
+
+
+def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
+    for rope in sorted(rope_types(model_config) & LENGTH_DEPENDENT_ROPE):
+        raise ValueError(
+            f"--packing {packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with one; "
+            "give another --rope_scaling"
+        )
+    found = examine(model_config)
+    if not found.passes_documents:
+        raise ValueError(
+            f"--packing {packing}: the layers of {found.name} hand no packed documents on to attention; leave it out"
+        )
 
 
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:

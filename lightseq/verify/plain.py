@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightseq.data.batches import BatchStream
-from lightseq.hf import LENGTH_DEPENDENT_ROPE
 from lightseq.layers.loss import IGNORE_INDEX
 from lightseq.models import weights
+from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
 
 PROMPT, HOLES = 0.4, 0.1  # shares of a made-up sequence whose labels are ignored: at its beginning, and anywhere
 MOST_SCALINGS = 24  # halvings of a float16 loss scale that starts at 2 ** 16
@@ -145,6 +145,6 @@ def _inputs(model: nn.Module, sample: Sample, length: int, device: torch.device)
     missing = max(0, length - len(sample.ids))
     ids, labels = F.pad(sample.ids, (0, missing)), F.pad(sample.labels, (0, missing), value=IGNORE_INDEX)
     more, config = {}, cast(PreTrainedConfig, model.config)
-    if (config.rope_parameters or {}).get("rope_type") in LENGTH_DEPENDENT_ROPE:  # the one token more is not part of it
+    if rope_types(config) & LENGTH_DEPENDENT_ROPE:  # the one token more is not part of it
         more = {"position_ids": torch.arange(len(ids), device=device).clamp_max(length - 1)[None]}
     return ids[None].to(device), labels[None].to(device), more

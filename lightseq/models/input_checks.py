@@ -1,0 +1,207 @@
+"""Checks of what a patched model is given and gives back, where a mistake would train on nonsense without any error."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq.attention.context import SequenceContext
+from lightseq.data.examples import IGNORE_INDEX
+from lightseq.data.parts import packed_positions
+
+BATCHES_BETWEEN_COMPARISONS: Final = 100
+FACTS: Final = "batch_facts"  # the keyword under which a batch carries what `batch_facts` returns
+
+
+def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
+    """Returns what ranks that share a batch must agree on: its shape, number of targets and a checksum, int64 (4,).
+
+    It stays on the device of the ids, so that nobody waits for it.
+    """
+    # Wraps around, which a checksum may; odd factors tell orders apart.
+    factors = torch.arange(1, 2 * input_ids.numel(), 2, device=input_ids.device) * 0x9E3779B1
+    checksum = (input_ids.flatten() * factors).sum()
+    targets = checksum.new_zeros(()) if shifted_labels is None else (shifted_labels != IGNORE_INDEX).sum()
+    batch, length = input_ids.shape
+    return torch.stack([torch.full_like(checksum, batch), torch.full_like(checksum, length), targets, checksum])
+
+
+def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
+    """Has every forward pass of a model checked, also where its base model is called without the head.
+
+    The modules find their context in `sequence_context`. Call it again after that was replaced.
+    """
+    installed = hasattr(model, "checked_shapes")
+    for module in {model, model.base_model}:
+        module.checked_shapes = set()  # type: ignore[assignment]
+        module.length_dependent_rope = length_dependent_rope  # type: ignore[assignment]
+        if not installed:
+            module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    if installed:
+        return
+    model.base_model.register_forward_hook(_end_of_layers)
+    if model is not model.base_model:
+        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
+        model.register_forward_hook(_check_loss, with_kwargs=True)
+        model.loss_function = partial(_loss_of_shares, model, model.loss_function)
+
+
+@torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow
+def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Refuses inputs that attention over ranks cannot honour. Returns them without what only checks need."""
+    context, config = model.sequence_context, model.config
+    assert isinstance(context, SequenceContext)
+    kwargs = dict(kwargs)
+    if len(args) > 1:
+        raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ValueError("there is no key/value cache; to generate, load the saved model into plain transformers")
+    if getattr(config, "use_cache", False):
+        kwargs["use_cache"] = False
+    for flag, reason in (
+        ("output_attentions", "attention never makes the matrix of scores"),
+        ("output_router_logits", "the router's loss would be computed on each shard by itself"),
+    ):
+        if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
+            raise ValueError(f"{flag}=True is not supported: {reason}; set it to False")
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        if mask.ndim != 2 or not bool((mask == 1).all()):
+            raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
+        kwargs["attention_mask"] = None
+    facts = kwargs.pop(FACTS, None)
+    if facts is not None:
+        _compare_batches(context, facts, kwargs.get("num_items_in_batch"))
+    _check_positions_and_documents(model, context, kwargs.get("position_ids"), kwargs.get("documents"))
+    context.forward_pass.packed = kwargs.get("documents") is not None
+    return args, kwargs
+
+
+def _check_positions_and_documents(model: nn.Module, context: SequenceContext, positions: Any, documents: Any) -> None:
+    checked = model.checked_shapes
+    assert isinstance(checked, set)
+    if documents is not None:
+        if model.length_dependent_rope:
+            raise ValueError(
+                "the model's RoPE scales with the length of a sequence, and packed documents differ in theirs"
+            )
+        if documents.schedule is not context.schedule and documents.schedule != context.schedule:
+            raise ValueError("the packed batch was made for another context; call shard_batch with this model's")
+        if positions is None:
+            raise ValueError("position_ids are missing: they restart with every document; use shard_batch")
+    elif positions is None:
+        if context.layout.world > 1:
+            raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
+        return
+    shape = (documents is None, *positions.shape)
+    if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
+        if documents is None:
+            check_positions(context, positions)
+        elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+            raise ValueError(f"position_ids are not those of the documents on rank {context.rank}; use shard_batch")
+        checked.add(shape)
+
+
+def check_positions(context: SequenceContext, positions: Tensor) -> None:
+    """Raises ValueError unless positions are those of this rank's tokens in one sequence."""
+    layout, local = context.layout, positions.shape[-1]
+    if local % layout.chunks_per_rank:
+        raise ValueError(f"{local} local tokens are not {layout.chunks_per_rank} chunks a rank; use shard_batch")
+    want, got = layout.positions(context.rank, local * layout.world), positions.cpu()
+    padded = want.clamp_max(int(got.max()))  # what pads a sequence has the position of its last token
+    if not torch.equal(got, padded.expand_as(got)):
+        raise ValueError(
+            f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
+            "cu_seqlens where they restart"
+        )
+
+
+def _compare_batches(context: SequenceContext, facts: Tensor, num_items: Tensor | int | None) -> None:
+    """Raises ValueError on every rank if ranks that share a sequence were given different batches or divisors.
+
+    Asks for the first batch and every hundredth after it: to ask is to wait.
+    """
+    state = context.forward_pass
+    state.batches += 1
+    if state.batches % BATCHES_BETWEEN_COMPARISONS != 1:
+        return
+    batch, length, targets, checksum = facts.tolist()
+    mine = (batch, length, checksum)
+    everyone: list[Any] = [None] * context.layout.world
+    dist.all_gather_object(everyone, (mine, None if num_items is None else int(num_items)), group=context.group)
+    rows, divisors = zip(*everyone, strict=True)
+    other = next((rank for rank, theirs in enumerate(rows) if theirs != mine), None)
+    if other is not None:
+        sizes = [f"{batch} x {length} tokens" for batch, length, _ in (mine, rows[other])]
+        what = "other rows" if sizes[0] == sizes[1] else " and ".join(sizes)
+        raise ValueError(
+            f"ranks {context.rank} and {other} share a sequence and were given different batches ({what}); every rank "
+            "of a sequence reads the same rows: no sampler that deals them out to ranks, one seed to shuffle by"
+        )
+    if any(divisor is not None and (divisor != divisors[0] or divisor < targets) for divisor in divisors):
+        found = ", ".join(map(str, dict.fromkeys(divisors)))
+        raise ValueError(
+            f"num_items_in_batch is {found}, and the ranks' batch has {targets} targets in all; every rank divides by "
+            "that of all ranks: leave Trainer's average_tokens_across_devices on, or pass on what shard_batch gives"
+        )
+
+
+def _end_of_layers(base_model: nn.Module, _args: tuple, _output: Any) -> None:
+    base_model.sequence_context.forward_pass.packed = False
+
+
+# ---- labels and loss -----------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+    if labels is not None and shifted is None:
+        raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
+    if labels is None and shifted is not None:
+        raise ValueError(
+            "shift_labels came without labels, so that the loss would be taken from a shard's logits (by Trainer's "
+            "label_smoothing_factor or compute_loss_func, say), whose labels must not be shifted again; leave those "
+            "options out, or leave shift_labels out of the batch where your own loss does not shift"
+        )
+    model.sequence_context.forward_pass.loss = None
+
+
+def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The model's own loss function, of labels that are shifted and of a divisor that is the whole batch's."""
+    for name in ("shift_labels", "num_items_in_batch"):
+        if kwargs.get(name) is None:
+            raise ValueError(
+                f"the loss of a shard needs {name}, which {type(model).__name__} was not given or does not hand on to "
+                "its loss; pass all that shard_batch gives, or use another model"
+            )
+    loss = loss_function(*args, **kwargs)
+    _note_loss(model, loss)
+    return loss
+
+
+@torch.compiler.disable
+def _note_loss(model: nn.Module, loss: Tensor) -> None:
+    model.sequence_context.forward_pass.loss = loss
+
+
+@torch.compiler.disable
+def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Refuses a loss that is not what the loss function gave: another function's, or with a term of the shard's own."""
+    state = model.sequence_context.forward_pass
+    ours, state.loss = state.loss, None
+    if kwargs.get("labels") is None:
+        return
+    returned = output[0] if isinstance(output, tuple) else output.loss
+    if ours is None and inspect.unwrap(model.forward).__module__.startswith("liger_kernel"):
+        return  # its fused loss takes shift_labels and num_items_in_batch itself
+    if returned is not ours:
+        raise ValueError(
+            f"{type(model).__name__} returns a loss that its loss function did not give, with a term of each shard by "
+            "itself perhaps (a router's); turn that term off, or use another model"
+        )
