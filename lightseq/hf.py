@@ -8,6 +8,7 @@ loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -212,7 +213,7 @@ def attend(
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
     """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled."""
     # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
-    ropes = [m for m in model.modules() if rope_types(m) & LENGTH_DEPENDENT_ROPE]
+    ropes = [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
     installed = hasattr(model, "sequence_context")
     if installed:
         release(model.sequence_context)
@@ -225,13 +226,20 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
 
 
 def _rope_forward(
-    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor, **others: Any
+    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of this rank's positions, of a sequence as long as the whole one."""
+    """Returns cosines and sines of this rank's positions in a sequence as long as the whole one."""
     context = rope.sequence_context
     assert isinstance(context, SequenceContext)
+    call = signature(forward).bind(*args, **kwargs)  # some models name the positions, some also the kind of layer
+    position_ids = call.arguments["position_ids"]
+    if position_ids.ndim != 2:
+        raise ValueError(
+            f"RoPE that depends on the length takes positions of {position_ids.ndim} dimensions here; give "
+            "the config another rope_type"
+        )
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
-    longer = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
-    cos, sin = forward(x, longer, **others)
+    call.arguments["position_ids"] = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
+    cos, sin = forward(*call.args, **call.kwargs)
     return cos[:, :-1], sin[:, :-1]

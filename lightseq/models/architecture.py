@@ -68,9 +68,13 @@ class Architecture:
 
 
 def heads_of(config: PreTrainedConfig) -> Heads:
-    query = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
+    """Returns the heads of every layer. Raises ValueError where layers differ or the config does not say."""
+    try:
+        query = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
+    except (AttributeError, RuntimeError) as error:  # a RuntimeError where a config has a number for each layer
+        raise ValueError(f"{config.model_type} has no one number of attention heads for all layers") from error
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

@@ -1,0 +1,402 @@
+"""Trains every causal language model class of transformers, tiny, over ranks, and compares it with one process.
+
+python3 -m torch.distributed.run --nproc_per_node=2 -m benchmarks.architectures
+    [--only llama,qwen3] [--output outputs/architectures.jsonl] [--docs docs/models.md]
+
+Each class is tried plain and packed, through `hf.enable` and as `lightseq train` does it, and with the options of its
+config that are known to go wrong. Loss and every gradient are those of plain transformers, or one line refuses it.
+`--docs` replaces the table of a page. Ends with 1 where something is wrong or raises anything but a refusal.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lightseq import hf
+from lightseq.attention.context import release
+from lightseq.models import weights
+from lightseq.models.architecture import examine
+from lightseq.parallelize import Techniques, parallelize
+from lightseq.ranks.mesh import World, make_meshes
+
+LENGTH, VOCABULARY = 50, 64
+DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
+MOST_PARAMETERS = 8_000_000
+LOSS_ERROR, GRADIENT_ERROR = 1e-4, 1e-3  # float32 over two ranks stays a factor of ten below
+CPU = torch.device("cpu")
+# Sizes by the names that configs give them; each config takes those that it knows.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_size": 32, "n_embd": 32, "d_model": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
+    "intermediate_size": 48, "n_inner": 48, "d_ff": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "ffn_dim": 48,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "d_kv": 8,
+    "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256, "initializer_range": 0.2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "rotary_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "state_size": 8, "ssm_state_size": 8, "hidden_size_per_layer_input": 8,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
+    "hidden_dropout": 0.0, "residual_dropout": 0.0, "activation_dropout": 0.0, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+# What else a class needs to be built small.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon": {"head_dim": None},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [48] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+# Options of configs under which shards would train on something else.
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "short_mscale": 1.0,
+        "long_mscale": 1.0,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one class in one way of training it: `kind` is exact, refused, wrong, raised or not built."""
+
+    model_type: str
+    model_class: str
+    way: str  # loop, loop packed, train, train packed, or an option of the config
+    kind: str
+    line: str
+
+
+class NotBuilt(Exception):
+    """transformers cannot build or run this class small."""
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="model types, separated by commas (default: all of transformers)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/architectures.jsonl"))
+    parser.add_argument("--docs", type=Path, help="a page whose table is replaced")
+    asked = parser.parse_args(words)
+    known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = asked.only.split(",") if asked.only else known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--only {unknown[0]} is no causal language model of transformers {transformers.__version__}")
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    outcomes = [outcome for name in names for outcome in tried(name)]
+    if dist.get_rank() == 0:
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        asked.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+        if asked.docs is not None:
+            replace_table(asked.docs, outcomes)
+        print(*summary(outcomes), sep="\n")
+    dist.destroy_process_group()
+    return int(any(outcome.kind in ("wrong", "raised") for outcome in outcomes))
+
+
+def tried(model_type: str) -> Iterator[Outcome]:
+    """Every way of training one class. Each rank comes to the same outcomes in the same order."""
+
+    def outcome(way: str, run: Callable[[], str]) -> Outcome:
+        kind, line = judged(run)
+        return Outcome(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], way, kind, line)
+
+    found = [outcome("loop", lambda: compare_loop(tiny_config(model_type), packed=False))]
+    if found[0].kind == "not built":  # its published size has no memory on the meta device, and may be refused
+        yield outcome("loop", lambda: enabled_on_meta(model_type))
+        return
+    if found[0].kind == "exact":
+        found.append(outcome("loop packed", lambda: compare_loop(tiny_config(model_type), packed=True)))
+        for option, changes in options_of(tiny_config(model_type)):
+            run = partial(compare_changed, model_type, changes)
+            found += [tried for tried in [outcome(option, run)] if tried.kind != "not built"]  # it has no such option
+    found.append(outcome("train", lambda: compare_training(tiny_config(model_type), packed=False)))
+    if found[-1].kind == "exact":
+        found.append(outcome("train packed", lambda: compare_training(tiny_config(model_type), packed=True)))
+    yield from found
+
+
+def judged(run: Callable[[], str]) -> tuple[str, str]:
+    """Kind and line of what a comparison came to on this rank."""
+    try:
+        return "exact", run()
+    except AssertionError as error:
+        return "wrong", str(error)
+    except NotBuilt as error:
+        return "not built", str(error)
+    except ValueError as error:
+        lines = str(error).strip().splitlines()
+        return ("refused" if len(lines) == 1 else "raised"), lines[0]
+    except Exception as error:  # whatever it is, it is no refusal
+        return "raised", f"{type(error).__name__}: {first_words(error)}"
+
+
+def first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    kind = CONFIG_MAPPING[model_type]
+    try:
+        sizes = {
+            name: size for name, size in (_sizes(kind()) | SPECIAL.get(model_type, {})).items() if size is not None
+        }
+        return kind(**sizes | changes)
+    except Exception as error:  # of any class, as its own code wants it
+        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    known = {name: x for name, x in SIZES.items() if name == "head_dim" or getattr(config, name, None) is not None}
+    if not hasattr(config, "head_dim"):
+        known.pop("head_dim")
+    if hasattr(config, "kv_lora_rank"):  # latent attention has as many keys as queries
+        known["num_key_value_heads"] = 4
+    parts = {name: x for name, x in vars(config).items() if isinstance(x, PreTrainedConfig)}
+    return known | {name: {**_sizes(x), "model_type": x.model_type} for name, x in parts.items()}
+
+
+def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    if hasattr(config, "output_router_logits"):
+        yield "router loss", {"output_router_logits": True}
+    published = getattr(config, "rope_parameters", None) or {}
+    for name, rope in ROPES.items():
+        if any(isinstance(value, dict) for value in published.values()):  # one for each kind of layer
+            yield (
+                f"rope {name}",
+                {"rope_parameters": {kind: _rope(config, value or {}, rope) for kind, value in published.items()}},
+            )
+        elif published:
+            length = 16 if name == "dynamic" else 128
+            yield f"rope {name}", {"rope_parameters": _rope(config, published, rope), "max_position_embeddings": length}
+
+
+def _rope(config: PreTrainedConfig, published: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_theta": 1e4, **published, **changes}
+    dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or 8
+    frequencies = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    if rope["rope_type"] == "longrope":
+        rope |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
+    return rope
+
+
+def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model as transformers runs it, on weights that leave no part of it without effect."""
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+        if count > MOST_PARAMETERS:
+            raise NotBuilt(f"{count:,} parameters")
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+        return model
+    except NotBuilt:
+        raise
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
+
+
+def enabled_on_meta(model_type: str) -> str:
+    """Raises what `hf.enable` says of a model that is too large or too odd to run here."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
+    release(hf.enable(model, length=LENGTH, device=CPU))
+    raise NotBuilt("accepted, but not built small: nothing to compare with")
+
+
+# ---- comparisons ---------------------------------------------------------------------------------------------------
+
+
+def ids() -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def expect(model: PreTrainedModel, packed: bool) -> float:
+    """The loss of one process; gradients are left in the model. Each document of a packed batch runs by itself."""
+    try:
+        if not packed:
+            loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+        else:
+            pieces = ids().split([end - start for start, end in pairwise(DOCUMENTS)], dim=1)
+            pieces = [piece for piece in pieces if piece.shape[1] > 1]  # a document of one token has no target
+            sums = [
+                nn.functional.cross_entropy(
+                    model(input_ids=x, use_cache=False).logits[0, :-1], x[0, 1:], reduction="sum"
+                )
+                for x in pieces
+            ]
+            loss = torch.stack(sums).sum() / sum(x.shape[1] - 1 for x in pieces)
+        loss.backward()
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
+    return loss.item()
+
+
+def compare_loop(config: PreTrainedConfig, packed: bool = False) -> str:
+    """A user's own loop around `hf.enable` against one process. Returns the errors."""
+    want = plain_model(config)
+    got = copy.deepcopy(want)
+    context = hf.enable(got, length=LENGTH)
+    try:
+        loss = got(**hf.shard_batch(context, ids(), ids(), cu_seqlens=DOCUMENTS if packed else None)).loss
+        loss.backward()
+    finally:
+        release(context)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    gradients = {}
+    for name, parameter in got.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradients[name])
+    return compared(total.item(), gradients, want, packed)
+
+
+def compare_changed(model_type: str, changes: dict[str, Any]) -> str:
+    return compare_loop(tiny_config(model_type, **changes))
+
+
+def compare_training(config: PreTrainedConfig, packed: bool) -> str:
+    """A step of `lightseq train` without its optimizer against one process. Returns the errors."""
+    examine(config, LENGTH)
+    if packed and not examine(config).passes_documents:
+        raise ValueError("layers hand no packed documents on to attention")
+    want = plain_model(config)
+    world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
+    model = weights.build_on_meta(copy.deepcopy(config)).eval()
+    techniques = Techniques(length=LENGTH, packed=packed)
+    loss_model, context = parallelize(model, make_meshes(world, world.size, "full_shard"), CPU, techniques)
+    weights.materialize(model, CPU)
+    state = want.state_dict()
+    for name, parameter in weights.own_parameters(model).items():
+        weights.fill(parameter, state[name].__getitem__)
+    batch = hf.shard_batch(context, ids(), ids(), cu_seqlens=DOCUMENTS if packed else None)
+    loss = loss_model(batch["input_ids"], batch["position_ids"], batch["labels"], batch.get("documents"))
+    loss = loss / batch["num_items_in_batch"]
+    loss.backward()
+    release(context)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return compared(total.item(), gradients, want, packed)
+
+
+def compared(loss: float, gradients: dict[str, Tensor], want: PreTrainedModel, packed: bool) -> str:
+    expected = expect(want, packed)
+    off = abs(loss - expected)
+    assert off < LOSS_ERROR, f"loss {loss:.6f}, one process has {expected:.6f}"
+    whole = torch.stack([p.grad.norm() for p in want.parameters() if p.grad is not None]).norm().item()
+    worst, where = 0.0, "no parameter"
+    for name, parameter in want.named_parameters():
+        right = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        missed = gradients.get(name, torch.zeros_like(parameter)) - right
+        error = (missed.norm() / right.norm().clamp_min(1e-4 * whole)).item()
+        worst, where = max((worst, where), (error, name))
+    assert worst < GRADIENT_ERROR, f"gradient of {where} off by {worst:.1e}"
+    return f"loss within {off:.0e}, gradients within {worst:.0e}"
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"
+
+
+def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for outcome in outcomes:
+        if outcome.kind in ("wrong", "raised", "not built"):
+            yield f"{outcome.kind}: {outcome.model_class} ({outcome.model_type}), {outcome.way}: {outcome.line}"
+    counts = {
+        kind: sum(o.kind == kind for o in outcomes) for kind in ("exact", "refused", "wrong", "raised", "not built")
+    }
+    yield ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def replace_table(page: Path, outcomes: Sequence[Outcome]) -> None:
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{rest.split(END, 1)[1]}")
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Classes that train exactly, with what they cannot be packed or trained by; then the others by their refusal."""
+    classes: dict[str, dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        classes.setdefault(outcome.model_class, {}).setdefault(outcome.way, outcome)
+    exact = {name: ways for name, ways in classes.items() if ways["loop"].kind == "exact"}
+    refused = {name: ways["loop"] for name, ways in classes.items() if ways["loop"].kind == "refused"}
+    lines = [
+        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}: {len(exact)} classes train "
+        f"exactly, {len(refused)} are refused.",
+        "",
+        "| class | own loop, packed | `lightseq train` | packed |",
+        "|---|---|---|---|",
+    ]
+    for name, ways in sorted(exact.items(), key=lambda item: item[0].lower()):
+        cells = [_cell(ways.get(way), name) for way in ("loop packed", "train", "train packed")]
+        lines.append(f"| {name.removesuffix('ForCausalLM')} | {' | '.join(cells)} |")
+    reasons: dict[str, list[str]] = {}
+    for name, outcome in sorted(refused.items()):
+        reasons.setdefault(_reason(outcome.line, name), []).append(name.removesuffix("ForCausalLM"))
+    lines += ["", "| refused everywhere, because the model | classes |", "|---|---|"]
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome | None, name: str) -> str:
+    if outcome is None:
+        return "–"
+    return "exact" if outcome.kind == "exact" else _reason(outcome.line, name)
+
+
+def _reason(line: str, name: str) -> str:
+    """A refusal without the model's name and the remedy."""
+    return line.removeprefix(f"{name} ").split("; ")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
