@@ -337,7 +337,10 @@ def rows_dealt_out(rank: int) -> None:
         assert words in str(refusal.value)
     context = hf.enable(model)
     model(**hf.shard_batch(context, ids()))
-    model(**hf.shard_batch(context, ids(seed=rank)))  # it is asked at the first batch alone
+    model(**hf.shard_batch(context, ids(seed=rank)))  # to ask is to wait, so that few batches are compared
+    with torch.no_grad(), pytest.raises(ValueError, match="given different batches"):
+        for _ in range(100):
+            model(**hf.shard_batch(context, ids(length=8, seed=rank)))
 
 
 def test_without_a_process_group_the_remedy_is_named() -> None:
@@ -424,6 +427,10 @@ def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_word
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids are not those"),
         ({"position_ids": torch.arange(8)[None] + 1}, "position_ids are not those"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
+        ({"score_bias": torch.zeros(8, 8)}, "score_bias, for which there is no kernel"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
+        ({"shift_labels": ids(1, 8)}, "shift_labels came without labels"),
     ],
 )
 def test_inputs_that_would_train_on_nonsense_are_refused(alone: None, extra: dict[str, Any], line: str) -> None:

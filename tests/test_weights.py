@@ -272,6 +272,29 @@ def test_the_saving_dtype_is_recorded_and_held_to(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
+def load_tied(rank: int, folder: str) -> str | None:
+    model = empty(tiny(tied=True))
+    try:
+        weights.load(model, Path(folder))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("row", [None, 0, VOCABULARY - 1])
+def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused_on_every_rank(
+    tmp_path: Path, row: int | None
+) -> None:
+    tensors = drawn(tied=True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if row is not None:
+        tensors["lm_head.weight"][row, 3] += 1.0
+    save_file(tensors, tmp_path / weights.WEIGHTS)
+    for line in spawn(2, load_tied, str(tmp_path)):
+        assert (line is None) == (row is None)
+        assert line is None or "lm_head.weight differs from model.embed_tokens.weight" in line
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 

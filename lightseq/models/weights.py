@@ -24,6 +24,7 @@ from lightseq.words import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ROWS_AT_ONCE = 4096  # of two matrices that are compared
 ADAPTER = ".lora_"  # in the names of parameters that no model has by itself
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
@@ -144,6 +145,8 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
     missing = [n for n in parameters if n not in files]
     if missing or extra:
         raise ValueError(f"{directory}: missing {missing[:3] or 'nothing'}, without a place {extra[:3] or 'nothing'}")
+    if tied and "lm_head.weight" in files:
+        _check_tied_head(model, files, directory)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in parameters.items():
@@ -154,6 +157,23 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
             if tuple(part.get_shape()) != whole_shape(parameter):
                 raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(whole_shape(parameter))}")
             fill(parameter, part.__getitem__)
+
+
+def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
+    """Raises ValueError where the files hold a head that differs from the embeddings, to which the config ties it."""
+    embeddings = model.get_input_embeddings().weight
+    name = next(name for name, parameter in own_parameters(model).items() if parameter is embeddings)
+    with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
+        head, table = one.get_slice("lm_head.weight"), other.get_slice(name)
+        same = head.get_shape() == table.get_shape() and all(
+            bool((head[start : start + ROWS_AT_ONCE] == table[start : start + ROWS_AT_ONCE]).all())
+            for start in range(0, head.get_shape()[0], ROWS_AT_ONCE)
+        )
+    if not same:
+        raise ValueError(
+            f"{directory}: lm_head.weight differs from {name}, to which the config ties it; set tie_word_embeddings to "
+            "false in config.json to train both"
+        )
 
 
 def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill = fill) -> None:

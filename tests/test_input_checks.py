@@ -1,0 +1,268 @@
+"""What a patched model refuses because shards would train on something else: masks, packing, losses, batches."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from worlds import spawn
+
+from lightseq import hf
+from lightseq.attention.context import SequenceContext
+from lightseq.models.architecture import examine
+
+LENGTH, VOCABULARY = 50, 64
+BOUNDARIES = (0, 13, 37, 50)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16,
+    "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def build(model_type: str, kind: type[PreTrainedModel] | None = None, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = CONFIG_MAPPING[model_type](**SIZES | changes)
+    model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    return model.float().eval()
+
+
+def ids(seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def refused(call: Callable[[], Any], line: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        call()
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def inputs(model: PreTrainedModel, **packed: Any) -> tuple[SequenceContext, dict[str, Any]]:
+    context = hf.enable(model, length=LENGTH)
+    return context, hf.shard_batch(context, ids(), ids(), **packed)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_mask_of_its_own_is_refused(alone: None) -> None:
+    model = build("doge")
+    _, batch = inputs(model)
+    refused(lambda: model(**batch), "the model passes attention a mask of its own")
+
+
+def test_packed_documents_that_a_layer_drops_are_refused_and_plain_batches_are_not(alone: None) -> None:
+    model = build("nemotron")
+    context, batch = inputs(model)
+    assert torch.isfinite(model(**batch).loss)
+    packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
+    refused(lambda: model(**packed), "layers do not hand them on to attention")
+    assert torch.isfinite(model(**batch).loss), "the refusal of one batch says nothing of the next"
+
+
+def test_a_packed_batch_may_be_recomputed_after_a_plain_one(alone: None) -> None:
+    """Checkpointing runs layers again when the model has been given another batch."""
+    model = build("llama").train()
+    model.gradient_checkpointing_enable()
+    context, plain = inputs(model)
+    packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
+    losses = [model(**plain).loss, model(**packed).loss]
+    losses[0].backward()
+    losses[1].backward()
+
+
+@pytest.mark.parametrize(("model_type", "passes"), [("llama", True), ("nemotron", False)])
+def test_an_architecture_says_whether_packed_documents_reach_attention(model_type: str, passes: bool) -> None:
+    assert examine(CONFIG_MAPPING[model_type](**SIZES)).passes_documents is passes
+
+
+def packed_for_another_context(rank: int) -> None:
+    model = build("llama")
+    first = hf.enable(model, schedule="ring", length=LENGTH)
+    batch = hf.shard_batch(first, ids(), ids(), cu_seqlens=BOUNDARIES)
+    hf.enable(model, schedule="prefix", length=LENGTH)
+    refused(lambda: model(**batch), "the packed batch was made for another context")
+
+
+def test_a_packed_batch_of_another_context_is_refused() -> None:
+    spawn(2, packed_for_another_context)
+
+
+# ---- positions -----------------------------------------------------------------------------------------------------
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    },
+}  # fmt: skip
+
+
+def rope_by_kind_of_layer(rank: int) -> None:
+    for name, rope in ROPES.items():
+        ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+        changes = {"rope_parameters": ropes, "layer_types": ["sliding_attention", "full_attention"]}
+        want, model = (build("gemma3_text", **changes) for _ in range(2))
+        context, batch = inputs(model)
+        with torch.no_grad():
+            loss, expected = model(**batch).loss, want(input_ids=ids(), labels=ids()).loss
+        dist.all_reduce(loss)
+        assert abs(loss - expected) < 1e-5, f"{name}: {loss} against {expected}"
+        packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
+        refused(lambda model=model, packed=packed: model(**packed), "RoPE scales with the length of a sequence")
+
+
+def test_rope_that_depends_on_the_length_sees_the_whole_of_it_in_every_kind_of_layer() -> None:
+    spawn(2, rope_by_kind_of_layer)
+
+
+# ---- labels and losses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe", "minimax_m2"])
+def test_router_losses_are_refused_however_they_are_asked_for(alone: None, model_type: str) -> None:
+    known = vars(CONFIG_MAPPING[model_type]())
+    experts = {name: size for name, size in (EXPERTS | {"num_experts": 4}).items() if name in known}
+    model = build(model_type, moe_intermediate_size=16, **experts)
+    _, batch = inputs(model)
+    model(**batch)
+    refused(lambda: model(**batch, output_router_logits=True), "output_router_logits=True is not supported")
+    model.config.output_router_logits = True
+    refused(lambda: model(**batch), "output_router_logits=True is not supported")
+
+
+class WithPenalty(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 0.1 * output.logits.square().mean()
+        return output
+
+
+class WithShiftOfItsOwn(LlamaForCausalLM):
+    def forward(self, labels: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(**kwargs)
+        output.loss = torch.nn.functional.cross_entropy(output.logits[0, :-1], labels[0, 1:])
+        return output
+
+
+class WithoutDivisor(LlamaForCausalLM):
+    def forward(self, num_items_in_batch: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (WithPenalty, "returns a loss that its loss function did not give"),
+        (WithShiftOfItsOwn, "returns a loss that its loss function did not give"),
+        (WithoutDivisor, "needs num_items_in_batch, which WithoutDivisor was not given or does not hand on"),
+    ],
+)
+def test_a_loss_that_is_not_the_sum_over_shards_is_refused(alone: None, kind: type[PreTrainedModel], line: str) -> None:
+    model = build("llama", kind)
+    _, batch = inputs(model)
+    refused(lambda: model(**batch), line)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_loss_function_of_the_users_own_is_kept(alone: None, return_dict: bool) -> None:
+    model, asked = build("llama"), list[Any]()
+
+    def summed(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor, **more: Any) -> Tensor:
+        asked.append(more["num_items_in_batch"])
+        return torch.nn.functional.cross_entropy(logits[0], shift_labels[0], reduction="sum")
+
+    model.loss_function = summed
+    for _ in range(2):  # enabling again wraps nothing twice
+        _, batch = inputs(model)
+    model(**batch, return_dict=return_dict)
+    assert asked == [batch["num_items_in_batch"]]
+
+
+def divisor_of_one_rank(rank: int) -> None:
+    model = build("llama")
+    _, batch = inputs(model)
+    local = (batch["labels"] != -100).sum()
+    refused(lambda: model(**batch | {"num_items_in_batch": local}), "leave Trainer's average_tokens_across_devices on")
+
+
+def test_a_divisor_that_counts_the_targets_of_one_rank_is_refused() -> None:
+    spawn(2, divisor_of_one_rank)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": ids()}  # alike, for Trainer deals rows out to ranks
+
+
+def trainer(folder: Path, compute_loss: Callable[..., Tensor] | None = None, **options: Any) -> Trainer:
+    model = build("llama")
+    context = hf.enable(model, length=LENGTH)
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        whole = rows[0]["input_ids"]
+        return hf.shard_batch(context, whole, whole)
+
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, use_cpu=True, report_to=[], per_device_train_batch_size=1, save_strategy="no",
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    return Trainer(model, arguments, data_collator=collate, train_dataset=Rows(), compute_loss_func=compute_loss)
+
+
+def test_a_trainer_that_takes_the_loss_from_logits_is_refused(alone: None, tmp_path: Path) -> None:
+    refused(trainer(tmp_path, label_smoothing_factor=0.1).train, "label_smoothing_factor or compute_loss_func")
+    refused(trainer(tmp_path, lambda *_, **__: torch.zeros(())).train, "label_smoothing_factor or compute_loss_func")
+    trainer(tmp_path).train()
+
+
+def trainer_that_counts_by_itself(rank: int, folder: str) -> None:
+    refused(trainer(Path(folder), average_tokens_across_devices=False).train, "average_tokens_across_devices on")
+
+
+def test_a_trainer_whose_ranks_count_their_own_targets_is_refused(tmp_path: Path) -> None:
+    spawn(2, trainer_that_counts_by_itself, str(tmp_path))
+
+
+# ---- the model afterwards ------------------------------------------------------------------------------------------
+
+
+def test_a_patched_model_is_saved_as_it_was(alone: None, tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "before")
+    _, batch = inputs(model)
+    assert model(**batch).past_key_values is None, "no cache is made"
+    model.save_pretrained(tmp_path / "after")
+    before, after = ((tmp_path / name / "config.json").read_text() for name in ("before", "after"))
+    assert before == after and AutoConfig.from_pretrained(tmp_path / "after").use_cache
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "got_ocr2"])
+def test_a_model_with_inputs_other_than_text_is_refused(alone: None, model_type: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
+    refused(lambda: hf.enable(model), "has inputs other than text")
