@@ -19,13 +19,18 @@ endif
 # Where the interpreter's own command line tools are (shellcheck is one).
 TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: help train test test-all test-gpu faults check clean
+# What `make test-compat` installs, each pair in an environment of its own under .venv.
+OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
+NEWEST := 'torch==2.13.0' 'transformers<6'
+
+.PHONY: help train test test-all test-compat test-gpu faults check clean
 
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(one a GPU, else 2)"
-	@echo "make test       the tests that need no GPU and no patience; ARGS='-k name' goes to pytest"
+	@echo "make test         the tests that need no GPU and no patience; ARGS='-k name' goes to pytest"
 	@echo "make test-all   the slow ones too"
+	@echo "make test-compat  a few, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-gpu   those that need GPUs"
 	@echo "make faults     breaks runs in every way that docs/reliability.md lists; may take an hour"
 	@echo "make check      ruff, mypy, shellcheck"
@@ -59,6 +64,20 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)
+
+test-compat: .venv/.installed
+	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/compat-constraints.txt
+	@$(call compat,oldest,$(OLDEST))
+	@$(call compat,newest,$(NEWEST))
+
+# Makes or updates .venv/compat-NAME with the given versions, says which these are, and runs the tests marked compat.
+define compat
+echo "compat: $(1), into .venv/compat-$(1)"; \
+python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install -qq --upgrade --disable-pip-version-check \
+    -c .venv/compat-constraints.txt $(2) -e ".[dev]" && \
+.venv/compat-$(1)/bin/python -c 'from importlib.metadata import version as v; print("torch", v("torch"), "transformers", v("transformers"))' && \
+.venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
+endef
 
 test-gpu: $(READY)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)

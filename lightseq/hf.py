@@ -34,6 +34,7 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.input_checks import FACTS, batch_facts, install_checks
 from lightseq.schedule.cost import AttentionShape
+from lightseq.versions import UntestedVersionWarning, untested_versions
 
 IMPLEMENTATION: Final = "lightseq"
 
@@ -100,6 +101,9 @@ def enable(
             "dtype=torch.bfloat16 if it is computed in that, as under autocast",
             stacklevel=2,
         )
+    if dist.get_rank() == 0:
+        for line in untested_versions():
+            warnings.warn(line, UntestedVersionWarning, stacklevel=2)
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
     _attach(model, context)

@@ -111,6 +111,7 @@ def losses(folder: Path, run: str) -> list[float]:
     return [record["loss"] for record in read_records(folder / run / "metrics.jsonl")]
 
 
+@pytest.mark.compat
 def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> None:
     data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
     expected, trained = peft_losses(folder / "model", data)

@@ -160,6 +160,7 @@ def plain_losses(root: Path) -> tuple[list[int], list[float]]:
     return positions, losses
 
 
+@pytest.mark.compat
 def test_loss_by_position_is_that_of_one_process(files: Files, world: int) -> None:
     positions, losses = (np.array(column) for column in plain_losses(files.root))
     for name in LOSS if world == 4 else ("powers", "equal"):

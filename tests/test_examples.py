@@ -91,6 +91,7 @@ def fresh_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(train_loop.CONFIG)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_trainer_and_accelerate_equal_plain_transformers_on_every_rank(world: int) -> None:
     shuffled = loader(sampler=RandomSampler(with_trainer.documents(), generator=torch.Generator().manual_seed(42)))

@@ -158,6 +158,7 @@ def refused(call: Callable[[], Any], line: str) -> None:
     raise AssertionError(f"not refused: {line}")
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
     spawn(world, labels_and_positions)
@@ -252,6 +253,7 @@ def rope_scaling(rank: int) -> None:
                     assert error < 1e-5, f"{name}, {schedule}: off by {error:.1e} at length {length}"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_scaled_rotary_positions_equal_one_process(world: int) -> None:
     spawn(world, rope_scaling)

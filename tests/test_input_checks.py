@@ -1,9 +1,12 @@
 """What a patched model refuses because shards would train on something else: masks, packing, losses, batches."""
 
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +20,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from worlds import spawn
 
-from lightseq import hf
+from lightseq import hf, versions
 from lightseq.attention.context import SequenceContext
 from lightseq.models.architecture import examine
 
@@ -71,9 +75,15 @@ def test_a_model_with_a_mask_of_its_own_is_refused(alone: None) -> None:
     refused(lambda: model(**batch), "the model passes attention a mask of its own")
 
 
+def without_documents(forward: Callable[..., Any], *args: Any, documents: Any = None, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
 def test_packed_documents_that_a_layer_drops_are_refused_and_plain_batches_are_not(alone: None) -> None:
-    model = build("nemotron")
+    model = build("llama")
     context, batch = inputs(model)
+    last: Any = model.model.layers[-1]
+    last.forward = partial(without_documents, last.forward)  # as layers do that hand no keyword arguments on
     assert torch.isfinite(model(**batch).loss)
     packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
     refused(lambda: model(**packed), "layers do not hand them on to attention")
@@ -91,9 +101,15 @@ def test_a_packed_batch_may_be_recomputed_after_a_plain_one(alone: None) -> None
     losses[1].backward()
 
 
-@pytest.mark.parametrize(("model_type", "passes"), [("llama", True), ("nemotron", False)])
-def test_an_architecture_says_whether_packed_documents_reach_attention(model_type: str, passes: bool) -> None:
-    assert examine(CONFIG_MAPPING[model_type](**SIZES)).passes_documents is passes
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_architecture_says_whether_packed_documents_reach_attention(
+    monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
+    forward = LlamaDecoderLayer.forward
+    if drops:
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, documents=None, **k: forward(self, *a, **k))
+    config = CONFIG_MAPPING["llama"](**SIZES | {"hidden_size": 40 + 8 * drops})  # another, for it is looked at once
+    assert examine(config).passes_documents is not drops
 
 
 def packed_for_another_context(rank: int) -> None:
@@ -200,6 +216,16 @@ def test_a_loss_function_of_the_users_own_is_kept(alone: None, return_dict: bool
     assert asked == [batch["num_items_in_batch"]]
 
 
+def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = model(input_ids=ids(), labels=ids()).loss
+    context, batch = inputs(model)
+    assert abs(model(**batch).loss - expected) < 1e-5
+    packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
+    assert torch.isfinite(model(**packed).loss)
+    refused(lambda: model(**batch | {"labels": None}), "shift_labels came without labels")
+
+
 def divisor_of_one_rank(rank: int) -> None:
     model = build("llama")
     _, batch = inputs(model)
@@ -266,3 +292,18 @@ def test_a_model_with_inputs_other_than_text_is_refused(alone: None, model_type:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
     refused(lambda: hf.enable(model), "has inputs other than text")
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("newest", "lines"), [("1.0", 2), ("99.0", 0)])
+def test_a_version_that_is_newer_than_the_tested_ones_is_warned_of(
+    alone: None, monkeypatch: pytest.MonkeyPatch, newest: str, lines: int
+) -> None:
+    monkeypatch.setattr(versions, "NEWEST_TESTED", {"torch": newest, "transformers": newest})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hf.enable(build("llama"))
+    said = [str(x.message) for x in caught if x.category is versions.UntestedVersionWarning]
+    assert len(said) == lines and all("is not tested with this version of lightseq" in line for line in said)

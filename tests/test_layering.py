@@ -16,6 +16,7 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 LAYERS = {
     "lightseq.schedule": 0,
     "lightseq.words": 0,
+    "lightseq.versions": 0,
     "lightseq.commands": 0,
     "lightseq.config.lengths": 0,
     "lightseq.config.masking": 0,

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama2
 import llama3
+from lightseq import versions
 from lightseq.config.command_line import parse
 from lightseq.models import family, hub
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
@@ -281,6 +282,13 @@ def test_a_run_whose_scaling_shortens_the_context_says_so_at_any_length() -> Non
     (warning,) = find_model(scaled, llama3.FAMILY, world).warnings
     assert warning.startswith("warning: --rope_scaling leaves 65536 of the 131072 positions")
     assert find_model(parse(words, ""), llama3.FAMILY, world).warnings == ()
+
+
+def test_a_run_warns_of_versions_that_are_newer_than_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "NEWEST_TESTED", {"torch": "99.0", "transformers": "5.9"})
+    words = ["--random_init", "--data_path", "d", "--output_dir", "o", "--model_name_or_path", "llama3.2-1b"]
+    (warning,) = find_model(parse(words, ""), llama3.FAMILY, World(0, 1, 0, 1, torch.device("cpu"))).warnings
+    assert warning.startswith("warning: transformers") and "is not tested" in warning
 
 
 def test_a_larger_base_is_given_for_the_length_that_is_trained_on() -> None:

@@ -575,6 +575,7 @@ def plain_loss(model: LlamaForCausalLM, data: Path) -> float:
     return total / targets
 
 
+@pytest.mark.compat
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the state is read by one process
 @pytest.mark.parametrize(
     ("family", "run", "flags"),

@@ -100,6 +100,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in FLAGS])
 def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) -> None:
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)

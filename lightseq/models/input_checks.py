@@ -48,7 +48,8 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
     if model is not model.base_model:
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
         model.register_forward_hook(_check_loss, with_kwargs=True)
-        model.loss_function = partial(_loss_of_shares, model, model.loss_function)
+        inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))  # a wrapper is none
+        inner.loss_function = partial(_loss_of_shares, model, inner.loss_function)
 
 
 @torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow

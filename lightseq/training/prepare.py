@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from warnings import filterwarnings
 
 import torch
 from transformers import PreTrainedConfig
@@ -34,6 +35,7 @@ from lightseq.training.deepspeed_config import DeepSpeedSettings, deepspeed_sett
 from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
+from lightseq.versions import UntestedVersionWarning, untested_versions
 
 UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
 
@@ -203,7 +205,9 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     check_fp8(config.fp8, config.fp8_emulate, model_config, world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
-    warnings = tuple(f"warning: {warning}" for warning in _warnings(config, context, sequence_size))
+    filterwarnings("ignore", category=UntestedVersionWarning)  # the run says it in a line of its own
+    said = [*untested_versions(), *_warnings(config, context, sequence_size)]
+    warnings = tuple(f"warning: {warning}" for warning in said)
     lora = lora_of(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 

@@ -1,0 +1,76 @@
+"""The sweep over every causal language model class of transformers, and the page that is made of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import transformers
+
+from benchmarks import architectures
+from benchmarks.architectures import Outcome
+from lightseq import hf
+from lightseq.data.parts import local_positions
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+
+
+def sweep(folder: Path, *flags: str, seconds: int) -> tuple[subprocess.CompletedProcess, list[Outcome]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    program = ["-m", "benchmarks.architectures", "--output", str(folder / "out.jsonl"), *flags]
+    done = subprocess.run([*launcher, *program], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert (folder / "out.jsonl").is_file(), done.stderr
+    return done, [Outcome(**json.loads(line)) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_some_classes_are_exact_or_refused_and_the_page_says_which(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(f"before\n{architectures.BEGIN}\nold\n{architectures.END}\nafter\n")
+    done, found = sweep(tmp_path, "--only", "llama,gemma3_text,mixtral,doge", "--docs", str(page), seconds=200)
+    assert done.returncode == 0, done.stdout
+    kinds = {(x.model_type, x.way): x.kind for x in found}
+    assert kinds["llama", "train packed"] == kinds["gemma3_text", "rope dynamic"] == "exact"
+    assert kinds["mixtral", "loop packed"] == "exact" and kinds["mixtral", "router loss"] == "refused"
+    assert kinds["doge", "loop"] == "refused"
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| Llama | exact | exact | exact |" in text and "3 classes train exactly, 1 are refused" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_class_is_exact_or_refused_and_the_page_says_which(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(PAGE.read_text())
+    done, found = sweep(tmp_path, "--docs", str(page), seconds=880)
+    assert done.returncode == 0 and not [x for x in found if x.kind in ("wrong", "raised")], done.stdout
+    assert sum(x.kind == "exact" and x.way == "loop" for x in found) > 50
+    if f"transformers {transformers.__version__}," in PAGE.read_text():
+        assert page.read_text() == PAGE.read_text(), "make the page again: its head has the command"
+
+
+@pytest.mark.parametrize(("fault", "line"), [("labels", "loss"), ("positions", "loss"), ("documents", "loss")])
+def test_the_sweep_notices_a_planted_fault(monkeypatch: pytest.MonkeyPatch, fault: str, line: str) -> None:
+    def broken(context: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        batch = shard_batch(context, *args, **kwargs)
+        if fault == "labels":
+            batch["shift_labels"] = batch["labels"].roll(1, -1)
+        elif fault == "documents" and "documents" in batch:
+            del batch["documents"]
+            batch["position_ids"] = local_positions(context, architectures.LENGTH, architectures.CPU)
+        elif fault == "positions":
+            monkeypatch.setattr("lightseq.models.input_checks.check_positions", lambda *_: None)
+            batch["position_ids"] = batch["position_ids"] * 3
+        return batch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shard_batch = hf.shard_batch
+    monkeypatch.setattr(hf, "shard_batch", broken)
+    found = {x.way: x for x in architectures.tried("llama")}
+    dist.destroy_process_group()
+    way = "loop packed" if fault == "documents" else "loop"
+    assert found[way].kind == "wrong" and found[way].line.startswith(line)
