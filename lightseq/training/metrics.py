@@ -3,8 +3,7 @@
 import json
 import math
 import platform
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch import Tensor
 from lightseq.config.masking import masked
 
 RUN, METRICS = "run.json", "metrics.jsonl"
+DAMAGED = ".damaged"  # after the name of a file that holds what is no record
+EVENTS = ".lightseq"  # ends the names of the files for tensorboard: in runs/ other programs have theirs
 PACKAGES: Final = (
     *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
 )
@@ -64,13 +65,23 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a line, flushed line by line. A resumed run continues after its checkpoint's step."""
+    """metrics.jsonl: one object a line, flushed line by line. A resumed run continues after its checkpoint's step.
 
-    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = ()) -> None:
+    `notes` say what is not as an earlier run left it; lines that are no records are kept in a file beside it.
+    """
+
+    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = (), goes_on: bool = False) -> None:
+        """`goes_on`: the run continues the one that wrote there before."""
         self.path, self._sinks = directory / METRICS, sinks
-        kept = [r for r in read_records(self.path) if r["step"] <= first_step] if first_step else []
-        partial = self.path.with_suffix(".partial")  # a run that is killed here has its records still
-        partial.write_text("".join(_line(record) for record in kept))
+        self.notes: tuple[str, ...] = ()
+        if goes_on and not self.path.exists():
+            self.notes = (f"warning: {self.path} is missing, and with it what was logged up to step {first_step:,}",)
+        damaged = damaged_lines(self.path)
+        if damaged:
+            self.notes = (_keep_damaged(self.path, damaged),)
+        kept = [line for line, record in _records(self.path) if record["step"] <= first_step]
+        partial = self.path.with_name(f"{METRICS}.partial")  # a run that is killed here has its records still
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(self.path)
         self._file = self.path.open("a")
 
@@ -87,18 +98,39 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a last line that a killed run left unfinished is passed over.
+    """Returns the records of a metrics.jsonl, without lines that a killed run or a full disk left damaged."""
+    return [record for _, record in _records(path)]
 
-    So is one that a full disk or two writers garbled, and that is said: what comes after it is as good as before.
-    """
-    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as why:
-            print(f"{path} line {number} is not JSON ({why.msg}); it is left out", file=sys.stderr)
-    return found
+
+def damaged_lines(path: Path) -> list[bytes]:
+    """Returns the lines of a metrics.jsonl that are no records: cut off, garbled, or of another program."""
+    return [line for line in _lines(path) if _record(line) is None]
+
+
+def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    return [(line, record) for line in _lines(path) if (record := _record(line)) is not None]
+
+
+def _lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Returns the record of a line, None where it is none: every one has a step."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def _keep_damaged(path: Path, lines: Sequence[bytes]) -> str:
+    """Appends the lines to a file beside the metrics, and returns what to say of them."""
+    beside = path.with_name(path.name + DAMAGED)
+    with beside.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+    are = "line is no record and is" if len(lines) == 1 else "lines are no records and are"
+    return f"warning: {path}: {len(lines):,} {are} kept in {beside.name}"
 
 
 class TensorBoard:
@@ -107,7 +139,7 @@ class TensorBoard:
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "runs"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(directory / "runs"), filename_suffix=EVENTS)  # type: ignore[no-untyped-call]
 
     def write(self, record: Mapping[str, Any]) -> None:
         for key, value in record.items():
