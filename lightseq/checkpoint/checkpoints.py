@@ -3,12 +3,16 @@
 checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
 states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits
 in a line; manifest.json the SHA-256 of every file. A directory of that name was whole when it got it.
+
+Only what a run wrote is removed: a directory counts as such by its manifest or its facts, not by its name.
 """
 
+import itertools
 import json
 import math
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,10 @@ from lightseq.ranks.mesh import World, agree
 from lightseq.training.optimization import set_rate
 
 STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
-PARTIAL, DELETED, BROKEN = ".partial", ".deleted", ".broken"  # after the name of what is not a checkpoint, or no more
+# After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
+PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
+NAME = re.compile(r"checkpoint-\d+")
+LEFT = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
 NEWEST = ("True", "auto")  # what asks for the newest one
 
 
@@ -42,7 +49,7 @@ ANEW = Found(None)
 
 def listed(output_dir: Path) -> list[Path]:
     """Those of a run, oldest first; whether they are still whole is not looked at."""
-    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and _is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
@@ -74,7 +81,22 @@ def find(output_dir: Path, asked: str | None, world: World) -> Found:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / FACTS).is_file() or (path / manifest.MANIFEST).is_file()
+    """Returns whether it is one, maybe damaged. Other programs and people use the name, too."""
+    return any((path / name).is_file() for name in (FACTS, manifest.MANIFEST)) or (path / STATE).is_dir()
+
+
+def is_written_by_run(path: Path) -> bool:
+    """Returns whether a run wrote the directory, as the manifest or the facts in it show."""
+    for read in (manifest.read, read_facts):
+        with suppress(ValueError, OSError):
+            read(path)
+            return True
+    return False
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Returns whether a save began to write the directory: it starts with an empty one, and then makes STATE."""
+    return not path.is_symlink() and ((path / STATE).is_dir() or not _holds_files(path))
 
 
 def _require(holds: bool, line: str) -> None:
@@ -121,16 +143,30 @@ def _eval_loss(path: Path) -> float:
 def prune(output_dir: Path, keep: int | None, keep_best: bool) -> None:
     """Of the checkpoints the newest `keep` stay, and with `keep_best` the one of the lowest evaluation loss."""
     kept = best(output_dir) if keep_best else None
-    for old in listed(output_dir)[: -keep if keep else 0]:
+    own = [path for path in listed(output_dir) if is_written_by_run(path)]
+    for old in own[: -keep if keep else 0]:
         if old != kept:
             set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
     sweep(output_dir)
 
 
-def set_aside(path: Path, why: str) -> None:
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a file or directory, and returns its new name, which nothing had before."""
     aside = path.with_name(path.name + why)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
+    taken = (path.with_name(f"{path.name}{why}-{number}") for number in itertools.count(2))
+    while aside.exists():
+        aside = next(taken)
+    return path.rename(aside)
+
+
+def make_room(path: Path) -> None:
+    """Gives the name of a checkpoint, or of an unfinished one, to the save that is about to take it."""
+    if not path.exists():
+        return
+    if path.name.endswith(PARTIAL) and _is_unfinished(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        set_aside(path, DELETED if is_written_by_run(path) else OTHER)
 
 
 def sweep(output_dir: Path, also: str = DELETED) -> None:
@@ -138,9 +174,51 @@ def sweep(output_dir: Path, also: str = DELETED) -> None:
 
     What cannot be removed, for another host reads it, say, is left for the next time.
     """
-    for end in {DELETED, also}:
-        for left in output_dir.glob(f"checkpoint-*{end}"):
-            shutil.rmtree(left, ignore_errors=True)
+    for left in output_dir.glob("checkpoint-*"):
+        name = LEFT.fullmatch(left.name)
+        if name is not None and name[2] in (DELETED, also):
+            _remove_own(left)
+
+
+def remove_all(output_dir: Path) -> None:
+    """Removes every checkpoint that a run wrote there, also unfinished and damaged ones."""
+    for path in output_dir.glob("checkpoint-*"):
+        if NAME.fullmatch(path.name) and is_written_by_run(path):
+            _remove_own(set_aside(path, DELETED))
+        elif LEFT.fullmatch(path.name):
+            _remove_own(path)
+
+
+def _remove_own(path: Path) -> None:
+    """Removes what a run wrote in a directory: the files that its manifest names, and all of it where it has none.
+
+    What somebody else put there stays, under the checkpoint's name. Of a link only the link goes.
+    """
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+        return
+    try:
+        names = [*manifest.read(path), manifest.MANIFEST]  # it last: it tells the next sweep what is left to remove
+    except ValueError:
+        unfinished = PARTIAL in path.name and _is_unfinished(path)
+        if is_written_by_run(path) or unfinished or not _holds_files(path):
+            shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for name in names:
+            (path / name).unlink(missing_ok=True)
+        for folder in sorted((found for found in path.rglob("*") if found.is_dir()), reverse=True):
+            with suppress(OSError):  # it holds what no run wrote
+                folder.rmdir()
+        if _holds_files(path):
+            path.rename(path.with_name(path.name.partition(".")[0]))
+        else:
+            path.rmdir()
+
+
+def _holds_files(path: Path) -> bool:
+    return not path.is_dir() or any(not found.is_dir() for found in path.rglob("*"))
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

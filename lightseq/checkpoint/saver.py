@@ -183,8 +183,7 @@ class Saver:
     def _publish(self, partial: Path, final: Path, files: Mapping[str, File]) -> None:
         manifest.write(partial, files)
         manifest.sync([*(path for path in partial.rglob("*")), partial])
-        if final.exists():
-            checkpoints.set_aside(final, checkpoints.DELETED)
+        checkpoints.make_room(final)
         partial.rename(final)
         manifest.sync([self._output_dir])
         checkpoints.prune(self._output_dir, self._keep, self._keep_best)
@@ -209,5 +208,5 @@ class Saver:
 
 
 def _empty(directory: Path) -> None:
-    shutil.rmtree(directory.parent, ignore_errors=True)
+    checkpoints.make_room(directory.parent)
     directory.mkdir(parents=True)

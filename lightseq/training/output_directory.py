@@ -1,23 +1,33 @@
 """The directory that a run writes into: whose it is, whether it may be used, and what a restart goes on with there."""
 
 import fcntl
+import json
 import os
-import shutil
+import re
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, TypeGuard
+from typing import Final, TextIO, TypeGuard
 
 from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import Found
 from lightseq.config.train_config import TrainConfig
 from lightseq.ranks.mesh import World
-from lightseq.training.metrics import METRICS, RUN
+from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 
 LOCK = "lock"  # of the run that writes there
+EARLIER = ".earlier"  # after the name of a file that is not of this run
+# The files that a run writes into folders of its output directory, where other programs may have theirs.
+WRITTEN: Final = {
+    "profile": re.compile(r"rank\d+\.json\.gz|summary-rank\d+\.json|memory-rank\d+\.pickle"),
+    "runs": re.compile(rf"events\.out\.tfevents\..*{re.escape(EVENTS)}"),
+    "hang": re.compile(r"rank\d+\.txt"),
+}
 
 
-def check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> None:
+def check_output_dir(output_dir: Path, config: TrainConfig, found: Found, world: World) -> None:
+    """Raises ValueError where the directory cannot be one, or holds what this run was not asked to go on with."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
@@ -33,7 +43,8 @@ def check_output_dir(output_dir: Path, config: TrainConfig, found: Found) -> Non
             )
         return
     holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
-    if holds_run and not config.overwrite_output_dir:
+    begins_anew = config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _goes_on(output_dir, world)
+    if holds_run and not begins_anew:
         raise ValueError(
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
@@ -45,17 +56,32 @@ def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
+def is_as_found(output_dir: Path, config: TrainConfig, found: Found, world: World) -> bool:
+    """Returns whether no other run has written there since this one looked. To be asked under the lock."""
+    newest = checkpoints.listed(output_dir)[-1:]
+    try:
+        check_output_dir(output_dir, config, found, world)
+    except ValueError:
+        return False
+    if config.resume_from_checkpoint not in checkpoints.NEWEST:
+        return True
+    return set(newest) <= {found.path, *(path for path, _ in found.passed_over)}
+
+
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
     """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any.
 
     A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
     """
-    output_dir, asked = Path(config.output_dir), config.resume_from_checkpoint
-    saved = bool(checkpoints.listed(output_dir))
-    if world.restarts and _begun_by(output_dir, world):
-        return replace(config, resume_from_checkpoint="True" if saved else asked, overwrite_output_dir=True)
-    # Where nothing was saved, `auto` begins anew.
-    return replace(config, overwrite_output_dir=config.overwrite_output_dir or (asked == "auto" and not saved))
+    output_dir = Path(config.output_dir)
+    if _goes_on(output_dir, world) and checkpoints.listed(output_dir):
+        return replace(config, resume_from_checkpoint="True")
+    return config
+
+
+def _goes_on(output_dir: Path, world: World) -> bool:
+    """Returns whether this launch has begun there before its launcher started it again."""
+    return world.restarts > 0 and _begun_by(output_dir, world)
 
 
 def lock(output_dir: Path, world: World) -> TextIO:
@@ -81,11 +107,21 @@ def lock(output_dir: Path, world: World) -> TextIO:
             f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
             "one on another file system"
         ) from error
+    _check_lock(held, output_dir)
     begun = _begun_by(output_dir, world)
     held.truncate(0)
     held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
     held.flush()
     return held
+
+
+def _check_lock(held: TextIO, output_dir: Path) -> None:
+    """Raises ValueError where the file of that name is not one that a run wrote, which would empty it."""
+    held.seek(0)
+    first = held.readline()
+    if first and not first.startswith("process "):
+        held.close()
+        raise ValueError(f"--output_dir {output_dir} holds a file {LOCK} that no run wrote; move it, or name another")
 
 
 def begin(held: TextIO, output_dir: Path, world: World) -> None:
@@ -104,10 +140,37 @@ def _launch(world: World) -> str:
     return f"launch {world.launch}\n"
 
 
-def clear(output_dir: Path) -> None:
-    """Removes what an earlier run left in its directory, and nothing else."""
-    for name in (RUN, METRICS):
-        (output_dir / name).unlink(missing_ok=True)
-    for directory in [*output_dir.glob("checkpoint-*"), *(output_dir / name for name in ("profile", "runs", "hang"))]:
-        if directory.is_dir():
-            shutil.rmtree(directory)
+def clear(output_dir: Path) -> tuple[str, ...]:
+    """Removes what earlier runs wrote in their directory, file by file, and nothing else.
+
+    A run.json or metrics.jsonl that another program wrote gets another name; the lines say so.
+    """
+    with suppress(OSError):
+        if _is_of_run(output_dir / RUN):
+            (output_dir / RUN).unlink()
+    if not damaged_lines(output_dir / METRICS):
+        (output_dir / METRICS).unlink(missing_ok=True)
+    for folder, written in WRITTEN.items():
+        for path in (output_dir / folder).glob("*"):
+            if written.fullmatch(path.name):
+                path.unlink()
+        with suppress(OSError):  # it is not there, or holds other files
+            (output_dir / folder).rmdir()
+    checkpoints.remove_all(output_dir)
+    return set_earlier_aside(output_dir)
+
+
+def set_earlier_aside(output_dir: Path) -> tuple[str, ...]:
+    """Gives run.json and metrics.jsonl other names, where a run begins that did not write them, and says so."""
+    there = [path for path in (output_dir / METRICS, output_dir / RUN) if path.exists()]
+    moved = [(path.name, checkpoints.set_aside(path, EARLIER).name) for path in there]
+    return tuple(f"{name} was there already, and is kept as {kept}" for name, kept in moved)
+
+
+def _is_of_run(path: Path) -> bool:
+    """Returns whether it is a run.json as a run writes it."""
+    try:
+        about = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(about, dict) and {"command", "config", "total_steps"} <= about.keys()

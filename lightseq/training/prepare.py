@@ -64,7 +64,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
     resume_from = found.path
-    check_output_dir(Path(config.output_dir), config, found)
+    check_output_dir(Path(config.output_dir), config, found, world)
     model = find_model(config, family, world)
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"

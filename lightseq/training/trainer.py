@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint.checkpoints import Found
 from lightseq.checkpoint.saving import Saving
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.progress import with_bar
@@ -40,7 +41,7 @@ from lightseq.training.garbage import collected_together
 from lightseq.training.journal import Journal
 from lightseq.training.metrics import MIRRORS, MetricsFile, scalar, write_run
 from lightseq.training.optimization import LearningRate
-from lightseq.training.output_directory import begin, clear, continues, lock
+from lightseq.training.output_directory import begin, clear, continues, is_as_found, lock, set_earlier_aside
 from lightseq.training.prepare import Inputs
 from lightseq.training.run_facts import describe, facts
 from lightseq.training.sharding import Sharding
@@ -60,6 +61,7 @@ class Trainer:
         rehearses: bool = False,
         stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
         watchdog: Watchdog | None = None,  # None: nobody waits for its steps
+        look_again: Callable[[], Inputs] | None = None,  # finds the inputs anew
     ) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.output_dir = Path(config.output_dir)
@@ -72,7 +74,6 @@ class Trainer:
         self.placement = plan.placement if plan else None
         placed = self.placement.layers if self.placement else None
         run = plan.run if plan else planned(config, inputs.model_config, world)
-        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
         self._planned, self._rehearses = run, rehearses
         host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
         self.state_on_host, self.state_stays = run.state_on_host, run.state_stays
@@ -87,12 +88,17 @@ class Trainer:
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
-        self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.first_step = inputs.stream.first_step
         with self.explained_out_of_memory():
             agree(world, self._resume)
+        self._lock = agree(world, self._take_directory) if command is not None else None
+        if look_again is not None and self._others_wrote():
+            self.inputs = inputs = look_again()
+            with self.explained_out_of_memory():
+                agree(world, self._resume)
+        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
+        self.learning_rate = LearningRate(config, inputs.total_steps)
+        self.first_step = inputs.stream.first_step
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self._lock: TextIO | None = None
         self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
@@ -108,21 +114,32 @@ class Trainer:
             self.engine.restore(self.inputs.resume_from)
             checkpoints.restore_randomness(self.inputs.resume_from, self.world)
 
+    def _take_directory(self) -> TextIO | None:
+        return lock(self.output_dir, self.world) if self.world.is_main else None
+
+    def _others_wrote(self) -> bool:
+        """Returns whether another run wrote here before this one held the lock; the same on all ranks."""
+        found = Found(self.inputs.resume_from, tuple((path, "") for path in self.inputs.passed_over))
+        wrote = [self._lock is not None and not is_as_found(self.output_dir, self.config, found, self.world)]
+        dist.broadcast_object_list(wrote)
+        return bool(wrote[0])
+
     def _open_output(self, command: str) -> MetricsFile | None:
-        if not self.world.is_main:
+        if self._lock is None:
             return None
-        self._lock = lock(self.output_dir, self.world)
-        if self.config.overwrite_output_dir and not continues(self.inputs.resume_from, self.output_dir):
-            clear(self.output_dir)
+        goes_on = continues(self.inputs.resume_from, self.output_dir)
+        if not goes_on:
+            self.notes += (clear if self.config.overwrite_output_dir else set_earlier_aside)(self.output_dir)
         begin(self._lock, self.output_dir, self.world)
         checkpoints.sweep(self.output_dir, checkpoints.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoints.set_aside(broken, checkpoints.BROKEN)
-        self.notes += self._hints()
+        sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
+        metrics = MetricsFile(self.output_dir, self.first_step, sinks, goes_on)
+        self.notes += metrics.notes + self._hints()
         write_run(self.output_dir, facts(self, command), secrets())
         self.terminal.header(describe(self), self.notes)
-        sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
-        return MetricsFile(self.output_dir, self.first_step, sinks)
+        return metrics
 
     def _hints(self) -> tuple[str, ...]:
         if self._rehearses or self.inputs.deepspeed:  # too short to gain from it; an engine that the plan does not know

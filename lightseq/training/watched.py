@@ -11,7 +11,7 @@ from lightseq.ranks.mesh import agree, start
 from lightseq.ranks.watchdog import Watchdog
 from lightseq.training.endings import explained_silence
 from lightseq.training.output_directory import after_restart
-from lightseq.training.prepare import prepare
+from lightseq.training.prepare import Inputs, prepare
 from lightseq.training.trainer import Trainer
 
 
@@ -22,9 +22,13 @@ def train(family: Family, words: list[str], program: str) -> None:
     with start(2 * timeout) as world, explained_silence():
         with Watchdog(world, timeout, stacks) as watchdog:
             config = agree(world, lambda: after_restart(parse(words, program), world))
-            found = checkpoints.find(Path(config.output_dir), config.resume_from_checkpoint, world)
-            inputs = agree(world, lambda: prepare(config, family, world, found))
-            Trainer(config, inputs, world, f"{program} {shlex.join(words)}", watchdog=watchdog).train()
+
+            def look() -> Inputs:
+                found = checkpoints.find(Path(config.output_dir), config.resume_from_checkpoint, world)
+                return agree(world, lambda: prepare(config, family, world, found))
+
+            command = f"{program} {shlex.join(words)}"
+            Trainer(config, look(), world, command, watchdog=watchdog, look_again=look).train()
 
 
 def _watched(words: list[str], program: str) -> tuple[float, Path]:

@@ -1,0 +1,238 @@
+"""The directory that a run writes into: what it removes there and what it never does, and who wrote there before it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from programs import Ended, program
+from small import losses, words, write_inputs
+
+from lightseq.checkpoint.checkpoints import FACTS, listed, make_room, prune, remove_all, sweep
+from lightseq.checkpoint.manifest import MANIFEST, complaint
+from lightseq.training import trainer
+from lightseq.training.metrics import MetricsFile, damaged_lines, read_records
+from lightseq.training.output_directory import clear
+
+SAVED = "--max_steps 2 --save_steps 1"
+# What other programs and people may have in a directory, below the names that a run uses.
+OF_OTHERS = (
+    *("notes.txt", "runs/events.out.tfevents.1.host.2.0", "runs/mine/events.out.tfevents.1", "profile/mine.txt"),
+    *("hang/mine.txt", "checkpoint-best/model.safetensors", "checkpoint-7/notes.txt", "checkpoint-8.partial/notes.txt"),
+    *("checkpoint-9.deleted/notes.txt", "checkpoint-9.broken/notes.txt", "checkpoint-old.partial/state/notes.txt"),
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs, and a run of two steps with a checkpoint after each."""
+    folder = write_inputs(tmp_path_factory.mktemp("directories"))
+    train(words(folder, "whole", SAVED))
+    return folder
+
+
+def alone(run: str) -> Ended:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return program(0, "llama3", run)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(run: str) -> Ended:
+    end = alone(run)
+    assert end.status == 0, end.err
+    return end
+
+
+def write_others(directory: Path) -> dict[str, str]:
+    for name in OF_OTHERS:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(f"{name}, which no run wrote")
+    return of_others(directory)
+
+
+def of_others(directory: Path) -> dict[str, str]:
+    return {name: (directory / name).read_text() for name in OF_OTHERS if (directory / name).exists()}
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["--resume_from_checkpoint auto", "--overwrite_output_dir"])
+def test_a_run_that_begins_anew_removes_nothing_that_no_run_wrote(files: Path, tmp_path: Path, flags: str) -> None:
+    before = write_others(tmp_path / "run")
+    train(words(files, "run", f"{SAVED} --save_total_limit 1 {flags} --output_dir {tmp_path}/run"))
+    assert of_others(tmp_path / "run") == before
+    assert (tmp_path / "run" / "checkpoint-2" / MANIFEST).is_file() and not (tmp_path / "run" / "checkpoint-1").exists()
+
+
+def test_auto_keeps_what_an_earlier_run_logged_that_saved_nothing(files: Path, tmp_path: Path) -> None:
+    flags = f"--max_steps 1 --save_strategy no --output_dir {tmp_path}/run --resume_from_checkpoint auto"
+    train(words(files, "run", flags))
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    ends = [train(words(files, "run", flags)) for _ in range(2)]
+    assert "metrics.jsonl was there already, and is kept as metrics.jsonl.earlier-2" in ends[1].out
+    assert (tmp_path / "run" / "metrics.jsonl.earlier").read_text() == first
+    assert json.loads((tmp_path / "run" / "run.json.earlier").read_text())["total_steps"] == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["overwrite_output_dir"] is False
+
+
+def test_overwriting_removes_what_a_run_wrote_and_keeps_the_files_of_other_programs(
+    files: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(files / "whole", run)
+    for name in ("profile/rank0.json.gz", "profile/summary-rank0.json", "hang/rank1.txt", "runs/events.out.tfevents.1"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("")
+    (run / "runs" / "events.out.tfevents.1.host.2.0.lightseq").write_text("")
+    (run / "checkpoint-1").rename(run / "checkpoint-1.broken")
+    (run / "checkpoint-3.partial" / "state").mkdir(parents=True)
+    (run / "checkpoint-2" / "evaluation").mkdir()
+    (run / "checkpoint-2" / "evaluation" / "notes.txt").write_text("mine")
+    assert clear(run) == ()
+    left = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+    assert left == ["checkpoint-2/evaluation/notes.txt", "lock", "runs/events.out.tfevents.1"]
+
+
+def test_overwriting_keeps_the_metrics_and_the_facts_of_another_program(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"mine": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    assert len(clear(tmp_path)) == 2
+    assert (tmp_path / "run.json.earlier").read_text() == '{"mine": 1}'
+    assert (tmp_path / "metrics.jsonl.earlier").read_text() == '{"epoch": 1}\n'
+
+
+def test_a_checkpoint_gives_way_without_what_others_put_into_it(files: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(files / "whole", run)
+    (run / "checkpoint-1" / "state" / "notes.txt").write_text("mine")
+    prune(run, 1, False)
+    assert [path.name for path in listed(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in (run / "checkpoint-1").rglob("*")] == ["state", "notes.txt"]
+    prune(run, 1, False)
+    assert (run / "checkpoint-1" / "state" / "notes.txt").read_text() == "mine"
+    assert complaint(run / "checkpoint-2") is None
+
+
+def test_a_checkpoint_that_is_a_link_loses_the_link_alone(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "archived")
+    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "archived")
+    prune(tmp_path / "run", 1, False)
+    assert not (tmp_path / "run" / "checkpoint-1").exists() and complaint(tmp_path / "archived") is None
+
+
+def test_only_the_run_s_own_checkpoints_count_among_those_to_keep(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    other = tmp_path / "run" / "checkpoint-9"
+    other.mkdir()
+    (other / FACTS).write_text('{"global_step": 9}')  # as transformers' Trainer has it
+    prune(tmp_path / "run", 1, False)
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-9"] and (other / FACTS).is_file()
+
+
+def test_a_save_moves_what_no_run_wrote_out_of_its_way(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "checkpoint-1.partial"):
+        for _ in range(2):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "notes.txt").write_text("mine")
+            make_room(tmp_path / name)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"checkpoint-1{end}.other{n}" for end in ("", ".partial") for n in ("", "-2")]
+    sweep(tmp_path, ".partial")
+    remove_all(tmp_path)
+    assert len(list(tmp_path.glob("*/notes.txt"))) == 4
+
+
+def test_a_file_called_lock_that_no_run_wrote_is_not_emptied(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("the combination is 12-34\n")
+    end = alone(words(files, "run", f"--max_steps 1 --output_dir {tmp_path}/run"))
+    assert end.status == 2 and f"error: --output_dir {tmp_path}/run holds a file lock that no run wrote" in end.err
+    assert (tmp_path / "run" / "lock").read_text() == "the combination is 12-34\n"
+
+
+# ---- who came between ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meanwhile(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory into which another run saves after a program has looked, and before it holds the lock."""
+    take = trainer.lock
+
+    def late(output_dir: Path, *rest: Any) -> Any:
+        shutil.copytree(files / "whole", output_dir, dirs_exist_ok=True)
+        monkeypatch.setattr(trainer, "lock", take)
+        return take(output_dir, *rest)
+
+    monkeypatch.setattr(trainer, "lock", late)
+    yield tmp_path / "run"
+
+
+def test_auto_resumes_from_what_another_run_saved_while_it_waited_for_the_lock(files: Path, meanwhile: Path) -> None:
+    end = train(words(files, "run", f"--max_steps 3 --resume_from_checkpoint auto --output_dir {meanwhile}"))
+    assert [record["step"] for record in read_records(meanwhile / "metrics.jsonl")] == [1, 2, 3]
+    assert "step 3/3" in end.out and "step 1/3" not in end.out, end.out
+    assert json.loads((meanwhile / "run.json").read_text())["resumed_from"] == str(meanwhile / "checkpoint-2")
+    assert losses(meanwhile.parent, "run")[:2] == losses(files, "whole")
+
+
+def test_a_run_that_was_not_asked_to_go_on_refuses_what_another_one_saved_meanwhile(
+    files: Path, meanwhile: Path
+) -> None:
+    end = alone(words(files, "run", f"--max_steps 3 --output_dir {meanwhile}"))
+    assert end.status == 2 and "already holds a run" in end.err
+    assert len(read_records(meanwhile / "metrics.jsonl")) == 2
+
+
+# ---- metrics that are damaged ----------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, tuple[bytes, int]] = {
+    "garbled": (b'\x00\xff{"step": 1}\n', 1),
+    "no object": (b"17\nnull\n[]\n", 3),
+    "no step": (b'{"loss": 1.0}\n', 1),
+    "a step that is no number": (b'{"step": "1"}\n{"step": true}\n{"step": null}\n', 3),
+    "nested too deep": (b"[" * 100_000 + b"\n", 1),
+    "cut off": (b'{"step": 1, "lo', 1),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_no_record_is_kept_beside_the_metrics_and_said(case: str, tmp_path: Path) -> None:
+    damage, count = DAMAGE[case]
+    path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.0}\n'
+    for number in (1, 2):
+        path.write_bytes(good + damage)
+        metrics = MetricsFile(tmp_path, 1, goes_on=True)
+        assert len(metrics.notes) == 1 and f"{count} line" in metrics.notes[0] and ".damaged" in metrics.notes[0]
+        assert path.read_bytes() == good
+        assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == (damage.rstrip(b"\n") + b"\n") * number
+
+
+def test_a_last_record_without_a_line_s_end_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
+    MetricsFile(tmp_path, 1, goes_on=True).write({"step": 2, "loss": 1.0})
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not damaged_lines(tmp_path / "metrics.jsonl")
+
+
+def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", "run.json"
+    shutil.copytree(files / "whole", run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('17\n{"epoch": 3}\nhello')
+    flags = f"--save_strategy no --resume_from_checkpoint auto --output_dir {run}"
+    end = train(words(files, "run", f"--max_steps 3 {flags}"))
+    assert f"warning: {run}/metrics.jsonl: 3 lines are no records and are kept in metrics.jsonl.damaged" in end.out
+    assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [1, 2, 3]
+    assert any("metrics.jsonl.damaged" in note for note in json.loads((run / said).read_text())["notes"])
+    (run / "metrics.jsonl").unlink()
+    end = train(words(files, "run", f"--max_steps 3 {flags}"))
+    assert f"warning: {run}/metrics.jsonl is missing, and with it what was logged up to step 2" in end.out
+    assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [3]
