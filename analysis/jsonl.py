@@ -45,7 +45,10 @@ def text_of(path: Path) -> str:
 
 
 def json_object(line: str) -> Value:
-    value = json.loads(line)
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deep for a record") from None
     if not isinstance(value, dict):
         raise ValueError("is not a record: it should be an object")
     return value

@@ -1,6 +1,7 @@
 """Knows a run's files: `metrics.jsonl`, one object a logged step or evaluation, and `run.json`, what was run."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,11 +102,13 @@ def read_run(directory: Path, label: str) -> Run:
 
 
 def checked(value: Mapping[str, Any]) -> Record:
-    if not isinstance(value.get("step"), int):
+    if type(value.get("step")) is not int:
         raise ValueError('is not a record: it should be an object with a whole number "step"')
     for key, number in value.items():
         if number is not None and not isinstance(number, int | float):
             raise ValueError(f'has {number!r} for "{key}"; it should be a number or null')
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f'has a number for "{key}" that is too large')
     return value
 
 
@@ -125,6 +128,8 @@ def read_about(path: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"{path} is not JSON ({error.msg}, line {error.lineno}); remove it to draw without it"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep; remove it to draw without it") from None
     if not isinstance(about, dict):
         raise ValueError(f"{path} is not a JSON object; remove it to draw without it")
     return about

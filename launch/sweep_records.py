@@ -104,23 +104,24 @@ def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def steps(directory: Path) -> list[dict[str, Any]]:
-    """A run's logged steps so far; a line that is still being written is left out."""
+    """A run's logged steps so far; a line that is still being written, or is no record, is left out."""
     path = directory / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
     found = []
     for line in lines:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and "step" in record and "loss" in record:
+        if isinstance(record, dict) and type(record.get("step")) is int and "loss" in record:
             found.append(record)
     return found
 
 
 def median_step(directory: Path) -> float:
     """Seconds of a step, the first left out where there are more; NaN where none is known."""
-    known = [record["step_seconds"] for record in steps(directory) if record.get("step_seconds")]
+    every = (record.get("step_seconds") for record in steps(directory))
+    known = [seconds for seconds in every if isinstance(seconds, int | float) and seconds]
     return statistics.median(known[1:] or known) if known else math.nan
 
 

@@ -161,6 +161,14 @@ def test_lines_that_are_no_records_are_said_in_one_line_and_the_others_drawn(
     assert list(read_run(run, "run").column("step")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, f'{{"step": 6, "loss": {10**400}}}', '{"step": true}'])
+@pytest.mark.parametrize("command", [[], ["watch", "--once"], ["report"]])
+def test_a_line_that_no_program_should_write_is_left_out(make_run: MakeRun, command: list[str], line: str) -> None:
+    run = make_run(steps=5, tail=line + "\n")
+    assert main([*command, str(run)]) == 0
+    assert list(read_run(run, "run").column("step")) == [1, 2, 3, 4, 5]
+
+
 def test_a_run_that_cannot_be_read_is_named_and_the_others_are_drawn(
     make_run: MakeRun, capsys: pytest.CaptureFixture
 ) -> None:
