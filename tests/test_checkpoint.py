@@ -424,6 +424,15 @@ def in_one_process(run: str) -> Ended:
         dist.destroy_process_group()
 
 
+def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "launcher_patience", lambda: 0.0)
+    flags = f"--max_steps 3 --output_dir {tmp_path}/run"
+    ends = [in_one_process(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
+    assert [out.count("export a higher TORCH_ELASTIC_SHUTDOWN_TIMEOUT") for out in (end.out for end in ends)] == [1, 0]
+
+
 # ---- going on elsewhere ----------------------------------------------------------------------------------------------
 
 

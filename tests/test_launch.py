@@ -3,6 +3,7 @@ and that every script of the repository parses."""
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from lightseq.ranks.environment import LAUNCHER_SETTINGS, launcher_note, launcher_patience
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
@@ -76,23 +79,89 @@ def test_local_leaves_a_run_that_is_asked_to_stop_the_time_to_save(stand_ins: Pa
     assert given.items() <= reported(run("local.sh", "llama3", cwd=stand_ins, **environment, **given))[1].items()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Path) -> None:
+def stopped(command: list[str], output: Path, name: str, **environment: str) -> str:
+    """What a run says whose launcher gets a signal after the first logged step."""
     from data_gen.__main__ import main as data_gen
 
-    assert data_gen(f"synthetic --kind copy --documents 4 --length 64 --output {tmp_path}/data".split()) == 0
-    flags = f"--model_name_or_path tiny-llama3 --random_init --data_path {tmp_path}/data --output_dir {tmp_path}/out"
+    data = output.parent / "data"
+    assert data_gen(f"synthetic --kind copy --documents 4 --length 64 --output {data}".split()) == 0
+    flags = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {output}"
     flags += " --model_max_length 64 --max_steps 100000"
-    given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NPROC": "2", "PYTHON": sys.executable}
-    command = ["bash", str(ROOT / "launch" / "local.sh"), "llama3", *flags.split()]
-    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
-        deadline, metrics = time.monotonic() + 60, tmp_path / "out" / "metrics.jsonl"
+    given = {"PATH": os.environ["PATH"], "HOME": str(output.parent), "OMP_NUM_THREADS": "1", **environment}
+    words = [*command, *flags.split()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, env=given, stdout=pipe, stderr=pipe, text=True) as launcher:
+        deadline, metrics = time.monotonic() + 60, output / "metrics.jsonl"
         while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text()):
             time.sleep(0.05)
         launcher.send_signal(getattr(signal, name))
         out, _ = launcher.communicate(timeout=60)
+    return out
+
+
+TORCH_LAUNCHER = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    "llama3/train.py",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Path) -> None:
+    local = ["bash", str(ROOT / "launch" / "local.sh"), "llama3"]
+    out = stopped(local, tmp_path / "out", name, NPROC="2", PYTHON=sys.executable)
     assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
+    assert "torch's launcher" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_torch_s_launcher_saves_a_run_started_as_the_readme_says(name: str, tmp_path: Path) -> None:
+    out = stopped(TORCH_LAUNCHER, tmp_path / "out", name, **exported_by_the_readme())
+    assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
+    assert "torch's launcher" not in out
+
+
+@pytest.mark.slow
+def test_a_run_whose_launcher_would_lose_a_checkpoint_says_so_first(tmp_path: Path) -> None:
+    out = stopped(TORCH_LAUNCHER, tmp_path / "out", "SIGTERM")
+    before, _, _ = out.partition("step ")
+    assert launcher_words(exported_by_the_readme()) in before
+
+
+def exported_by_the_readme() -> dict[str, str]:
+    (line,) = re.findall(r"^export (TORCH_ELASTIC_.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return dict(word.split("=", 1) for word in line.split())
+
+
+def launcher_words(settings: dict[str, str]) -> str:
+    return "before starting it, export " + " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def test_what_a_launcher_was_not_told_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHER_SETTINGS, "PET_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher_note() == () and launcher_patience() is None  # no launcher, or another's
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (line,) = launcher_note()
+    assert "ends this run 30 s after SIGTERM, saved or not, and at once on SIGUSR1, without a checkpoint" in line
+    assert line.endswith(launcher_words(LAUNCHER_SETTINGS)) and launcher_patience() == 30
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900")
+    (line,) = launcher_note()
+    assert "after SIGTERM" not in line and launcher_patience() == 900
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")  # as torch makes it of a flag, too
+    assert launcher_note() == ()
+
+
+def test_the_readme_exports_what_the_scripts_of_launch_do() -> None:
+    assert exported_by_the_readme() == LAUNCHER_SETTINGS
+    for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm" / "job.sh"):
+        for name, value in LAUNCHER_SETTINGS.items():
+            assert f'export {name}="${{{name}:-{value}}}"' in script.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from lightseq.config.masking import is_secret_name
 
+# What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
+SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
+LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
+LAUNCHER_SECONDS = 30.0  # that it waits unless told
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older name for them, and its newer
 
 
@@ -20,6 +24,35 @@ def is_main_process() -> bool:
 def secrets() -> tuple[str, ...]:
     """What the environment holds under the name of a secret: nothing that is written down may contain it."""
     return tuple(value for name, value in os.environ.items() if is_secret_name(name))
+
+
+def launcher_patience() -> float | None:
+    """Returns the seconds after which torch's launcher kills ranks that it has passed a signal on to.
+
+    None where another launcher, or none, started this process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    told = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
+    return float(told) if told.isdecimal() else LAUNCHER_SECONDS
+
+
+def launcher_note() -> tuple[str, ...]:
+    """Returns a line on what a signal to torch's launcher would cost, with the remedy; none where it costs nothing."""
+    patience = launcher_patience()
+    if patience is None:
+        return ()
+    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
+    missing, why = [], []
+    if patience <= LAUNCHER_SECONDS:
+        missing.append(SHUTDOWN_TIMEOUT)
+        why.append(f"{patience:.0f} s after SIGTERM, saved or not")
+    if "SIGUSR1" not in passed_on.split(","):
+        missing.append(SIGNALS)
+        why.append("at once on SIGUSR1, without a checkpoint")
+    remedy = " ".join(f"{name}={LAUNCHER_SETTINGS[name]}" for name in missing)
+    said = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
+    return (said,) if missing else ()
 
 
 def disable_multicast() -> None:

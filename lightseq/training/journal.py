@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightseq.ranks.environment import SHUTDOWN_TIMEOUT
 from lightseq.ranks.mesh import World
 from lightseq.training.endings import end_for_skipped_steps, explained_writing
 from lightseq.training.metrics import MetricsFile
@@ -20,7 +21,8 @@ class Journal:
     """Every rank reads the same figures, for they end together; the one with `metrics` writes and shows them.
 
     `trained` are the names of the parameters in the order in which a window numbers them; `scaled` whether the loss is,
-    by a factor that is halved after each step that it made overflow.
+    by a factor that is halved after each step that it made overflow. `patience_seconds` is how long a launcher waits
+    for the ranks to save and end, once it has passed on a signal.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class Journal:
         output_dir: Path,
         trained: Sequence[str],
         scaled: bool,
+        patience_seconds: float | None = None,
     ) -> None:
         self._metrics, self._terminal, self._world, self._output_dir = metrics, terminal, world, output_dir
-        self._trained, self._scaled = trained, scaled
+        self._trained, self._scaled, self._patience_seconds = trained, scaled, patience_seconds
         self.losses: list[float] = []
         self._skipped = 0  # steps in a row, up to the last record
 
@@ -45,6 +48,7 @@ class Journal:
         if record.loss is not None:
             self.losses.append(record.loss)
         self.log(asdict(record))
+        self._compare_with_patience(record.step_seconds)
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(closed.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
@@ -65,6 +69,17 @@ class Journal:
             with explained_writing(self._metrics.path, self._world, self._terminal):
                 self._metrics.write(record)
             self._terminal.show(record)
+
+    def _compare_with_patience(self, step_seconds: float) -> None:
+        """Warns once of steps that take longer than a launcher waits for their end."""
+        patience = self._patience_seconds
+        if patience is None or step_seconds <= patience:
+            return
+        self._patience_seconds = None
+        self._note(
+            f"warning: a step takes {step_seconds:.0f} s, and torch's launcher kills the ranks {patience:.0f} s after "
+            f"SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
+        )
 
     def _note(self, line: str) -> None:
         if self._world.is_main:

@@ -29,7 +29,7 @@ from lightseq.plan.this_run import (
     planned,
 )
 from lightseq.profiling.recorder import StepProfile
-from lightseq.ranks.environment import secrets
+from lightseq.ranks.environment import launcher_note, launcher_patience, secrets
 from lightseq.ranks.mesh import Meshes, World, agree, make_deterministic, make_meshes
 from lightseq.ranks.preemption import StopRequest
 from lightseq.ranks.watchdog import Watchdog
@@ -103,7 +103,8 @@ class Trainer:
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16)
+        patience = launcher_patience() if saves else None
+        self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16, patience)
         self._watchdog = watchdog
         if watchdog is not None:
             watchdog.follow(lambda: self.context.progress.passes)
@@ -137,6 +138,7 @@ class Trainer:
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
         metrics = MetricsFile(self.output_dir, self.first_step, sinks, goes_on)
         self.notes += metrics.notes + self._hints()
+        self.notes += launcher_note() if self.config.save_strategy != "no" else ()
         write_run(self.output_dir, facts(self, command), secrets())
         self.terminal.header(describe(self), self.notes)
         return metrics
