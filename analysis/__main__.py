@@ -14,7 +14,7 @@ from rich.console import Console
 from . import attention, cluster, compare, evaluate, faults, largest, plots, profile, report, step, watch
 from .figures import draw
 from .jsonl import say
-from .pictures import add_format
+from .pictures import add_format, add_output, folder_of
 from .runs import described, read_runs
 from .summary import summarize, tables
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUTPUT_DIR)")
+    add_output(out, "OUTPUT_DIR")
     add_format(out)
     return out
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     try:
         runs = read_runs(arguments.runs, notes)
-        pictures = draw(runs, arguments.output or runs[0].directory, arguments.format)
+        pictures = draw(runs, folder_of(arguments.output, [run.directory for run in runs]), arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2

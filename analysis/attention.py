@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 from . import command
 from .figures import GREY, STYLE, subtitle
 from .markdown import table_lines
-from .pictures import add_format, draw_each
+from .pictures import add_format, add_output, draw_each, folder_of
 from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
 from .summary import GIB
 
@@ -66,22 +66,24 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
     out.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
     out.add_argument("--value", choices=CELLS, default="tflops", help="what the table shows (default: %(default)s)")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
+    add_output(out, "beside FILE")
     add_format(out)
     return out
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    output = arguments.output or arguments.files[0].parent
 
     def read(notes: list[str]) -> list[Table]:
         tables = read_tables(arguments.files, notes)
         return [only(table, arguments.only) for table in tables] if arguments.only else tables
 
     return command.run(
+        arguments.files,
         read,
-        lambda tables: draw(tables, output, arguments.format),
+        lambda tables, files: draw(
+            tables, folder_of(arguments.output, [file.parent for file in files]), arguments.format
+        ),
         lambda tables: (line for one in tables for line in (*markdown(one, arguments.value), "", *remarks(one), "")),
     )
 

@@ -38,7 +38,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     output = arguments.output or arguments.file.parent
-    return command.run(lambda notes: read(arguments.file, notes), lambda found: draw(*found, output, arguments.format))
+    return command.run(
+        [arguments.file],
+        lambda notes: read(arguments.file, notes),
+        lambda found, _: draw(*found, output, arguments.format),
+    )
 
 
 def read(path: Path, notes: list[str]) -> tuple[Record, list[Record]]:

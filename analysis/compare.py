@@ -20,7 +20,7 @@ from rich.text import Text
 from .figures import COLORS, GREY, STYLE, dots, fit_from_zero
 from .flags import BYSTANDERS, SAME_COURSE, Difference, differing_flags, differing_machines
 from .jsonl import say
-from .pictures import add_format, save
+from .pictures import COMPARED, add_format, save
 from .runs import Run, described, labels, read_run
 from .summary import GIB, settled, shown
 
@@ -75,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("first", metavar="A", type=Path, help="the --output_dir of a training run")
     out.add_argument("second", metavar="B", type=Path, help="another, which is measured against it")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: B)")
+    out.add_argument(
+        "--output", metavar="DIR", type=Path, default=COMPARED, help="for the picture (default: %(default)s)"
+    )
     add_format(out)
     return out
 
@@ -86,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         directories = [arguments.first, arguments.second]
         first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
         gap = gap_of((first, second))
-        pictures = draw((first, second), gap, arguments.output or arguments.second, arguments.format)
+        pictures = draw((first, second), gap, arguments.output, arguments.format)
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from . import command
 from .figures import GREY, STYLE, colors
 from .jsonl import read_lines, readable
 from .markdown import table_lines
-from .pictures import add_format, save
+from .pictures import add_format, add_output, folder_of, save
 from .points import shown
 from .runs import labels
 
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
     )
     out.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where the pictures go (default: the first OUT)")
+    add_output(out, "OUT")
     add_format(out)
     return out
 
@@ -74,8 +74,9 @@ def main(argv: Sequence[str]) -> int:
         return readable(named, lambda pair: read(*pair, notes), notes)
 
     return command.run(
+        arguments.paths,
         read_all,
-        lambda found: draw(found, arguments.output or arguments.paths[0], arguments.format),
+        lambda found, paths: draw(found, folder_of(arguments.output, paths), arguments.format),
         markdown,
     )
 

@@ -10,6 +10,7 @@ Value = Mapping[str, Any]
 Made = TypeVar("Made")
 Item = TypeVar("Item")
 
+LEFT_OUT = "left out: "  # before a note on a whole file
 NAMED = 3  # line numbers in a note; of more, how many there are
 
 
@@ -79,8 +80,13 @@ def readable(items: Iterable[Item], read: Callable[[Item], Made], notes: list[st
     if refused and not made:
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise ValueError(f"{refused[0]}{more}")
-    notes += [f"left out: {why}" for why in refused]
+    notes += [f"{LEFT_OUT}{why}" for why in refused]
     return made
+
+
+def is_left_out(path: Path, notes: Iterable[str]) -> bool:
+    """Returns whether `readable` has noted that it could not read the file or directory."""
+    return any(note.startswith((f"{LEFT_OUT}{path} ", f"{LEFT_OUT}{path}/")) for note in notes)
 
 
 def say(notes: Iterable[str]) -> None:

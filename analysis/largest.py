@@ -15,7 +15,7 @@ from .figures import COLORS, GREY, STYLE, colors, subtitle
 from .flags import stands_on
 from .jsonl import read_lines, readable
 from .markdown import table_lines
-from .pictures import add_format, draw_each
+from .pictures import add_format, add_output, draw_each, folder_of
 from .points import shown
 from .summary import GIB
 
@@ -51,20 +51,21 @@ def parser() -> argparse.ArgumentParser:
         "prints a Markdown table of them.",
     )
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
+    add_output(out, "beside FILE")
     add_format(out)
     return out
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    output = arguments.output or arguments.files[0].parent
 
-    def draw(limits: Sequence[Limits]) -> list[Path]:
+    def draw(limits: Sequence[Limits], files: Sequence[Path]) -> list[Path]:
+        output = folder_of(arguments.output, [file.parent for file in files])
         drawn = [one for one in limits if one.found]
         return draw_each("largest", drawn, figure, STYLE, output, arguments.format) if drawn else []
 
     return command.run(
+        arguments.files,
         lambda notes: read(arguments.files, notes),
         draw,
         lambda limits: (line for one in limits for line in (*markdown(one), "", *remarks(one), "")),

@@ -9,11 +9,24 @@ from typing import Any, Protocol, TypeVar
 import matplotlib
 from matplotlib.figure import Figure
 
+COMPARED = Path("outputs/compare")  # of several results together, beside none of which it belongs
 FORMATS: Mapping[str, tuple[str, ...]] = {"png": ("png",), "svg": ("svg",), "both": ("png", "svg")}
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="png", help="of the pictures (default: %(default)s)")
+
+
+def add_output(parser: argparse.ArgumentParser, beside: str) -> None:
+    text = f"where the pictures go (default: {beside}; of several, {COMPARED})"
+    parser.add_argument("--output", metavar="DIR", type=Path, help=text)
+
+
+def folder_of(asked: Path | None, beside: Sequence[Path]) -> Path:
+    """Returns where pictures go: what shows one result lies beside it, where it replaces that result's own alone."""
+    if asked is not None:
+        return asked
+    return beside[0] if len(beside) == 1 else COMPARED
 
 
 class Drawable(Protocol):

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from .figures import STYLE, subtitle
 from .flags import shown_setting, stands_on
 from .jsonl import readable, say
-from .pictures import add_format, save
+from .pictures import COMPARED, add_format, folder_of, save
 from .plot_axes import Point, draw_over, draw_steps, is_number, order, tick, upright
 from .plot_metrics import HOST_MEMORY, STEP, WHOLE, Metric, metric_of
 from .plots_file import Plot, read_plots, short
@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml")
     out.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
-    out.add_argument("--output", metavar="DIR", type=Path, help="for the pictures (default: the first of the runs)")
+    out.add_argument(
+        "--output", metavar="DIR", type=Path, help=f"for the pictures (default: DIR; of several, {COMPARED})"
+    )
     add_format(out)
     return out
 
@@ -59,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         file = read_plots(arguments.config)
         directories = arguments.runs or file.runs
         runs = found_runs(directories, notes)
-        output = arguments.output or directories[0]
+        output = folder_of(arguments.output, directories)
         output.mkdir(parents=True, exist_ok=True)
         pictures: list[Path] = []
         left_out: list[str] = []

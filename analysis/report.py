@@ -24,6 +24,7 @@ PAGE = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "axes.js", "lines.js", "bars.js", "table.js", "page.js")
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
 SHOWN = "runs, sweeps, and what benchmarks/attention.py, step.py and largest.py write"
+TITLE = "Results: "  # begins that of every page
 PASSED_OVER = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
 
 
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
         sections = sections_of(found, arguments.directory)
         if not sections:
             raise ValueError(nothing_below(arguments.directory, found.left_out))
+        check_replaceable(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(
             page(title_of(arguments.directory), sections, [*found.left_out, *found.notes]), encoding="utf-8"
@@ -75,6 +77,12 @@ def main(argv: Sequence[str]) -> int:
     say(note for run in found.runs for note in run.notes)  # which stand beside the table of runs, too
     print(f"{summary(found)}\n{output}")
     return 0
+
+
+def check_replaceable(output: Path) -> None:
+    """Raises ValueError for a file that is there and is not such a page."""
+    if output.exists() and TITLE not in output.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"{output} is there and was not written by analysis report; name another with --output")
 
 
 def nothing_below(directory: Path, left_out: Sequence[str]) -> str:
@@ -182,7 +190,7 @@ def summary(found: Found) -> str:
 
 
 def title_of(directory: Path) -> str:
-    return f"Results: {directory.resolve().name}"
+    return f"{TITLE}{directory.resolve().name}"
 
 
 def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:

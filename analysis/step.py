@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 from . import command
 from .figures import GREY, STYLE, subtitle
 from .markdown import table_lines
-from .pictures import add_format, draw_each
+from .pictures import add_format, add_output, draw_each, folder_of
 from .points import shown
 from .step_points import FLOOR, OURS, Comparison, Step, read_comparisons
 from .summary import GIB
@@ -33,17 +33,19 @@ def parser() -> argparse.ArgumentParser:
         "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
     )
     out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where pictures go (default: beside the first file)")
+    add_output(out, "beside FILE")
     add_format(out)
     return out
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    output = arguments.output or arguments.files[0].parent
     return command.run(
+        arguments.files,
         lambda notes: read_comparisons(arguments.files, notes),
-        lambda found: draw(found, output, arguments.format),
+        lambda found, files: draw(
+            found, folder_of(arguments.output, [file.parent for file in files]), arguments.format
+        ),
         lambda found: (line for one in found for line in (*markdown(one), "", *remarks(one), "")),
     )
 

@@ -62,13 +62,29 @@ def test_help_names_every_command_on_a_line_of_its_own(
             assert [line.split()[0] for line in lines[-len(COMMANDS) :]] == list(COMMANDS)
 
 
-def test_four_figures_are_drawn_into_the_first_run_and_named(make_run: MakeRun, capsys: pytest.CaptureFixture) -> None:
-    first, second = make_run("first"), make_run("second", gpu=True)
-    assert main([str(first), str(second)]) == 0
-    assert capsys.readouterr().out.splitlines()[-4:] == [str(first / name) for name in NAMES]
-    for name in NAMES:
-        assert (first / name).read_bytes().startswith(b"\x89PNG")
-        assert not (second / name).exists()
+def test_four_figures_are_drawn_into_the_run_and_named(make_run: MakeRun, capsys: pytest.CaptureFixture) -> None:
+    run = make_run()
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [str(run / name) for name in NAMES]
+    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in NAMES)
+
+
+@pytest.mark.parametrize("command", [[], ["compare"]])
+def test_runs_together_are_drawn_into_a_folder_of_their_own(
+    make_run: MakeRun,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run("first"), make_run("second", gpu=True)]
+    before = {path: path.read_bytes() for run in runs for path in run.iterdir()}
+    assert main([*command, *map(str, runs)]) == 0
+    names = ["compare.png"] if command else NAMES
+    shown = capsys.readouterr().out.splitlines()[-len(names) :]
+    assert shown == [f"outputs/compare/{name}" for name in names] and all(Path(name).is_file() for name in shown)
+    assert {path: path.read_bytes() for run in runs for path in run.iterdir()} == before
 
 
 def test_figures_go_where_output_says(make_run: MakeRun, tmp_path: Path) -> None:

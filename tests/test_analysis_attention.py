@@ -129,6 +129,15 @@ def test_the_program_prints_the_table_and_draws_beside_the_file(file: Path, caps
     assert (file.parent / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_together_are_drawn_into_a_folder_of_their_own(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    again = write(tmp_path / "b.jsonl", [record("lightseq", "ring", LENGTHS[1], 333.0)])
+    assert main(["attention", str(file), str(again)]) == 0
+    assert list(tmp_path.rglob("*.png")) == [tmp_path / "outputs" / "compare" / "attention.png"]
+
+
 def test_every_setting_has_its_own_table_and_shares_the_ceiling(
     tmp_path: Path, points: list[dict[str, Any]], capsys: pytest.CaptureFixture
 ) -> None:

@@ -28,7 +28,10 @@ def write(directory: Path, summary: dict[str, Any], rows: list[dict[str, Any]]) 
     return directory
 
 
-def test_tables_have_a_row_a_bin_or_a_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_a_row_a_bin_or_a_depth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     loss, needle = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "search", NEEDLE, CELLS)
     assert main(["evaluate", str(loss), str(needle)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -46,10 +49,19 @@ def test_tables_have_a_row_a_bin_or_a_depth(tmp_path: Path, capsys: pytest.Captu
         "| 0%    |      1.00 |      0.75 |",
         "| 50%   |      0.25 |           |",
         "",
-        str(loss / "perplexity.png"),
-        str(loss / "needle.png"),
+        "outputs/compare/perplexity.png",
+        "outputs/compare/needle.png",
     ]
-    assert all((loss / name).read_bytes().startswith(b"\x89PNG") for name in ("perplexity.png", "needle.png"))
+    pictures = [tmp_path / "outputs" / "compare" / name for name in ("perplexity.png", "needle.png")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert not [*loss.glob("*.png"), *needle.glob("*.png")]
+
+
+def test_one_evaluation_is_drawn_where_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss, broken = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "books2", LOSS, BINS)
+    (broken / "evaluation.jsonl").write_text("garbled\n")
+    assert main(["evaluate", str(broken), str(loss)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(loss / "perplexity.png")
 
 
 def test_a_line_an_evaluation_ends_each_bin_at_the_context_it_reaches(tmp_path: Path) -> None:

@@ -74,6 +74,16 @@ def data_of(html: str) -> dict[str, Any]:
     return json.loads(text)
 
 
+def test_a_page_of_another_program_is_not_replaced(results: Path, capsys: pytest.CaptureFixture) -> None:
+    (results / "report.html").write_text("<title>My own</title>")
+    assert main(["report", str(results)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "report.html is there and was not written by analysis report; name another" in line
+    assert (results / "report.html").read_text() == "<title>My own</title>"
+    for _ in range(2):
+        assert main(["report", str(results), "--output", str(results / "page.html")]) == 0
+
+
 def test_everything_below_the_directory_is_on_the_page(results: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["report", str(results)]) == 0
     assert "2 training runs, 1 sweep, 3 benchmark files" in capsys.readouterr().out
