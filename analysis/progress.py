@@ -67,7 +67,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run at one moment. Where there is no directory yet, nothing of it is known."""
+    """A run at one moment. Where it has not begun, nothing of it is known."""
 
     directory: Path
     about: About
@@ -83,6 +83,16 @@ class Progress:
     def total(self) -> int | None:
         total = self.about.get("total_steps")
         return total if isinstance(total, int) else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything that a run wrote."""
+        return self.silent_seconds is not None
+
+    @property
+    def gone_for_good(self) -> bool:
+        """Whether the process that wrote here is gone, and no other has taken its place for some seconds."""
+        return self.gone is not None and (self.silent_seconds or 0.0) > QUIET_SECONDS
 
     @property
     def step(self) -> int:

@@ -27,10 +27,10 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis watch",
         usage="python3 -m analysis watch OUTPUT_DIR [--once]",
-        description="Follows a run while it trains: progress, the last numbers, and how they went. Waits for a run "
-        "that has not begun, and ends with its last step or with Ctrl-C.",
+        description="Follows a run while it trains: progress, the last numbers, and how they went. Ends with its last "
+        "step or with Ctrl-C. On a terminal it waits for the run in a directory that is there and holds none yet.",
     )
-    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run, there or yet to come")
+    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
     out.add_argument("--once", action="store_true", help="print how it stands now, once")
     out.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
     return out
@@ -41,10 +41,12 @@ def main(argv: Sequence[str]) -> int:
     console, follower = Console(highlight=False), Follower(arguments.run / "metrics.jsonl")
     try:
         progress = read_progress(arguments.run, follower, time.time())
+        check_watchable(progress, waits=console.is_terminal and not arguments.once)
         if arguments.once:
             console.print(frame(progress))
             return 0
-        follow(arguments.run, follower, progress, console, max(0.05, arguments.every))
+        last = follow(arguments.run, follower, progress, console, max(0.05, arguments.every))
+        return 0 if last.done else 1
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
@@ -53,12 +55,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def follow(run: Path, follower: Follower, progress: Progress, console: Console, every: float) -> None:
+def check_watchable(progress: Progress, waits: bool) -> None:
+    """Raises ValueError where there is no run, unless somebody `waits` for one in a directory that is there."""
+    if not progress.directory.is_dir():
+        raise ValueError(f"{progress.directory} is no directory; name the --output_dir of a run")
+    if not progress.has_begun and not waits:
+        raise ValueError(
+            f"{progress.directory} holds no run; name the --output_dir of one, or wait for it on a terminal"
+        )
+
+
+def follow(run: Path, follower: Follower, progress: Progress, console: Console, every: float) -> Progress:
+    """Shows a run until its last step, or, where nobody sees it on a terminal, until its process is gone for good."""
     with Live(frame(progress), console=console, auto_refresh=False) as live:
-        while not progress.done:
+        while not (progress.done or (progress.gone_for_good and not console.is_terminal)):
             time.sleep(every)
             progress = read_progress(run, follower, time.time())
             live.update(frame(progress), refresh=True)
+    return progress
 
 
 # ---- a frame --------------------------------------------------------------------------------------------------------
@@ -183,9 +197,8 @@ def alive(progress: Progress) -> tuple[str, str]:
     silent = duration(progress.silent_seconds or 0.0)
     if progress.done:
         return "The last step is done.", "green"
-    if progress.silent_seconds is None:
-        there = "holds no run yet" if progress.directory.is_dir() else "does not exist yet"
-        return f"Waiting: {progress.directory} {there}.", "yellow"
+    if not progress.has_begun:
+        return f"Waiting: {progress.directory} holds no run yet.", "yellow"
     if progress.gone:
         return f"The run has ended ({progress.gone}); go on with --resume_from_checkpoint auto.", "bold red"
     if not progress.steps:

@@ -37,9 +37,41 @@ def half_way(tmp_path: Path, gpu: bool = True, **facts: Any) -> Path:
     return write_run(tmp_path / "run", [record(step, gpu) for step in range(1, 21)], about(gpu, **facts))
 
 
-def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["watch", str(tmp_path / "later"), "--once"]) == 0
-    assert "does not exist yet" in capsys.readouterr().out.replace("\n", " ")
+@pytest.mark.parametrize("once", [["--once"], []])
+@pytest.mark.parametrize(
+    ("name", "said"), [("nowhere", "is no directory"), ("a-file", "is no directory"), ("empty", "holds no run")]
+)
+def test_where_there_is_no_run_a_pipe_gets_one_line_and_exit_2(
+    tmp_path: Path, name: str, said: str, once: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a-file").write_text("")
+    assert main(["watch", str(tmp_path / name), *once]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"analysis: error: {tmp_path / name} {said}") and err.count("\n") == 1
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("analysis.watch.Console", lambda **_: Console(highlight=False, force_terminal=True))
+
+
+def test_a_terminal_waits_for_no_directory_that_is_not_there_and_prints_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_terminal(monkeypatch)
+    assert main(["watch", str(tmp_path / "nowhere")]) == 2
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+
+
+def test_a_pipe_ends_with_a_run_whose_process_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run, child = half_way(tmp_path), subprocess.Popen(["true"])
+    child.wait()
+    (run / "lock").write_text(f"process {child.pid} on {socket.gethostname()}\n")
+    long_ago = time.time() - 60
+    for name in ("metrics.jsonl", "run.json"):
+        os.utime(run / name, (long_ago, long_ago))
+    assert main(["watch", str(run)]) == 1
+    assert "The run has ended" in capsys.readouterr().out
 
 
 def test_a_run_without_a_step_shows_what_it_is_and_that_it_starts(tmp_path: Path) -> None:
@@ -102,7 +134,12 @@ def test_the_last_step_ends_the_view(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "The last step is done." in capsys.readouterr().out
 
 
-def test_a_run_is_followed_from_before_it_begins_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_is_followed_from_before_it_begins_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "run").mkdir()
+    on_a_terminal(monkeypatch)
+
     def train() -> None:
         for last in (None, 1, 39, 40):
             time.sleep(0.15)
@@ -112,7 +149,8 @@ def test_a_run_is_followed_from_before_it_begins_to_its_end(tmp_path: Path, caps
     thread.start()
     assert main(["watch", str(tmp_path / "run"), "--every", "0.05"]) == 0
     thread.join()
-    assert "step 40/40" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Waiting: " in out and "step 40/40" in out
 
 
 def test_ctrl_c_ends_the_view_quietly(
