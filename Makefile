@@ -6,7 +6,8 @@ PYTHON ?=
 STEPS  ?= 100
 LENGTH ?= 2048
 NPROC  ?=
-OUTPUT ?= outputs/tiny-llama3
+TRAINED := outputs/tiny-llama3
+OUTPUT ?= $(TRAINED)
 ARGS   ?=
 
 ifeq ($(PYTHON),)
@@ -34,7 +35,7 @@ help:
 	@echo "make test-gpu   those that need GPUs"
 	@echo "make faults     breaks runs in every way that docs/reliability.md lists; may take an hour"
 	@echo "make check      ruff, mypy, shellcheck"
-	@echo "make clean      remove caches and $(OUTPUT); keeps .venv and data/"
+	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
 
 .venv/.installed: requirements.txt constraints.txt pyproject.toml
@@ -91,6 +92,7 @@ check: $(READY)
 	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks launch
 	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* examples/chess/*.sh .ci/run
 
+# Never OUTPUT, which may come from the environment and name what took days.
 clean:
-	rm -rf $(OUTPUT) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(TRAINED) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find lightseq llama2 llama3 data_gen launch analysis tests -name __pycache__ -prune -exec rm -rf {} +

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 import argparse
 import json
 import shlex
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +27,7 @@ from benchmarks.training.launch import Failed, run
 from benchmarks.training.outcome import Outcome, read_outcome
 from benchmarks.training.records import Machine, Provenance, line, look_at_machine, record, table
 from benchmarks.training.trials import Trial, setting_of, trials, write_inputs
+from lightseq.training.metrics import METRICS, RUN
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,7 +65,8 @@ def take(trial: Trial, provenance: Provenance) -> dict[str, Any]:
     """Runs a trial; its record says `skipped` where it came to nothing."""
     outcome: Outcome | None = None
     skipped: str | None = None
-    shutil.rmtree(trial.directory, ignore_errors=True)  # of an earlier benchmark, whose numbers must not count
+    for earlier in (trial.result, trial.directory / RUN, trial.directory / METRICS):
+        earlier.unlink(missing_ok=True)  # of an earlier benchmark, whose numbers must not count
     try:
         run(trial.command, trial.setting.timeout, trial.log)
         outcome = read_outcome(trial)

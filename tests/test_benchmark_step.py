@@ -170,6 +170,21 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
     assert "skipped: no end within 1 s" in capsys.readouterr().out
 
 
+def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(True, {"device": "NVIDIA H200"}, {"torch": "2"}))
+    words = flags(model, tmp_path, "--timeout 60 --implementations plain --append")
+    for script, skipped in ((WRITES, None), ("pass", "ended without its numbers (FileNotFoundError)")):
+        monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
+        assert step.main(words) == 0
+        assert read(tmp_path)[-1]["skipped"] == skipped
+        for log in tmp_path.rglob("log.txt"):
+            if skipped is None:
+                log.with_name("notes.txt").touch()
+    assert len(list(tmp_path.rglob("notes.txt"))) == 1
+
+
 def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="no end within"):
         run(["-c", HANGS], 1.0, tmp_path / "log.txt")

@@ -123,6 +123,16 @@ def test_rows_are_kept_for_the_same_games_and_written_anew_for_others(
     assert (tmp_path / "a.jsonl").read_text() == '{"text": "1. c4 *"}\n'
 
 
+def test_files_beside_the_games_that_were_not_made_here_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.moves").write_text("c4\n")
+    (tmp_path / "games.meta.json").write_text('{"mine": 1}')
+    (tmp_path / "games.lock").write_text("mine")
+    with pytest.raises(ValueError, match=r"games\.meta\.json is there and was not made here"):
+        games.write(*games.source_of(tmp_path / "a.moves", None, seed=0), tmp_path / "games.jsonl")
+    assert (tmp_path / "games.meta.json").read_text() == '{"mine": 1}'
+    assert (tmp_path / "games.lock").read_text() == "mine"
+
+
 def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
     lines = [
         "1. e4 e5 2. Bc4 Nc6 3.Qh5 Nf6 4. Qxf7# 1-0",

@@ -314,6 +314,19 @@ def test_what_a_killed_run_left_goes_with_the_next_and_what_a_living_one_has_sta
     assert has.is_dir() and others.is_dir() and not left.exists()
 
 
+def test_folders_that_only_begin_their_names_like_a_run_s_stay(tmp_path: Path) -> None:
+    told = DeepSpeedSettings("ds.json", 3, {"zero_optimization": {"offload_optimizer": {"nvme_path": str(tmp_path)}}})
+    files = ["lightseq-data/tokens.bin", "lightseq-run/lock", "lightseq-run/checkpoint-3/manifest.json"]
+    files += ["lightseq-mine/lock", "lightseq-mine/notes.txt", "lightseq-empty/lock"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if "mine/lock" in name else "process 3 on host")
+    engine = nn.Identity()
+    assert Path(deepspeed_nvme.folder_of(engine, told)).is_dir()
+    assert [name for name in files if not (tmp_path / name).exists()] == []
+    assert not (tmp_path / "lightseq-data" / "lock").exists()
+
+
 def test_parts_of_another_size_are_refused(tmp_path: Path) -> None:
     (tmp_path / "0_3.tensor.swp").touch()
     swapper = SimpleNamespace(swap_folder=str(tmp_path))

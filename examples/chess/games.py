@@ -128,11 +128,12 @@ def write(games: Iterable[Found], source: dict[str, object], output: Path) -> st
     What was written of the same source is left as it is. Returns a closing line, the same for each of them.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_suffix(".lock").open("w") as held:
+    with output.with_suffix(".lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         meta = _meta(output)
-        if output.exists() and meta is None:
-            raise ValueError(f"{output} is there and was not made here; name another, or remove it")
+        for path in (output, output.with_suffix(".meta.json")):
+            if path.exists() and meta is None:
+                raise ValueError(f"{path} is there and was not made here; name another, or remove it")
         if meta is None or meta.get("source") != source or not output.exists():
             meta = _write(games, source, output)
     skipped = f"; left out: {meta['skipped']} ({'; '.join(meta['skipped_games'][:3])})" if meta["skipped"] else ""

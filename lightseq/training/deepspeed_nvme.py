@@ -21,6 +21,7 @@ from lightseq.words import first_line
 
 FILES = "offloaded_tensors"  # of a checkpoint
 OURS, LOCK = "lightseq-", "lock"  # a run's folder, and what it holds a lock on as long as it lives
+SWAPPED = ".swp"  # ends the names of DeepSpeed's files there
 
 
 def folder_of(engine: object, settings: DeepSpeedSettings) -> str:
@@ -44,12 +45,16 @@ def folder_of(engine: object, settings: DeepSpeedSettings) -> str:
 
 
 def _is_left(folder: Path) -> bool:
+    """Returns whether a run made the folder that does not live any more; others may begin their names alike."""
     try:
-        with (folder / LOCK).open("w") as lock:
+        with (folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody has it, or it is gone by now
+            if lock.read():  # a run's output directory has a lock, too, which says whose it is
+                return False
+    except OSError:  # it has none, somebody holds it, or it is gone by now
         return False
-    return True
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    return all(path.suffix == SWAPPED or path == folder / LOCK for path in files)
 
 
 def _remove(folder: Path, lock: TextIO) -> None:
