@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 def check_replaceable(output: Path) -> None:
     """Raises ValueError for a file that is there and is not such a page."""
-    if output.exists() and TITLE not in output.read_text(encoding="utf-8", errors="replace"):
+    if output.is_file() and TITLE not in output.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{output} is there and was not written by analysis report; name another with --output")
 
 

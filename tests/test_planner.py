@@ -139,6 +139,15 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "a.jsonl").exists()
 
 
+def test_a_plan_takes_the_place_of_a_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, file = [*WORDS, "prefix", "--output", str(tmp_path / "a.jsonl")], tmp_path / "a.jsonl"
+    assert main(words) == main(words) == 0
+    file.write_text('{"step": 1, "loss": 2.0}\n')
+    assert main(words) == 2
+    assert "a.jsonl is there and is no plan of attention; name another" in capsys.readouterr().err
+    assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
 def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
     assert [tokens(text) for text in ("131072", "128K", "1m", "1.5M")] == [2**17, 2**17, 2**20, 3 * 2**19]
     for word in ("1.5", "0.0001K", "0K", "-1K", "1e3", "K", ".5M", "1.M", ""):

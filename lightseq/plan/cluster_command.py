@@ -107,6 +107,9 @@ def cluster_of(gpus_per_host: int, calibrate: Path | None, kernel: str | None) -
 
 
 def write(path: Path, objects: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces an earlier plan. Raises ValueError for a file that is none."""
+    if path.is_file() and path.stat().st_size and not path.read_text(errors="replace").startswith('{"plan": '):
+        raise ValueError(f"--output {path} is there and is no plan of attention; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(value) + "\n" for value in objects), encoding="utf-8")
 
