@@ -190,7 +190,7 @@ def warnings(runs: Pair) -> list[str]:
 
 
 def unmatched(runs: Pair) -> list[str]:
-    """Steps, and tokens of a step, that the runs do not share; losses that are not numbers."""
+    """Steps, and targets of a step, that the runs do not share; losses that are not numbers."""
     steps = [{int(step) for step in run.column("step")} for run in runs]
     out = []
     for letter, other, own, theirs in (("A", "B", steps[0], steps[1]), ("B", "A", steps[1], steps[0])):
@@ -199,9 +199,9 @@ def unmatched(runs: Pair) -> list[str]:
             out.append(
                 f"{letter} logged {len(alone)} steps that {other} did not (of {span}); losses compare without them"
             )
-    tokens = [settled(run.column("tokens")) for run in runs]
+    tokens = [settled(run.column("valid_tokens")) for run in runs]
     if all(values.size for values in tokens) and tokens[0][-1] != tokens[1][-1]:
-        out.append(f"a step has {tokens[0][-1]:,.0f} tokens in A and {tokens[1][-1]:,.0f} in B: their losses differ")
+        out.append(f"a step has {tokens[0][-1]:,.0f} targets in A and {tokens[1][-1]:,.0f} in B: their losses differ")
     for letter, run in zip("AB", runs, strict=True):
         if broken := int((~np.isfinite(run.column("loss"))).sum()):
             out.append(f"{letter}'s loss is no number at {broken} steps")

@@ -31,6 +31,7 @@ from lightseq.ranks.mesh import Meshes
 from lightseq.schedule.documents import local_tokens
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
+MOST_GRAPHS = 64  # of a layer: lengths of a batch, in training and in evaluation, under two policies, and some more
 # Of a rank that rehearses; with more, tiled operations run their first tile only, and host memory is counted.
 MOST_WHOLE_TOKENS = 2**18
 
@@ -199,7 +200,10 @@ def transform(
         keep_projections(layers)
     offload, inner = _offloads(techniques, device, first_tile_only)
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
-    compiled = partial(torch.compile, options=options) if techniques.compile else lambda forward: forward
+    # A graph for each length of a batch: one for all lengths would be slower at each.
+    compiled = partial(torch.compile, dynamic=False, options=options) if techniques.compile else lambda forward: forward
+    if techniques.compile:
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
 
     def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
         if techniques.tile_layers:

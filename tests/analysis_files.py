@@ -17,8 +17,8 @@ def record(step: int, gpu: bool = False, **changes: Any) -> dict[str, Any]:
     seconds = 10.0 if step == 1 else 0.5
     return {
         "step": step, "loss": 6.0 - 0.01 * step, "grad_norm": 1.25, "learning_rate": 0.001, "tokens": 4096,
-        "training_tokens_percent": 97.5, "step_seconds": seconds, "tokens_per_second": 4096 / seconds,
-        "model_tflops_per_gpu": 0.5, "mfu": 0.4 if gpu else None,
+        "valid_tokens": 3994, "training_tokens_percent": 97.5, "step_seconds": seconds,
+        "tokens_per_second": 4096 / seconds, "model_tflops_per_gpu": 0.5, "mfu": 0.4 if gpu else None,
         "peak_memory_allocated_bytes": 3 * GIB if gpu else None,
         "peak_memory_reserved_bytes": 4 * GIB if gpu else None, "host_rss_bytes": 2 * GIB,
     } | changes  # fmt: skip

@@ -67,7 +67,7 @@ def test_one_flag_that_differs_is_no_reason_to_warn(tmp_path: Path) -> None:
         ({"config": {"seed": 1}}, "the losses may take different courses (seed: 42 and 1)"),
         ({"versions": {"python": "3.12.3", "torch": "2.12.0"}}, "the machines differ (torch: 2.11.0 and 2.12.0)"),
         ({"steps": range(1, 39)}, "A logged 2 steps that B did not (of 39 to 40)"),
-        ({"changes": {40: {"tokens": 8192}}}, "a step has 4,096 tokens in A and 8,192 in B"),
+        ({"changes": {40: {"valid_tokens": 8192}}}, "a step has 3,994 targets in A and 8,192 in B"),
         ({"changes": {7: {"loss": math.nan}}}, "B's loss is no number at 1 steps"),
     ],
 )

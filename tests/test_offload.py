@@ -208,6 +208,18 @@ def test_who_only_counts_takes_one_buffer_and_the_limit_holds() -> None:
         assert memory.allocated_bytes == 10 * 4096
 
 
+def test_a_short_batch_waits_in_the_buffers_of_a_long_one() -> None:
+    memory, sizes = HostMemory(float("inf"), pinned=False), (4096, 512, 2048, 4096)
+    for part in (1, 4, 2, 8, 1):
+        taken = [memory.take(size // part, torch.float32) for size in (sizes if part % 4 else reversed(sizes))]
+        assert [len(x) * part for x in taken if x is not None] == list(sizes if part % 4 else reversed(sizes))
+        assert len({x.data_ptr() for x in taken if x is not None}) == len(sizes)
+        for buffer in taken:
+            assert buffer is not None
+            memory.give_back(buffer)
+        assert memory.allocated_bytes == 4 * sum(sizes)
+
+
 def test_a_second_backward_pass_is_refused() -> None:
     _, wrapped, _ = make("cpu")
     loss = wrapped(*inputs("cpu"))

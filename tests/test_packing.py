@@ -92,12 +92,13 @@ def test_what_is_cut_padded_and_left_out_is_counted(tmp_path: Path, kind: str) -
     assert "2 documents longer than that cut into 4 pieces; no target is lost" in said
 
 
-def test_sequences_that_are_mostly_padding_are_warned_of(tmp_path: Path) -> None:
+def test_sequences_of_which_a_third_is_padding_are_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "one.pkl"
-    path.write_bytes(pickle.dumps({"input_ids": [[1, 2, 3, 4, 5]]}))
-    (note,) = open_packed(path, 16, 61).notes
-    assert note.startswith(f"warning: {path}: 1 document packed into 1 sequence of 16 tokens, ")
-    assert note.endswith("%); give a lower --model_max_length")
+    for size, warned in ((5, True), (10, True), (11, False)):
+        path.write_bytes(pickle.dumps({"input_ids": [list(range(size))]}))
+        (note,) = open_packed(path, 16, 61).notes
+        assert f"{path}: 1 document packed into 1 sequence of 16 tokens, " in note
+        assert (note.startswith("warning: "), note.endswith("%); give a lower --model_max_length")) == (warned, warned)
 
 
 def test_a_batch_carries_boundaries_and_one_past_the_end_is_padding(tmp_path: Path) -> None:

@@ -785,7 +785,7 @@ def test_a_record_has_the_promised_keys(files: Files) -> None:
     promised = """step loss grad_norm skipped_steps learning_rate tokens valid_tokens step_seconds tokens_per_second
         tokens_per_second_per_gpu model_tflops_per_gpu mfu hfu peak_memory_allocated_bytes peak_memory_reserved_bytes
         host_rss_bytes offloaded_bytes data_seconds comm_bytes training_tokens_percent attention_balance
-        saving_seconds slowest_rank slowest_rank_share steps_without_target"""
+        saving_seconds slowest_rank slowest_rank_share steps_without_target padding_percent"""
     for record in files.records("keys"):
         assert sorted(record) == sorted(promised.split())
         assert (record["tokens"], record["valid_tokens"]) == (LENGTH, DOCUMENT - 1)

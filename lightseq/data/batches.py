@@ -95,14 +95,31 @@ class Batch:
     input_ids: torch.Tensor  # [batch_size, length] int64
     labels: torch.Tensor  # [batch_size, length] int64
     valid_tokens: int
+    sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.input_ids.shape[1]
 
     @property
     def squares(self) -> int:
         """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
         if self.boundaries is None:
-            return self.input_ids.shape[0] * self.input_ids.shape[1] ** 2
+            return sum(size**2 for size in self.sizes)
         return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
+
+    def cut(self, length: int) -> Batch:
+        """The batch with `length` tokens a row, which no row is longer than."""
+        assert max(self.sizes) <= length <= self.length, f"rows of {self.sizes} tokens do not fit into {length}"
+        return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
+
+
+def padding(rows: int, length: int) -> Batch:
+    """A batch of nothing but padding."""
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
@@ -210,10 +227,12 @@ class BatchStream:
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
         boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding
+        sizes = [0] * self.batch_size
         for row in range(self.batch_size):
             if (example := self.example(first + row)) is not None:
                 input_ids[row, : len(example.input_ids)] = example.input_ids
                 labels[row, : len(example.labels)] = example.labels
                 boundaries = example.boundaries
+                sizes[row] = len(example.input_ids)
         valid = int((labels != IGNORE_INDEX).sum())
-        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), valid, boundaries)
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), valid, tuple(sizes), boundaries)

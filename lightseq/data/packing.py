@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import open_examples
+from lightseq.data.buckets import MUCH_PADDING
 from lightseq.data.examples import (
     Aligned,
     Example,
@@ -153,7 +154,7 @@ def _notes(
     kept = int((documents > 1).sum())
     packed = f"{plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens"
     notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
-    if 2 * empty > sequences * length:
+    if empty >= MUCH_PADDING * sequences * length:
         notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
     split = documents > length + 1
     if split.any():

@@ -4,6 +4,7 @@ Forward: a layer's tensors leave on a side stream while the next layer computes;
 Backward: the tensors of the layer below come back while a layer computes. The tensors of two layers are there at most.
 """
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def layers_in_flight(tile_layers: bool) -> int:
 
 
 class HostMemory:
-    """Buffers on the host, made once and used again, `limit_bytes` of them in all.
+    """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'.
 
     Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
     """
@@ -36,12 +37,20 @@ class HostMemory:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self.counts_only, self._made = counts_only, dict[int, Tensor]()
         self._make = PinnedMemory().empty if pinned else plain
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # rising in size
+        self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """A flat buffer, or None where that would pass the limit."""
-        if free := self._free[elements, dtype]:
-            return free.pop()
+        free = self._free[dtype]
+        place = bisect_left(free, elements, key=len)  # the smallest that will do, so that larger tensors find room too
+        buffer = free.pop(place) if place < len(free) else self._new(elements, dtype)
+        if buffer is None:
+            return None
+        self._whole[buffer.data_ptr()] = buffer
+        return buffer[:elements]
+
+    def _new(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         size = elements * dtype.itemsize
         if self.allocated_bytes + size > self.limit_bytes:
             return None
@@ -53,7 +62,7 @@ class HostMemory:
         return self._made[size].view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
+        insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)
 
 
 class Kept:

@@ -153,6 +153,10 @@ class DeepSpeedEngine:
         norm = torch.as_tensor(norm, device=self._world.device)
         return Update(norm, torch.full_like(norm, sick, dtype=torch.int64))
 
+    def try_memory(self, loss: Callable[[], Tensor]) -> None:
+        """The state is there already. The zeros stay, and the first step adds its gradients to them."""
+        self.backward(loss(), last=False)
+
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)

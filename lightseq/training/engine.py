@@ -1,6 +1,6 @@
 """What holds a model across ranks, differentiates and updates it: FSDP2 here, DeepSpeed in deepspeed_engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -63,6 +63,13 @@ class Engine(Protocol):
 
     def update(self) -> "Update":
         """Clips, steps and clears."""
+        ...
+
+    def try_memory(self, loss: Callable[[], Tensor]) -> None:
+        """Runs a forward and a backward pass beside the optimizer's state, for the memory that they take.
+
+        `loss` is zero, and so are its gradients: no later step differs for it.
+        """
         ...
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +157,15 @@ class FsdpEngine:
             step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad()
         return Update(norm, first_sick(norms))
+
+    def try_memory(self, loss: Callable[[], Tensor]) -> None:
+        fresh = not self.optimizer.state
+        if fresh:
+            checkpoints.make_state(self.optimizer, only=self._world.device)
+        self.backward(loss(), last=True)
+        self.optimizer.zero_grad()
+        if fresh:
+            self.optimizer.state.clear()  # it has counted a step
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return weights.whole_parameters(self.model)

@@ -38,6 +38,7 @@ class StepRecord:
     steps_without_target: int  # since the last record
     learning_rate: float
     tokens: int  # positions of a step, padding included, all ranks
+    padding_percent: float  # of them
     valid_tokens: int  # of them with a target
     training_tokens_percent: float
     step_seconds: float
@@ -45,9 +46,9 @@ class StepRecord:
     saving_seconds: float  # in which training waited for checkpoints since the last record; no part of the steps
     slowest_rank: int | None  # at work that is the same on every rank and waits for nobody, up to the step before
     slowest_rank_share: float | None  # 0 to 1: what of its time that rank takes longer than the mean, others waiting
-    tokens_per_second: float
+    tokens_per_second: float  # without padding, all ranks
     tokens_per_second_per_gpu: float  # per process where there is no GPU
-    model_tflops_per_gpu: float
+    model_tflops_per_gpu: float  # without padding, as mfu and hfu
     mfu: float | None  # 0 to 1 of the chip's dense peak, FP8's with --fp8, else bf16's; None where that is not known
     hfu: float | None  # the same, with what is recomputed
     peak_memory_allocated_bytes: int | None  # None without a GPU

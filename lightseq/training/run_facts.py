@@ -39,6 +39,7 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
         "world_size": trainer.world.size,
         "data_ranks": trainer.meshes.data_ranks,
         "sequence_ranks": trainer.inputs.sequence_size,
+        "batch_lengths": trainer.lengths,
         "total_steps": trainer.inputs.total_steps,
         "first_step": trainer.first_step + 1,  # that this run makes, counted as in metrics.jsonl
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,

@@ -48,7 +48,9 @@ class Terminal:
             self._console.print(line, markup=False)
             return
         loss = "without a target" if record["loss"] is None else f"loss {record['loss']:.4f}"
-        status = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s"
+        share = f"{record['padding_percent']:.0f}"
+        padding = "" if share == "0" else f", {share}% padding"
+        status = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{padding}"
         if self._bar is not None:
             progress, task = self._bar
             progress.update(task, completed=record["step"], status=status)

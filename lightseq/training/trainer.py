@@ -1,5 +1,6 @@
 """One training run on one rank: its steps, what they are measured by, and when it evaluates and saves."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,8 +16,11 @@ from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import Found
 from lightseq.checkpoint.saving import Saving
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import Batch, padding
+from lightseq.data.buckets import bucket_lengths, shorten
 from lightseq.data.progress import with_bar
 from lightseq.evaluate.perplexity import Perplexity, Shard, measure
+from lightseq.layers.fp8 import MULTIPLE
 from lightseq.models.adapters import adapter_parameters
 from lightseq.parallelize import techniques_of
 from lightseq.plan.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
@@ -86,6 +90,7 @@ class Trainer:
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.shard = Sharding(self.context, world.device)
+        self.lengths = self._lengths()
         self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         with self.explained_out_of_memory():
@@ -103,12 +108,28 @@ class Trainer:
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        patience = launcher_patience() if saves else None
-        self.journal = Journal(self.metrics, self.terminal, world, self.output_dir, trained, config.fp16, patience)
+        self.journal = Journal(
+            self.metrics, self.terminal, world, self.output_dir, trained, config.fp16, inputs.total_steps,
+            names_packing=len(self.lengths) > 1, patience_seconds=launcher_patience() if saves else None,
+        )  # fmt: skip
         self._watchdog = watchdog
         if watchdog is not None:
             watchdog.follow(lambda: self.context.progress.passes)
         self._stop: StopRequest | None = None  # while it trains
+
+    def _lengths(self) -> tuple[int, ...]:
+        """Returns the lengths that batches are padded to. Packed sequences are full and have one."""
+        longest = self.config.model_max_length
+        if self.config.packing != "none":
+            return (longest,)
+        if self.model.length_dependent_rope:
+            self.notes += (
+                "all batches are padded to --model_max_length, for the model's RoPE scales with their length",
+            )
+            return (longest,)
+        # A rank's part is then a multiple of what FP8 takes.
+        multiple = math.lcm(MULTIPLE * self.inputs.sequence_size, self.context.layout.chunk_count)
+        return bucket_lengths(longest, multiple)
 
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:
@@ -165,8 +186,10 @@ class Trainer:
 
     def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
         """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
-        profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
         saved, last = self.inputs.resume_from, self.inputs.total_steps
+        if self.first_step < last:
+            self._try_longest()
+        profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
         window, closed, stopped_by = self._window(), None, None
         for done in range(self.first_step + 1, last + 1):
             profile.before(done)
@@ -247,21 +270,36 @@ class Trainer:
 
     def _work(self) -> Work:
         c = self.config
-        sequences, on_fp8_cores = self.inputs.stream.sequences_per_step, c.fp8 is not None and not c.fp8_emulate
-        counted = (self.inputs.model_config, c.model_max_length, sequences)
+        on_fp8_cores = c.fp8 is not None and not c.fp8_emulate
         again = self.placement.again if self.placement else 0.0
         remat = (c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
-        return Work(*counted, *remat, self.adapter_parameters, on_fp8_cores, again)
+        return Work(self.inputs.model_config, *remat, self.adapter_parameters, on_fp8_cores, again)
 
-    def _step(self, step: int) -> StepResult:
-        """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
-        begin = time.perf_counter()
-        self._mark(step + 1, "data")
+    def _try_longest(self) -> None:
+        """Takes the memory of the longest batch once before the first step, unless that step has such a batch.
+
+        A run that does not fit ends here, and no buffer grows later.
+        """
+        self._mark(self.first_step, "data")  # a step before the first one
+        if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
+            self._mark(self.first_step, "forward")
+            blank = padding(self.config.per_device_train_batch_size, self.lengths[-1])
+            self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
+
+    def _batches(self, step: int) -> list[Batch]:
+        """This rank's batches of a step, as long as those of the other data ranks."""
         with explained_data(self.world, self.terminal):
             batches = [
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
             ]
+        return shorten(batches, self.lengths, self.meshes.data_ranks)
+
+    def _step(self, step: int) -> StepResult:
+        """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
+        begin = time.perf_counter()
+        self._mark(step + 1, "data")
+        batches = self._batches(step)
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
         targets = self._over_data_ranks(valid)
@@ -282,8 +320,19 @@ class Trainer:
             if self._stop is not None:  # the ranks agree while the host launches the update
                 self._stop.ask(self.saving is not None and self.saving.failed)
             norm, sick = self.engine.update()
-        squares = sum(batch.squares for batch in batches)
-        return StepResult(loss, norm, sick, rate, valid, targets, squares, imbalance, data_seconds)
+        return StepResult(
+            loss,
+            norm,
+            sick,
+            rate,
+            valid_tokens=valid,
+            targets=targets,
+            positions=sum(batch.input_ids.numel() for batch in batches),
+            tokens=sum(sum(batch.sizes) for batch in batches),
+            squares=sum(batch.squares for batch in batches),
+            imbalance=imbalance,
+            data_seconds=data_seconds,
+        )
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
@@ -304,7 +353,7 @@ class Trainer:
         def shards() -> Iterator[Shard]:
             for step in with_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
                 self._mark(None, "evaluation")
-                yield self.shard(stream.batch(step, 0, data_rank))
+                yield self.shard(*shorten([stream.batch(step, 0, data_rank)], self.lengths, stream.data_ranks))
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 

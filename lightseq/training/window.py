@@ -27,6 +27,8 @@ class StepResult:
     learning_rate: float
     valid_tokens: int  # of this rank's sequence-parallel group
     targets: Tensor  # of all groups, as the device counted them
+    positions: int  # of the group too, padding included
+    tokens: int  # without padding
     squares: int  # of the lengths of its documents, summed
     imbalance: float  # attention area of the fullest of its ranks over the mean; 0 where that is the schedule's own
     data_seconds: float
@@ -34,11 +36,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step amounts to, the same for every step of a run."""
+    """What tokens cost, the same in every step of a run. Padding does not count as work."""
 
     model: PreTrainedConfig
-    length: int
-    sequences: int
     remat: str
     group: int = 1  # layers under one checkpoint
     tiled: bool = False  # layers run over tiles
@@ -46,10 +46,14 @@ class Work:
     fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
     again: float = 0.0  # the share of layers that keep their input alone, whatever `remat` says
 
-    def recomputed(self, attention_share: float) -> float:
-        """FLOPs of a step that its backward pass repeats."""
-        sizes, how = (self.model, self.length, self.sequences), (self.group, self.tiled, attention_share)
-        layers, others = (recompute_flops(*sizes, remat, *how) for remat in ("full", self.remat))
+    def flops(self, tokens: int, squares: int) -> int:
+        """FLOPs of steps of so many tokens. `squares` is the sum of the squared lengths of what attends to itself."""
+        return model_flops(self.model, tokens, 1, self.adapters, squares / max(1, tokens) ** 2)
+
+    def recomputed(self, tokens: int, squares: int) -> float:
+        """FLOPs that the backward passes of such steps repeat."""
+        how = (self.group, self.tiled, squares / max(1, tokens) ** 2)
+        layers, others = (recompute_flops(self.model, tokens, 1, remat, *how) for remat in ("full", self.remat))
         return self.again * layers + (1 - self.again) * others
 
 
@@ -83,8 +87,10 @@ class Window:
         """
         device, end = self.world.device, Moment(self.world.device)
         loss = torch.stack([result.loss for result in self.results]).sum()
-        valid = sum(result.valid_tokens for result in self.results) if speaks_for_group else 0
-        squares = sum(result.squares for result in self.results) if speaks_for_group else 0
+        speaking = self.results if speaks_for_group else []
+        valid = sum(result.valid_tokens for result in speaking)
+        positions, tokens = sum(result.positions for result in speaking), sum(result.tokens for result in speaking)
+        squares = sum(result.squares for result in speaking)
         data_seconds = sum(result.data_seconds for result in self.results)
         sent = self.transport.bytes_sent - self._bytes_before
         offloaded = self.offload.memory.allocated_bytes if self.offload else 0
@@ -92,7 +98,8 @@ class Window:
         slowest = math.floor(own_seconds * 1e9) * self.world.size + self.world.rank  # the time, and whose it is
         taken = memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
         worst = [data_seconds, *taken, offloaded, imbalance, slowest]
-        reduced = reduce_over_ranks([loss, valid, squares, sent, own_seconds], worst, device)
+        sums: list[float | Tensor] = [loss, valid, positions, tokens, squares, sent, own_seconds]
+        reduced = reduce_over_ranks(sums, worst, device)
         norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
         sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
         learnt = torch.stack([result.targets for result in self.results]) > 0
@@ -130,17 +137,17 @@ class Closed:
     def record(self) -> StepRecord:
         """The record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, squares, sent, own_seconds, data_seconds, allocated, *rest = self.numbers.tolist()
-        reserved, rss, offloaded, imbalance, slowest, norm, learnt, *_ = rest
+        loss, valid, positions, tokens, squares, sent, own_seconds, data_seconds, *rest = self.numbers.tolist()
+        allocated, reserved, rss, offloaded, imbalance, slowest, norm, learnt, *_ = rest
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
         longest, slowest_rank = divmod(int(slowest), self.world.size)
         lost = max(0.0, 1 - own_seconds / self.world.size / (longest / 1e9)) if longest else None
         work, ranks = self.work, self.world.size
-        tokens = work.sequences * work.length
-        share = squares / self.steps / (work.sequences * work.length**2)
-        flops = model_flops(work.model, work.length, work.sequences, work.adapters, share)
+        flops = work.flops(round(tokens), round(squares)) / self.steps
+        again = work.recomputed(round(tokens), round(squares)) / self.steps
+        per_second = tokens / self.steps / seconds
         peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
@@ -150,19 +157,20 @@ class Closed:
             skipped_steps=len(self.sick_parameters()),
             steps_without_target=self.steps - round(learnt),
             learning_rate=self.learning_rate,
-            tokens=tokens,
+            tokens=round(positions / self.steps),
+            padding_percent=100 * (1 - tokens / positions),
             valid_tokens=round(valid / self.steps),
-            training_tokens_percent=100 * valid / self.steps / tokens,
+            training_tokens_percent=100 * valid / positions,
             step_seconds=seconds,
             data_seconds=data_seconds / self.steps,
             saving_seconds=saving,
             slowest_rank=slowest_rank if longest else None,
             slowest_rank_share=lost,
-            tokens_per_second=tokens / seconds,
-            tokens_per_second_per_gpu=tokens / seconds / ranks,
+            tokens_per_second=per_second,
+            tokens_per_second_per_gpu=per_second / ranks,
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,
             mfu=mfu(flops, seconds, ranks, peak),
-            hfu=mfu(flops + work.recomputed(share), seconds, ranks, peak),
+            hfu=mfu(flops + again, seconds, ranks, peak),
             peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
             peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
             host_rss_bytes=int(rss),

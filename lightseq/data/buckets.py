@@ -1,0 +1,32 @@
+"""The lengths that batches are padded to: --model_max_length and its halves, at most eight, the same on all ranks."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from lightseq.data.batches import Batch
+
+MOST_LENGTHS: Final = 8
+MUCH_PADDING: Final = 1 / 3  # of all positions, from which on something should be done about it
+
+
+def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
+    """Returns `longest` and its halves, each rounded up to a multiple; rising, at most MOST_LENGTHS."""
+    halves = (-(-longest // (multiple << i)) * multiple for i in range(MOST_LENGTHS))
+    return tuple(sorted({min(longest, half) for half in halves}))
+
+
+def shorten(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
+    """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
+
+    With several data ranks all ranks call it together. They agree on the host, and wait for no GPU.
+    """
+    if len(lengths) == 1:
+        return list(batches)
+    rows = torch.tensor([max(batch.sizes) for batch in batches])
+    if data_ranks > 1:
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    return [batch.cut(lengths[bisect_left(lengths, row)]) for batch, row in zip(batches, rows.tolist(), strict=True)]

@@ -1,0 +1,253 @@
+"""Batches of short rows are short: at most eight lengths, the same on every rank, and the losses of full padding."""
+
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from programs import program
+from worlds import spawn
+
+import llama3
+from lightseq.config.command_line import parse
+from lightseq.data.buckets import MOST_LENGTHS, bucket_lengths
+from lightseq.ranks.mesh import World
+from lightseq.training.metrics import read_records
+from lightseq.training.prepare import prepare
+from lightseq.training.trainer import Trainer
+
+LENGTH = 256
+SIZES = (60, 9, 33, 3, 17, 64, 5, 130, 2, 40, 250, 31)
+TORCH_COMPILE = torch.compile
+
+
+def write_rows(path: Path, sizes: tuple[int, ...]) -> None:
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(0, small.VOCABULARY, size).tolist() for size in sizes]
+    path.write_bytes(pickle.dumps({"input_ids": ids}))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    small.CONFIG.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "data.pkl", SIZES)
+    return tmp_path
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    lengths: list[int]  # of every batch that reached the model, before it is cut into ranks' parts
+    eval_losses: list[float]
+
+
+def make_trainer(rank: int, files: Path, output: str, flags: str) -> Trainer:
+    words = f"{small.words(files, output)} --model_max_length {LENGTH} --save_strategy no {flags}"
+    config, size = parse(words.split(), "test"), dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    return Trainer(config, prepare(config, llama3.FAMILY, world), world, "test")
+
+
+def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
+    """A run on the ranks of a test; with `pads` every batch is as long as the longest may be."""
+    trainer = make_trainer(rank, files, output, flags)
+    if pads:
+        trainer.lengths = trainer.lengths[-1:]
+    lengths: list[int] = []
+    trainer.loss_model.register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.sequence_size)
+    )
+    trainer.train()
+    records = read_records(trainer.output_dir / "metrics.jsonl") if rank == 0 else []
+    evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
+    return Run(trainer.journal.losses, lengths, evaluated)
+
+
+def with_and_without(rank: int, files: Path, cases: dict[str, str]) -> dict[str, tuple[Run, Run]]:
+    return {
+        name: (
+            trained(rank, files, f"{name}-short", flags, pads=False),
+            trained(rank, files, f"{name}-padded", flags, pads=True),
+        )
+        for name, flags in cases.items()
+    }
+
+
+def check_same_losses(files: Path, world: int, cases: dict[str, str]) -> None:
+    ranks = spawn(world, with_and_without, files, cases)
+    for name in cases:
+        short, padded = ranks[0][name]
+        np.testing.assert_allclose(short.losses, padded.losses, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(short.eval_losses, padded.eval_losses, rtol=1e-5, err_msg=name)
+        assert min(padded.lengths) == max(padded.lengths) >= LENGTH, "the comparison is with full padding"
+        assert sum(short.lengths) < 0.7 * sum(padded.lengths)
+        assert len(set(short.lengths)) <= MOST_LENGTHS
+        for rank in ranks[1:]:
+            assert rank[name][0].lengths == short.lengths, "ranks that run together have batches of one length"
+            assert rank[name][0].losses == short.losses
+
+
+# ---- the lengths ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [1, 15, 61, 256, 2048, 2049, 131072, 1_000_003])
+@pytest.mark.parametrize("multiple", [1, 16, 48, 128])
+def test_there_are_at_most_eight_lengths_and_each_is_about_half_the_next(longest: int, multiple: int) -> None:
+    lengths = bucket_lengths(longest, multiple)
+    assert lengths[-1] == longest and len(lengths) <= MOST_LENGTHS and list(lengths) == sorted(set(lengths))
+    assert all(length % multiple == 0 for length in lengths[:-1])
+    for shorter, longer in pairwise(lengths):
+        assert longer <= 2 * shorter < 2 * longer
+
+
+def test_the_lengths_of_2048_tokens_are_its_halves() -> None:
+    assert bucket_lengths(2048, 16) == (16, 32, 64, 128, 256, 512, 1024, 2048)
+    assert bucket_lengths(2048, 64) == (64, 128, 256, 512, 1024, 2048)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+EVALUATES = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 2"
+
+
+def test_losses_on_one_rank_are_those_of_full_padding(files: Path) -> None:
+    evaluates = EVALUATES.format(files=files)
+    check_same_losses(files, 1, {
+        "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {evaluates}",
+        "two-a-batch": "--num_train_epochs 1 --per_device_train_batch_size 2",
+    })  # fmt: skip
+
+
+def test_losses_on_two_ranks_are_those_of_full_padding(files: Path) -> None:
+    evaluates = EVALUATES.format(files=files)
+    check_same_losses(files, 2, {
+        "sequence": "--max_steps 4 --gradient_accumulation_steps 2",
+        "data": f"--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 1 {evaluates}",
+    })  # fmt: skip
+
+
+def test_losses_on_three_ranks_are_those_of_full_padding(files: Path) -> None:
+    check_same_losses(files, 3, {
+        "sequence": "--max_steps 4",
+        "data": "--max_steps 3 --gradient_accumulation_steps 2 --sequence_parallel_size 1",
+    })  # fmt: skip
+
+
+@pytest.mark.slow
+def test_losses_on_two_by_two_ranks_are_those_of_full_padding(files: Path) -> None:
+    check_same_losses(files, 4, {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"})
+
+
+def test_texts_that_are_tokenised_on_access_make_short_batches_on_all_ranks(files: Path) -> None:
+    lines = [json.dumps({"text": "x" * size}) for size in SIZES]
+    (files / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    small.CONFIG.__class__(**{**small.CONFIG.to_dict(), "vocab_size": 300}).save_pretrained(files / "model")
+    lazy = f"--data_path {files}/texts.jsonl --tokenizer byte --lazy_preprocess True --sequence_parallel_size 1"
+    check_same_losses(files, 2, {"lazy": f"--max_steps 4 {lazy}"})
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def first_lengths(rank: int, files: Path) -> list[list[int]]:
+    write_rows(files / "full.pkl", (LENGTH + 1,) * 4)
+    full = f"--data_path {files}/full.pkl --max_steps 2"
+    return [trained(rank, files, output, flags, pads=False).lengths for output, flags in
+            (("short", "--max_steps 1 --seed 1"), ("full", full))]  # fmt: skip
+
+
+def test_the_longest_batch_is_tried_before_the_first_step_where_that_is_short(files: Path) -> None:
+    short, full = spawn(1, first_lengths, files)[0]
+    assert short[0] == LENGTH > short[1] and len(short) == 2, "once, and of no use where a step is as long"
+    assert full == [LENGTH, LENGTH]
+
+
+def resumed(rank: int, files: Path) -> tuple[list[float], list[float]]:
+    common = f"{small.words(files, 'whole')} --model_max_length {LENGTH} --save_strategy steps --save_steps 2"
+    ends = [
+        program(rank, "llama3", f"{common} {more}")
+        for more in (
+            "--max_steps 4",
+            f"--output_dir {files}/parts --max_steps 4",
+            f"--output_dir {files}/again --max_steps 4 --resume_from_checkpoint {files}/parts/checkpoint-2",
+        )
+    ]
+    assert [end.status for end in ends] == [0, 0, 0], ends
+    return small.losses(files, "whole"), small.losses(files, "again")
+
+
+def test_a_resumed_run_goes_on_with_the_next_row_to_the_bit(files: Path) -> None:
+    whole, again = spawn(2, resumed, files)[0]
+    assert again == whole[2:], "the longest batch that is tried first changes nothing"
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def said(rank: int, files: Path, flags: str) -> str:
+    end = program(rank, "llama3", f"{small.words(files, 'said')} --model_max_length {LENGTH} {flags}")
+    assert end.status == 0, end.err
+    return end.out
+
+
+def test_the_printed_rate_counts_no_padding_and_its_share_is_shown(files: Path) -> None:
+    write_rows(files / "data.pkl", (60,) * 8)
+    out = spawn(2, said, files, "--max_steps 2 --per_device_train_batch_size 2")[0]
+    for record in read_records(files / "said" / "metrics.jsonl"):
+        assert (record["tokens"], record["valid_tokens"]) == (128, 118)
+        assert record["padding_percent"] == pytest.approx(100 * 8 / 128)
+        assert record["tokens_per_second"] == pytest.approx(120 / record["step_seconds"])
+        assert f"{record['tokens_per_second']:,.0f} tokens/s, 6% padding" in out
+    assert "best_fit" not in out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "named"),
+    [((33,) * 8, "", True), ((LENGTH,) * 8, "", False), ((33,) * 8, "--packing best_fit", False)],
+)
+def test_packing_is_named_where_a_third_or_more_is_padding(
+    files: Path, sizes: tuple[int, ...], flags: str, named: bool
+) -> None:
+    write_rows(files / "data.pkl", sizes)
+    out = spawn(1, said, files, f"--max_steps 2 {flags}")[0]
+    note = "48% of the positions so far are padding; --packing best_fit fills sequences with whole documents"
+    assert out.count(note) == named and ("padding;" in out) == named
+
+
+def test_rope_that_scales_with_the_length_of_a_sequence_sees_full_padding(files: Path) -> None:
+    rope = '{"rope_type":"dynamic","factor":2.0}'
+    out = spawn(1, said, files, f"--max_steps 1 --rope_scaling '{rope}'")[0]
+    assert "all batches are padded to --model_max_length, for the model's RoPE scales with their length" in out
+    assert read_records(files / "said" / "metrics.jsonl")[0]["tokens"] == LENGTH
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+def graphs(rank: int, files: Path) -> tuple[int, list[int]]:
+    """Lengths of batches, and graphs that were compiled up to the end of each of two epochs with an evaluation."""
+    compiled, lengths = [], set()
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
+        patch.setattr(torch, "compile", lambda f, dynamic, **_: TORCH_COMPILE(f, dynamic=dynamic, backend="aot_eager"))
+        evaluates = f"--eval_data_path {files}/data.pkl --eval_strategy epoch"
+        trainer = make_trainer(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
+        for epoch in range(2):
+            for step in range(len(SIZES)):
+                lengths.add(trainer._step(epoch * len(SIZES) + step).positions)
+            trainer.evaluate()
+            compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return len(lengths), compiled
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_once_each_length_was_seen(files: Path) -> None:
+    write_rows(files / "data.pkl", (*SIZES[:-1], 100))
+    lengths, compiled = spawn(1, graphs, files)[0]
+    # Of a layer and of the norm after the last, each in training and in evaluation: more than torch keeps by itself.
+    assert lengths == 5 and compiled == [2 * 2 * lengths] * 2
