@@ -90,7 +90,6 @@ class Trainer:
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.shard = Sharding(self.context, world.device)
-        self.lengths = self._lengths()
         self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         with self.explained_out_of_memory():
@@ -101,6 +100,7 @@ class Trainer:
             with self.explained_out_of_memory():
                 agree(world, self._resume)
         self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
+        self.lengths = self._lengths()
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = inputs.stream.first_step
         self.terminal = Terminal(inputs.total_steps, self.first_step)
