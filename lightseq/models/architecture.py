@@ -101,11 +101,13 @@ def rope_types(source: object) -> set[str]:
     Both have one type, or a mapping with one for each kind of layer (Gemma 3, OLMo 3).
     """
     found = getattr(source, "rope_type", None)
-    if found is None:
-        parameters = getattr(source, "rope_parameters", None) or {}
-        per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
-        return {each.get("rope_type") for each in (parameters, *per_layer_type)} - {None}
-    return set(found.values()) if isinstance(found, Mapping) else {found}
+    if isinstance(found, Mapping):
+        return {str(kind) for kind in found.values()}
+    if found is not None:
+        return {str(found)}
+    parameters = getattr(source, "rope_parameters", None) or {}
+    all_layers = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.attention.context import SequenceContext
+from lightseq.attention.context import ForwardPass, SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.parts import packed_positions
 
@@ -152,8 +152,14 @@ def _compare_batches(context: SequenceContext, facts: Tensor, num_items: Tensor 
         )
 
 
+def _forward_pass(model: nn.Module) -> ForwardPass:
+    context = model.sequence_context
+    assert isinstance(context, SequenceContext)
+    return context.forward_pass
+
+
 def _end_of_layers(base_model: nn.Module, _args: tuple, _output: Any) -> None:
-    base_model.sequence_context.forward_pass.packed = False
+    _forward_pass(base_model).packed = False
 
 
 # ---- labels and loss -----------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> Non
             "label_smoothing_factor or compute_loss_func, say), whose labels must not be shifted again; leave those "
             "options out, or leave shift_labels out of the batch where your own loss does not shift"
         )
-    model.sequence_context.forward_pass.loss = None
+    _forward_pass(model).loss = None
 
 
 def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -188,13 +194,13 @@ def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *arg
 
 @torch.compiler.disable
 def _note_loss(model: nn.Module, loss: Tensor) -> None:
-    model.sequence_context.forward_pass.loss = loss
+    _forward_pass(model).loss = loss
 
 
 @torch.compiler.disable
 def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Refuses a loss that is not what the loss function gave: another function's, or with a term of the shard's own."""
-    state = model.sequence_context.forward_pass
+    state = _forward_pass(model)
     ours, state.loss = state.loss, None
     if kwargs.get("labels") is None:
         return
