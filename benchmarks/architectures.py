@@ -11,6 +11,7 @@ config that are known to go wrong. Loss and every gradient are those of plain tr
 import argparse
 import copy
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,8 @@ SIZES: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "rotary_dim": 8,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8,
+    "first_k_dense_replace": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "state_size": 8, "ssm_state_size": 8, "hidden_size_per_layer_input": 8,
@@ -74,6 +76,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [48] * 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "glm4_moe_lite": {"v_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -344,6 +347,13 @@ def compared(loss: float, gradients: dict[str, Tensor], want: PreTrainedModel, p
 
 # ---- the page ------------------------------------------------------------------------------------------------------
 
+# Ways of training, with what the page says over their refusals.
+WAYS = {
+    "loop": "refused everywhere, because the model",
+    "loop packed": "refused when packed, because",
+    "train": "refused by `lightseq train`, because the model",
+    "train packed": "refused by `lightseq train --packing`, because the model's",
+}
 BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"
 
 
@@ -363,39 +373,40 @@ def replace_table(page: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Classes that train exactly, with what they cannot be packed or trained by; then the others by their refusal."""
+    """Classes that train exactly, then the refusals of each way of training with the classes that they meet."""
     classes: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         classes.setdefault(outcome.model_class, {}).setdefault(outcome.way, outcome)
-    exact = {name: ways for name, ways in classes.items() if ways["loop"].kind == "exact"}
-    refused = {name: ways["loop"] for name, ways in classes.items() if ways["loop"].kind == "refused"}
+    kinds = {way: {name: ways[way].kind for name, ways in classes.items() if way in ways} for way in WAYS}
+    exact = [name for name, kind in kinds["loop"].items() if kind == "exact"]
+    everywhere = [name for name in exact if all(kinds[way].get(name) == "exact" for way in WAYS)]
     lines = [
-        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}: {len(exact)} classes train "
-        f"exactly, {len(refused)} are refused.",
+        f"With transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}, {len(exact)} of "
+        f"{len(classes)} classes train exactly in your own loop, {len(everywhere)} of them under `lightseq train` too.",
         "",
-        "| class | own loop, packed | `lightseq train` | packed |",
-        "|---|---|---|---|",
+        f"Exact both ways, plain and packed: {_names(everywhere)}.",
+        "",
+        f"Exact in your own loop alone: {_names([name for name in exact if name not in everywhere])}.",
     ]
-    for name, ways in sorted(exact.items(), key=lambda item: item[0].lower()):
-        cells = [_cell(ways.get(way), name) for way in ("loop packed", "train", "train packed")]
-        lines.append(f"| {name.removesuffix('ForCausalLM')} | {' | '.join(cells)} |")
-    reasons: dict[str, list[str]] = {}
-    for name, outcome in sorted(refused.items()):
-        reasons.setdefault(_reason(outcome.line, name), []).append(name.removesuffix("ForCausalLM"))
-    lines += ["", "| refused everywhere, because the model | classes |", "|---|---|"]
-    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
+    for way, title in WAYS.items():
+        reasons: dict[str, list[str]] = {}
+        for name, ways in classes.items():
+            if way in ways and ways[way].kind == "refused" and (way != "train" or name in exact):
+                reasons.setdefault(_reason(ways[way]), []).append(name)
+        if reasons:
+            lines += ["", f"| {title} | classes |", "|---|---|"]
+            lines += [f"| {reason} | {_names(names)} |" for reason, names in sorted(reasons.items())]
     return "\n".join(lines)
 
 
-def _cell(outcome: Outcome | None, name: str) -> str:
-    if outcome is None:
-        return "–"
-    return "exact" if outcome.kind == "exact" else _reason(outcome.line, name)
+def _names(classes: Sequence[str]) -> str:
+    return ", ".join(sorted((name.removesuffix("ForCausalLM") for name in classes), key=str.lower))
 
 
-def _reason(line: str, name: str) -> str:
-    """A refusal without the model's name and the remedy."""
-    return line.removeprefix(f"{name} ").split("; ")[0]
+def _reason(outcome: Outcome) -> str:
+    """A refusal without the names of the model and its parts, and without the remedy."""
+    line = outcome.line.removeprefix(f"{outcome.model_class} ").removeprefix(f"{outcome.model_type} ")
+    return re.sub(r",? ?\b\w+(\.\w+)+,?", "", line.split("; ")[0].split(": ")[0]).strip()
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def _refusals(rank: int) -> None:
     x, kv = torch.randn(1, 4, 6, 8), torch.randn(1, 4, 2, 8)
     cases = [
         ((x, kv[:, :2], kv[:, :2]), "use_cache=False"),
-        ((x, kv, kv[..., :4]), "do not fit together"),
+        ((x, kv, kv[..., :4]), "keys of 8 and values of 4 dimensions"),
         ((x[:, :3], kv[:, :3], kv[:, :3]), "3 local tokens do not divide"),
         ((x[:, :, :5], kv, kv), "5 query heads do not divide among 2"),
     ]

@@ -73,6 +73,11 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
+    if k.shape[:-1] == v.shape[:-1] and k.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"attention has keys of {k.shape[-1]} and values of {v.shape[-1]} dimensions a head, for which there is no "
+            "kernel; use a model with as many of both"
+        )
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         shapes = _shapes(q, k, v)
         raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
