@@ -29,6 +29,7 @@ from rich.table import Table
 import llama3
 from benchmarks.flags import Parser, length, listed, one_of, positive
 from benchmarks.longest import Probe, hardware_of, next_length, provenance_of, rehearsed, run_searches, write
+from benchmarks.report import read_lines
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine
@@ -40,7 +41,6 @@ from lightseq.models.weights import build_on_meta
 from lightseq.plan.plan import make_plan
 from lightseq.plan.rates import GIB
 from lightseq.plan.run import PlannedRun
-from lightseq.training.metrics import read_records
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16
@@ -113,7 +113,7 @@ def parser() -> Parser:
 def search_of(search: Search, flags: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     """Goes on with what the file knows of this limit; the record of the limit, written once it is found."""
     key, provenance = asdict(search), provenance_of(flags.commit, machine)
-    old = [r for r in read_records(flags.output) if all(r.get(name) == value for name, value in key.items())]
+    old = [r for r in read_lines(flags.output) if all(r.get(name) == value for name, value in key.items())]
     if done := [r for r in old if r["benchmark"] == "largest"]:
         return done[-1]
     probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.flags import Parser, length, listed, positive
-from benchmarks.report import commit_here
+from benchmarks.report import commit_here, read_lines
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
@@ -39,7 +39,6 @@ from lightseq.plan.rates import CHIPS, GIB, chip_of_device
 from lightseq.plan.rehearsal import RECORD
 from lightseq.plan.remedies import longest as longest_planned
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.training.metrics import read_records
 
 ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too long; anything else is an error
 S = TypeVar("S")
@@ -161,7 +160,7 @@ def parser() -> Parser:
 def search_of(search: Search, flags: Any, machine: Machine) -> dict[str, Any]:
     """Goes on with what the file knows of this limit; the record of the limit, written once it is found."""
     key = asdict(search)
-    old = [r for r in read_records(flags.output) if all(r.get(name) == value for name, value in key.items())]
+    old = [r for r in read_lines(flags.output) if all(r.get(name) == value for name, value in key.items())]
     if done := [r for r in old if r["benchmark"] == "longest"]:
         return done[-1]
     names = Probe.__dataclass_fields__

@@ -21,13 +21,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks.flags import Parser, listed, positive
-from benchmarks.report import commit_here
+from benchmarks.report import commit_here, read_lines
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import ROOT, model_of
 from lightseq.commands import refused
 from lightseq.config.lengths import shown
-from lightseq.training.metrics import read_records
 
 WORKER = ROOT / "benchmarks" / "training" / "plan_point.py"
 
@@ -93,7 +92,7 @@ def main(words: Sequence[str]) -> int:
         flags = parser().parse_args(words)
     except ValueError as error:
         return refused(error)
-    done = {record["point"] for record in read_records(flags.output) if not record["skipped"]}
+    done = {record["point"] for record in read_lines(flags.output) if not record["skipped"]}
     machine, begin = look_at_machine(), time.monotonic()
     flags.output.parent.mkdir(parents=True, exist_ok=True)
     with flags.output.open("a", encoding="utf-8") as file:

@@ -1,9 +1,12 @@
 """What a benchmark says of itself: the header of its records, and a line for each point as it is measured."""
 
+import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,18 @@ FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half on
 SQUARES = ("length^2", "(sum of document lengths^2)")
 ARROW = " → "
 GAP = "  "
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a benchmark's file, one a line. Says which garbled lines it leaves out."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []  # the last may be cut off
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as why:
+            print(f"{path} line {number} is not JSON ({why.msg}); it is left out", file=sys.stderr)
+    return found
 
 
 def header(

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import largest, longest
 from benchmarks.largest import Search, main, parameters
 from benchmarks.longest import Probe
+from benchmarks.report import read_lines
 from benchmarks.training.records import Machine
-from lightseq.training.metrics import read_records
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,14 @@ def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: P
     file = tmp_path / "largest.jsonl"
     words = f"--what weights --gpu_memory 93 --output {file}".split()
     assert main(words) == 0
-    *probes, depth = read_records(file)
-    width = next(r for r in read_records(file) if r["benchmark"] == "largest")
+    *probes, depth = read_lines(file)
+    width = next(r for r in read_lines(file) if r["benchmark"] == "largest")
     assert (depth["strategy"], depth["largest"], depth["parameters"]) == ("n_layers", 24, 48_185_937_920)
     assert depth["peak_bytes"] == 2 * 48_185_937_920 and depth["too_large"] == 25
     assert width["parameters"] == parameters("scaled-all-18") < 93 * 2**30 / 2 < parameters("scaled-all-19")
     sizes = [(p["strategy"], p["length"]) for p in probes if p["benchmark"] == "largest-probe"]
     assert sorted(sizes) == [("all", 18), ("all", 19), ("n_layers", 24), ("n_layers", 25)], "what fits is known before"
-    assert main(words) == 0 and len(read_records(file)) == len(probes) + 1, "what is known is not tried again"
+    assert main(words) == 0 and len(read_lines(file)) == len(probes) + 1, "what is known is not tried again"
 
 
 def test_a_garbled_line_is_said_and_the_search_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_a_garbled_line_is_said_and_the_search_goes_on(tmp_path: Path, capsys: p
     file.write_text("\n".join((lines[0][:40], *lines[1:])) + "\n")
     assert main(words) == 0
     assert f"{file} line 1 is not JSON" in capsys.readouterr().err
-    assert len(read_records(file)) == len(lines) - 1, "the limit was found before"
+    assert len(read_lines(file)) == len(lines) - 1, "the limit was found before"
 
 
 def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytes
     file = tmp_path / "largest.jsonl"
     words = f"--what training --strategies all --nproc_per_node 4 --first 8 --output {file}".split()
     assert main([*words, "--flags", "--remat full", "--length", "2K"]) == 0
-    found = read_records(file)[-1]
+    found = read_lines(file)[-1]
     assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
     assert all("--remat full --model_max_length 2048" in " ".join(each) for each in seen)
 

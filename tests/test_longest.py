@@ -8,9 +8,9 @@ from rich.console import Console
 
 from benchmarks import longest
 from benchmarks.longest import Probe, Search, main, next_length
+from benchmarks.report import read_lines
 from benchmarks.training.launch import Failed
 from benchmarks.training.records import Machine
-from lightseq.training.metrics import read_records
 
 
 @pytest.mark.parametrize("limit", [1, 1023, 1024, 5000, 131072, 999_999, 12_345_678])
@@ -59,7 +59,7 @@ def test_a_search_goes_on_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, 
     assert main(words) == main(words) == 0
     again = [tokens for i, tokens in enumerate(asked) if i != 2]
     assert len(set(again)) == len(again) and asked[2] == asked[3]
-    found = [r for r in read_records(file) if r["benchmark"] == "longest"]
+    found = [r for r in read_lines(file) if r["benchmark"] == "longest"]
     assert len(found) == 1 and 49_000 < found[0]["longest"] <= 50_000 < found[0]["too_long"]
     assert found[0]["host_bytes"] == 2 * found[0]["longest"] * 2**12 and found[0]["reason"] == "out of memory"
     assert found[0]["tokens_per_gpu_gib"] == pytest.approx(2**30 / 2**14 / 2)
@@ -85,7 +85,7 @@ def test_only_a_lack_of_memory_counts_as_too_long(
 
 def test_a_terminal_of_80_columns_shows_every_number_whole() -> None:
     file = Path(longest.__file__).parent / "results" / "longest-1b-1xh200.jsonl"
-    found = [r for r in read_records(file) if r["benchmark"] == "longest"]
+    found = [r for r in read_lines(file) if r["benchmark"] == "longest"]
     console = Console(width=80)
     with console.capture() as terminal:
         console.print(longest.table(found))
@@ -99,6 +99,6 @@ def test_rehearsals_count_what_a_given_memory_holds(tmp_path: Path) -> None:
     file = tmp_path / "longest.jsonl"
     limits = "--gpu_memory 0.16 --first 8K --step 8K --resolution 0.5 --nproc_per_node 1"
     assert main(f"--models tiny-llama3 {limits} --output {file}".split()) == 0
-    *probes, found = read_records(file)
+    *probes, found = read_lines(file)
     assert {probe["fits"] for probe in probes} == {True, False}
     assert found["peak_bytes"] <= 0.16 * 2**30 and "more than 0.16 GiB" in found["reason"]

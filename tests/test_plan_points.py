@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import glue, plan_points
 from benchmarks.plan_points import Point, line, main, take
+from benchmarks.report import read_lines
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
@@ -25,11 +26,10 @@ from lightseq.plan.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.plan.step_time import matrix_seconds
 from lightseq.schedule.choice import Choice
-from lightseq.training.metrics import read_records
 
 RESULTS = Path(plan_points.__file__).parent / "results"
-POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_records(file)]
-GLUE = [r for r in read_records(RESULTS / "glue-1xh100.jsonl") if r["way"] in ("eager", "compiled")]  # ours alone
+POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_lines(file)]
+GLUE = [r for r in read_lines(RESULTS / "glue-1xh100.jsonl") if r["way"] in ("eager", "compiled")]  # ours alone
 MEASURED = [r for r in POINTS + GLUE if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
@@ -163,7 +163,7 @@ def test_attention_layers_take_what_was_measured_since_results_take_memory_late(
 
 def _long_layers(file: Path) -> list[dict[str, Any]]:
     """Below 64K, what the benchmark holds beside counts."""
-    layers = [r for r in read_records(file) if r.get("implementation") == "lightseq" and r["seconds_median"]]
+    layers = [r for r in read_lines(file) if r.get("implementation") == "lightseq" and r["seconds_median"]]
     return [r for r in layers if r["length"] >= 65536]
 
 

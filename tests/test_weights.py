@@ -328,7 +328,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 def test_what_a_tie_or_the_rotary_positions_leave_behind_is_no_extra_tensor(tmp_path: Path) -> None:
     """Older checkpoints hold both ends of a tie, and the frequencies."""
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    directory = changed(tmp_path, lambda x: x.update(frequencies))
+    directory = changed(
+        tmp_path, lambda x: x.update(frequencies | {"lm_head.weight": x["model.embed_tokens.weight"].clone()})
+    )
     model = empty(tiny(tied=True), fsdp=None)
     weights.load(model, directory)
     assert not any(p.isnan().any() for p in model.parameters())
