@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +20,14 @@ from programs import Ended, program, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
 from lightseq.checkpoint import disk, manifest, saver, saving, state_files
 from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts, sweep
 from lightseq.checkpoint.manifest import MANIFEST, File, complaint
+from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import open_pickle
@@ -146,7 +149,7 @@ class Hostile:
 def test_an_index_of_tensors_runs_no_code(files: Path, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
     with pytest.raises(ValueError, match=r"is no index of tensors: it asks to build pathlib\S*, which"):
-        state_files.read_index(tmp_path)
+        read_index(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -155,16 +158,116 @@ def test_what_is_no_index_of_tensors_is_one_line(tmp_path: Path, content: bytes)
     """The last of them asks for an eighth of all memory that can be addressed."""
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="is no index of tensors"):
-        state_files.read_index(tmp_path)
+        read_index(tmp_path)
 
 
 @pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "a/b", ".."])
 def test_an_index_of_tensors_names_no_file_elsewhere(files: Path, tmp_path: Path, elsewhere: str) -> None:
-    index = state_files.read_index(files / "whole" / "checkpoint-4" / STATE)
+    index = read_index(files / "whole" / "checkpoint-4" / STATE)
     next(iter(index.storage_data.values())).relative_path = elsewhere
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match="names the file"):
-        state_files.read_index(tmp_path)
+        read_index(tmp_path)
+
+
+def rewrite(index: Metadata, change: Callable[[Metadata], object]) -> bytes:
+    change(index)
+    return pickle.dumps(index)
+
+
+def first_place(index: Metadata) -> Any:
+    return next(iter(index.storage_data.values()))
+
+
+def first_tensor(index: Metadata) -> Any:
+    return index.state_dict_metadata["model.model.embed_tokens.weight"]
+
+
+def shrink(index: Metadata) -> None:
+    first_tensor(index).chunks.pop()
+
+
+def overhang(index: Metadata) -> None:
+    first_tensor(index).size = torch.Size([3, 5])
+
+
+def hide_values(index: Metadata) -> None:
+    index.storage_data = OrderedDict(index.storage_data)
+    index.storage_data.values = {"nothing": 0}  # type: ignore[method-assign, assignment]
+
+
+FORGED: dict[str, tuple[Callable[[Metadata], object], str]] = {
+    "places in a dict with values of its own": (hide_values, "OrderedDict"),
+    "tensors in a dict of a class": (
+        lambda index: setattr(index, "state_dict_metadata", OrderedDict(index.state_dict_metadata)),
+        "OrderedDict",
+    ),
+    "a name with a zero byte": (lambda index: setattr(first_place(index), "relative_path", "a\0b"), "names the file"),
+    "a name that is no string": (lambda index: setattr(first_place(index), "relative_path", ["__0_0.distcp"]), "list"),
+    "a file that is not there": (lambda index: setattr(first_place(index), "relative_path", "x"), "is not there"),
+    "bytes before the file": (lambda index: setattr(first_place(index), "offset", -1), "outside of the file"),
+    "a negative length": (lambda index: setattr(first_place(index), "length", -1), "outside of the file"),
+    "bytes after the file": (lambda index: setattr(first_place(index), "length", 1 << 40), "outside of the file"),
+    "an offset that is no number": (
+        lambda index: setattr(first_place(index), "offset", "0"),
+        "str in the place of a int",
+    ),
+    "a transform": (lambda index: setattr(first_place(index), "transform_descriptors", ["zip"]), "names the file"),
+    "a part that is missing": (shrink, "do not add up"),
+    "a part outside of its tensor": (overhang, "outside of its shape"),
+    "a place that is missing": (lambda index: index.storage_data.popitem(), "does not say where"),
+    "a tensor that is none": (lambda index: index.state_dict_metadata.update(x=3), "no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_index_of_tensors_is_one_line(files: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(files / "whole" / "checkpoint-4" / STATE, tmp_path / STATE)
+    change, line = FORGED[name]
+    forged = rewrite(read_index(tmp_path / STATE), change)
+    (tmp_path / STATE / ".metadata").write_bytes(forged)
+    with pytest.raises(ValueError, match=line):
+        read_index(tmp_path / STATE)
+
+
+def test_an_index_of_tensors_names_no_link_or_pipe(files: Path, tmp_path: Path) -> None:
+    state = tmp_path / STATE
+    shutil.copytree(files / "whole" / "checkpoint-4" / STATE, state)
+    file = state / first_place(read_index(state)).relative_path
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_index(state)
+    (state / ".metadata").unlink()
+    os.mkfifo(state / ".metadata")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_index(state)
+
+
+def test_an_index_of_tensors_changes_no_class(tmp_path: Path) -> None:
+    """BUILD with the state (None, {...}) sets attributes, of a class as of any object."""
+    named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (tmp_path / ".metadata").write_bytes(named + b"N}S'planted'\nS'yes'\ns\x86b.")
+    with pytest.raises(ValueError, match="is no index of tensors: it changes a Name"):
+        read_index(tmp_path)
+    assert not hasattr(Metadata, "planted")
+
+
+def test_a_resume_from_a_forged_checkpoint_is_one_line(files: Path, tmp_path: Path) -> None:
+    """Its manifest fits what was forged: a place of a tensor holds another one."""
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    shutil.copytree(files / "whole" / "checkpoint-4", checkpoint)
+
+    def swap(index: Metadata) -> None:
+        keys = list(index.storage_data)
+        for key in keys:
+            index.storage_data[key] = index.storage_data[keys[0]]
+
+    (checkpoint / STATE / ".metadata").write_bytes(rewrite(read_index(checkpoint / STATE), swap))
+    manifest.write(checkpoint, manifest.describe_all(checkpoint, manifest.files_below(checkpoint)))
+    flags = f"{SAVED} --max_steps 5 --output_dir {tmp_path}/run --resume_from_checkpoint auto"
+    end = in_one_process(words(files, "run", flags))
+    assert end.status == 2 and end.err.count("\n") == 1 and "cannot be read (rank 0" in end.err, end
 
 
 @pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "state/../../secret", ""])

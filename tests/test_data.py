@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import IGNORE_INDEX
+from lightseq.data.pickles import load_plain_pickle, read_pickle
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.data.tokens import Reading, open_token_directory, write_token_directory
 from lightseq.models import hub
@@ -24,8 +26,8 @@ def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 100
     return path
 
 
-def pickle_file(path: Path, content: object) -> Path:
-    path.write_bytes(pickle.dumps(content))
+def pickle_file(path: Path, content: object, protocol: int | None = None) -> Path:
+    path.write_bytes(pickle.dumps(content, protocol))
     return path
 
 
@@ -195,6 +197,56 @@ def test_a_pickle_runs_no_code(tmp_path: Path, protocol: int) -> None:
     assert "it asks to build" in refusal(path, 4, 10) and not trap.exists()
     pickle.loads(path.read_bytes())  # the trap works
     assert trap.exists()
+
+
+NEST = b"\x85" * 300_000  # tuples of one tuple each
+DOUBLE = b"q\x00h\x00\x86" * 60  # tuples that hold the one before twice
+
+
+@pytest.mark.parametrize("memo", [b"r" + (2**32 - 1).to_bytes(4, "little"), b"p4294967295\n"])
+def test_a_large_memo_index_costs_nothing(tmp_path: Path, memo: bytes) -> None:
+    """Python's unpickler would allocate 64 GiB for the seven bytes."""
+    path = tmp_path / "data.pkl"
+    path.write_bytes(b"}" + memo + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "is not a dict whose" in refusal(path, 4, 10)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+@pytest.mark.parametrize("key", [b")" + NEST, b")" + DOUBLE], ids=["deep", "shared"])
+def test_a_tuple_as_a_key_is_refused_before_it_is_hashed(tmp_path: Path, key: bytes) -> None:
+    """The hash of the first would overflow the stack, that of the second never end."""
+    path = tmp_path / "data.pkl"
+    path.write_bytes(b"\x80\x04}" + key + b"Ns.")
+    assert "a key of a dict is a tuple" in refusal(path, 4, 10)
+
+
+def test_lists_that_hold_each_other_many_times_over_are_refused(tmp_path: Path) -> None:
+    path, row = tmp_path / "data.pkl", [1]
+    for _ in range(40):
+        row = [row, row]  # type: ignore[list-item]
+    pickle_file(path, {"input_ids": [row]})
+    assert "is not a list of integers" in refusal(path, 4, 10)
+
+
+def test_a_pipe_is_no_pickle(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.pkl")
+    assert "no regular file" in refusal(tmp_path / "data.pkl", 4, 10)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_any_protocol_is_read(tmp_path: Path, protocol: int) -> None:
+    rows = [[1, 300, 70_000, 2], [5] * 3000, [], [-1, 2**40]]
+    others = {"ids": ["ä", "x" * 300], "scores": [0.5, None, True, False], "seed": 2**70, "raw": b"\x00r"}
+    for content in (
+        {"input_ids": rows, **others},
+        {"input_ids": tuple(map(tuple, rows)), "meta": [{"a": 1}, {"a": (2, 3, 4, 5)}]},
+    ):
+        if protocol < 3:
+            content.pop("raw", None)
+        path = pickle_file(tmp_path / "data.pkl", content, protocol)
+        assert [ids.tolist() for ids, _ in read_pickle(path)] == rows
+        assert load_plain_pickle(path) == content
 
 
 def test_a_pickle_of_arrays_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import re
+import resource
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightseq.checkpoint import state_files
+from lightseq.checkpoint import tensor_index
 from lightseq.config.masking import is_secret_name, masked
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import weights
@@ -30,7 +32,7 @@ TINY = LlamaConfig(
 )  # fmt: skip
 PROGRAM_FOLDERS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples")
 # Whoever unpickles does it with a reader that builds what is listed there and nothing else.
-UNPICKLERS = {"lightseq/checkpoint/state_files.py", "lightseq/data/pickles.py"}
+UNPICKLERS = {"lightseq/data/pickles.py"}
 
 
 def calls() -> list[tuple[str, ast.Call, str]]:
@@ -184,6 +186,41 @@ def test_deepspeed_files_build_nothing_strange(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def zipped_pickle(path: Path, content: bytes) -> Path:
+    """A file of torch.save that holds a pickle."""
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as old:
+        files = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in files.items():
+            new.writestr(name, content if name.endswith("data.pkl") else data)
+    return path
+
+
+def test_deepspeed_files_change_no_class_and_cost_no_memory(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    from lightseq.training.deepspeed_engine import check_harmless, load_restricted
+
+    # BUILD with the state (None, {...}) sets attributes of what lies below it, here of a class.
+    named = b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n"
+    path = zipped_pickle(tmp_path / "states.pt", named + b"N}X\x07\0\0\0plantedX\x03\0\0\0yess\x86b.")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_restricted(str(path))
+    assert not hasattr(LossScaler, "planted")
+    path = zipped_pickle(tmp_path / "states.pt", b"\x80\x02}r\xff\xff\xff\xff.")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert load_restricted(str(path)) == {}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+    torch.save({"scaler": LossScaler(2.0)}, path)
+    check_harmless(tmp_path)
+    assert load_restricted(str(path))["scaler"].cur_scale == 2.0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="linked is a link"):
+        check_harmless(tmp_path)
+
+
 class _Getting:
     """Pickles as getattr(of, name)."""
 
@@ -197,18 +234,18 @@ class _Getting:
 @pytest.mark.parametrize(
     ("of", "name", "line"),
     [
-        (metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", "no index of tensors; name"),  # read, and no index
-        (metadata._MEM_FORMAT_ENCODING, "mro", "asks for 'mro' of"),
-        (metadata.Metadata, "__init__", "asks for '__init__' of"),
+        (metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", "no index of tensors: there is something else"),
+        (metadata._MEM_FORMAT_ENCODING, "mro", "no index of tensors: there is something else"),
+        (metadata.Metadata, "__init__", "no index of tensors: there is something else"),
     ],
 )
 def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(
     tmp_path: Path, of: object, name: str, line: str
 ) -> None:
     """Python 3.11.2 pickles members of an enum so, 3.11.7 does not."""
-    (tmp_path / state_files.INDEX).write_bytes(pickle.dumps(_Getting(of, name)))
+    (tmp_path / tensor_index.INDEX).write_bytes(pickle.dumps(_Getting(of, name)))
     with pytest.raises(ValueError, match=line):
-        state_files.read_index(tmp_path)
+        tensor_index.read_index(tmp_path)
 
 
 CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")

@@ -27,8 +27,9 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq.checkpoint import manifest, randomness, state_files
+from lightseq.checkpoint import manifest, randomness
 from lightseq.checkpoint.checkpoints import FACTS, STATE, read_facts
+from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.checks import CHOICES
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import open_examples
@@ -213,7 +214,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "weights/model-00001-of-00004.safetensors": ("weights", lambda path: _load(path)),
     f"checkpoint/{FACTS}": ("checkpoint", read_facts),
     "checkpoint/manifest.json": ("checkpoint", read_checkpoint),
-    f"checkpoint/{STATE}/.metadata": ("checkpoint", lambda path: state_files.read_index(path / STATE)),
+    f"checkpoint/{STATE}/.metadata": ("checkpoint", lambda path: read_index(path / STATE)),
     f"checkpoint/{STATE}/random-0.json": (
         "checkpoint",
         lambda path: randomness.restore(path / STATE / "random-0.json", torch.device("cpu")),

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from lightseq.checkpoint import manifest, randomness, state_files
 from lightseq.ranks.mesh import World, agree
 from lightseq.training.optimization import set_rate
+from lightseq.words import first_line
 
 STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 # After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
@@ -262,7 +263,11 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:  # on all ranks alike
         if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
-            raise
+            rank, (failure, _) = next(iter(error.failures.items()))
+            raise ValueError(
+                f"--resume_from_checkpoint {directory} cannot be read (rank {rank}: {first_line(failure)}); "
+                "name another checkpoint"
+            ) from error
         raise ValueError(
             f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
             "cut apart; resume on as many ranks as it was saved on"

@@ -1,19 +1,17 @@
 """Tensors that ranks hold together as files of torch.distributed.checkpoint, read without running what a file says.
 
-What is written is hashed on its way. The index of such files is a pickle: it is read by an unpickler that knows the
-classes an index is made of and no others, and its file names may not leave the directory.
+What is written is hashed on its way. The index of such files is read by tensor_index.py.
 """
 
 import hashlib
 import io
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,46 +20,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightseq.data.pickles import MALFORMED
-from lightseq.words import first_line, is_plain_name
+from lightseq.checkpoint.tensor_index import read_index
+from lightseq.words import first_line
 
-INDEX: Final = ".metadata"
 # To hash and to write are one thread's work by turns: four of them keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
-MADE_OF: Final = frozenset(  # what an index may build
-    [("torch.distributed.checkpoint.metadata", name) for name in (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )]
-    + [("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("collections", "OrderedDict")]
-    + [("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")]
-)  # fmt: skip
-
-
-def _memory_format(kind: Any, name: Any) -> Any:
-    """getattr as an index may use it: some versions of Python (3.11.2 is one) name an enum's members so."""
-    if kind is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
-        return _MEM_FORMAT_ENCODING[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index of tensors is made of")
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        if (module, name) in MADE_OF or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks to build {module}.{name}, which no index of tensors is made of")
 
 
 class Hashed:
@@ -168,27 +136,6 @@ class Reader(dcp.FileSystemReader):
         if self._index is None:
             self._index = read_index(Path(self.path))
         return self._index
-
-
-def read_index(directory: Path) -> Metadata:
-    path = directory / INDEX
-    try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; name another checkpoint") from error
-    except (*MALFORMED, ImportError) as error:
-        raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ValueError(f"{path} is no index of tensors; name another checkpoint")
-    for name, tensor in index.state_dict_metadata.items():
-        if not isinstance(tensor, TensorStorageMetadata):
-            raise ValueError(f"{path}: {name} is no tensor; name another checkpoint")
-    for place in index.storage_data.values():
-        if not is_plain_name(place.relative_path) or place.transform_descriptors:
-            raise ValueError(f"{path} names the file {place.relative_path!r}; name another checkpoint")
-    index.storage_meta = index.storage_meta or StorageMeta()
-    return index
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Mapping[str, str]:

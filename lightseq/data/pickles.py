@@ -1,46 +1,242 @@
-"""Sequences out of a pickle that runs no code: plain lists and numbers, and nothing else."""
+"""Pickles read without running anything: plain values, and of an object only what it would be built from."""
 
 from __future__ import annotations
 
+import mmap
 import pickle
-from collections.abc import Iterator
+import pickletools
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final, NoReturn, cast
 
 import numpy as np
 
 from lightseq.data.tokens import IntArray
 from lightseq.words import first_line
 
-MALFORMED = (  # what an unpickler raises for bytes that are no pickle
+MALFORMED = (  # what reading raises for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
+PLAIN: Final = frozenset(  # opcodes whose argument is the value
+    ["INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING"]
+    + ["SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"]
+    + ["SHORT_BINBYTES", "BINBYTES", "BINBYTES8"]
+)
+CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+# Opcodes of integers, lists, dicts and short operands, in runs: nearly all of a file that holds lists of integers.
+SIMPLE: Final = re.compile(
+    rb"(?:(?:J.{4})++|(?:M.{2})++|(?:K.)++|[(\]})ldaesuN\x88\x89\x94]++|[hq\x80].|j.{4}|[G\x95].{8}"
+    rb"|[ILFgVS][^\n]*+\n)*+",
+    re.DOTALL,
+)
+COUNTED: Final = {  # opcodes whose operand begins with its length, in so many bytes
+    **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
+    **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
+    **dict.fromkeys((b"\x8d", b"\x8e"), 8),
+}
+DECIMAL: Final = re.compile(rb"([0-9]{1,18})\n")
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Builds plain containers and numbers only: with no name looked up there is nothing a pickle could call.
+@dataclass(frozen=True)
+class Name:
+    """A class or function that a pickle names. It is not looked up."""
 
-    Code it cannot run, but a hostile file can still ask for more memory than there is.
+    text: str
+
+
+@dataclass(eq=False)
+class Recipe:
+    """What a pickle would build an object from: what it calls, with which arguments, and the state it sets."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+class _Machine:
+    """The stack and the memo of one pickle. Dict keys are strings or recipes, whose hashes cost the same for each."""
+
+    def __init__(self, data: mmap.mmap, check_name: Callable[[str, str], None]) -> None:
+        self._data, self._check_name = data, check_name
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        for opcode, argument, _ in pickletools.genops(cast(IO[bytes], self._data)):
+            name = opcode.name
+            if name in PLAIN:
+                self._stack.append(argument)
+            elif name in CONSTANTS:
+                self._stack.append(CONSTANTS[name])
+            elif name not in ("PROTO", "FRAME", "STOP") and not (self._remember(name, argument) or self._collect(name)):
+                self._describe(name, argument)
+        return self._pop(1)[0]
+
+    def _remember(self, name: str, argument: Any) -> bool:
+        match name:
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = self._top(object)
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = self._top(object)
+            case "GET" | "BINGET" | "LONG_BINGET":
+                if argument not in self._memo:
+                    raise pickle.UnpicklingError(f"it asks for object {argument}, which does not stand before it")
+                self._stack.append(self._memo[argument])
+            case _:
+                return False
+        return True
+
+    def _collect(self, name: str) -> bool:
+        match name:
+            case "MARK":
+                self._marks.append(len(self._stack))
+            case "EMPTY_LIST" | "EMPTY_DICT":
+                self._stack.append([] if name == "EMPTY_LIST" else {})
+            case "LIST":
+                self._stack.append(self._since_mark())
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = TUPLES.get(name)
+                self._stack.append(tuple(self._since_mark() if count is None else self._pop(count)))
+            case "APPEND" | "APPENDS":
+                items = self._pop(1) if name == "APPEND" else self._since_mark()
+                self._top(list).extend(items)
+            case "DICT":
+                self._stack.append(_fill({}, self._since_mark()))
+            case "SETITEM" | "SETITEMS":
+                items = self._pop(2) if name == "SETITEM" else self._since_mark()
+                _fill(self._top(dict), items)
+            case _:
+                return False
+        return True
+
+    def _describe(self, name: str, argument: Any) -> None:
+        match name:
+            case "GLOBAL" | "INST":
+                self._stack.append(self._named(*argument.split(" ", 1)))
+            case "STACK_GLOBAL":
+                self._stack.append(self._named(*self._pop(2)))
+            case "REDUCE" | "NEWOBJ":
+                called, arguments = self._pop(2)
+                if type(called) is Name and type(arguments) is tuple:
+                    self._stack.append(Recipe(called.text, arguments))
+                else:
+                    raise pickle.UnpicklingError("it calls what is no class or function")
+            case "BUILD":
+                (state,) = self._pop(1)
+                self._top(Recipe).state = state
+            case "PERSID" | "BINPERSID":
+                raise pickle.UnpicklingError("it asks for an object outside the file")
+        if name not in ("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"):
+            raise pickle.UnpicklingError(f"its opcode {name} builds no plain list, dict, string or number")
+
+    def _named(self, module: Any, name: Any) -> Name:
+        if type(module) is not str or type(name) is not str:
+            raise pickle.UnpicklingError("it names a class by what is no string")
+        self._check_name(module, name)
+        return Name(f"{module}.{name}")
+
+    def _pop(self, count: int) -> list[Any]:
+        if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
+            raise pickle.UnpicklingError("it takes more values than there are")
+        taken = self._stack[-count:]
+        del self._stack[-count:]
+        return taken
+
+    def _since_mark(self) -> list[Any]:
+        if not self._marks:
+            raise pickle.UnpicklingError("it ends a list that has not begun")
+        begin = self._marks.pop()
+        taken = self._stack[begin:]
+        del self._stack[begin:]
+        return taken
+
+    def _top(self, kind: type) -> Any:
+        (top,) = self._pop(1)
+        self._stack.append(top)
+        if not (kind is object or type(top) is kind):
+            raise pickle.UnpicklingError(f"it changes a {type(top).__name__} as if that were a {kind.__name__}")
+        return top
+
+
+def _fill(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) not in (str, Recipe):
+            raise pickle.UnpicklingError(f"a key of a dict is a {type(key).__name__}, and only strings are read")
+        target[key] = value
+    return target
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
+    """Returns what a pickle holds: lists, tuples, dicts, strings and numbers, with a Recipe for each other object.
+
+    `check_name` raises UnpicklingError for a module and a name that may not be built from. Nothing is imported or
+    called, so a hostile file can waste memory in proportion to its length and do no more.
     """
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(
-            f"it asks to build {module}.{name}, and only plain lists, dicts and numbers are read"
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it asks for an object outside the file, and only plain lists and dicts are read")
+    with _mapped(path) as data:
+        return _Machine(data, check_name).run()
 
 
 def load_plain_pickle(path: Path) -> Any:
+    """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if there is anything else in it."""
     try:
-        with path.open("rb") as file:
-            return PlainUnpickler(file).load()
-    except (*MALFORMED, ImportError, OSError) as error:
+        with _mapped(path) as data, path.open("rb") as file:  # which the unpickler reads in larger parts than a map
+            if _is_simple(data):  # as most are; the machine takes ten times as long
+                return _PlainUnpickler(file).load()
+        return load(path, _refuse_name)
+    except (*MALFORMED, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
         ) from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what `_is_simple` has looked through."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        _refuse_name(module, name)
+
+
+def _refuse_name(module: str, name: str) -> NoReturn:
+    raise pickle.UnpicklingError(f"it asks to build {module}.{name}, and only plain lists, dicts and numbers are read")
+
+
+def _is_simple(data: mmap.mmap) -> bool:
+    """Whether Python's unpickler takes time and memory in proportion to a pickle's length.
+
+    It allocates room for the largest index of its memo, however little is in that, and hashes tuples of tuples, which
+    can be the keys of a dict, as often as they are reached, and to any depth.
+    """
+    position = 0
+    while run := SIMPLE.match(data, position):
+        end = run.end()
+        opcode, operand, index = data[end : end + 1], end + 1, 0
+        if opcode in COUNTED:
+            position = operand + COUNTED[opcode]
+            position += int.from_bytes(data[operand:position], "little")
+        elif opcode == b"r":
+            index, position = int.from_bytes(data[operand : operand + 4], "little"), operand + 4
+        elif opcode == b"p" and (text := DECIMAL.match(data, operand)):
+            index, position = int(text[1]), text.end()
+        else:
+            return opcode == b"."
+        if index > end:  # an honest index is the number of objects that stand before it
+            break
+    return False
 
 
 def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
@@ -68,12 +264,10 @@ def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def _integers(numbers: Any, where: str) -> IntArray:
-    try:
-        array = np.asarray(numbers) if isinstance(numbers, list | tuple) else None
-    except (ValueError, OverflowError):
-        array = None
-    if array is not None and array.shape == (0,):
-        return np.zeros(0, np.int64)
-    if array is None or array.ndim != 1 or array.dtype.kind != "i":
-        raise ValueError(f"{where} is not a list of integers; write it as one")
-    return array
+    # Their types first: lists that hold each other many times over would become a tensor larger than any memory.
+    if isinstance(numbers, list | tuple) and set(map(type, numbers)) <= {int}:
+        try:
+            return np.array(numbers, np.int64)
+        except OverflowError:
+            pass
+    raise ValueError(f"{where} is not a list of integers; write it as one")

@@ -7,9 +7,9 @@ divided by the global number of valid tokens already, so that gradients must add
 import copy
 import copyreg
 import logging
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightseq.checkpoint.checkpoints import STATE
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.pickles import MALFORMED
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
 from lightseq.ranks.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
@@ -169,7 +170,8 @@ class DeepSpeedEngine:
 
     def restore(self, checkpoint_directory: Path) -> None:
         saved = checkpoint_directory / STATE / TAG
-        check_harmless(checkpoint_directory / STATE)  # DeepSpeed runs what its files ask for
+        check_harmless(checkpoint_directory / STATE)  # DeepSpeed would run what its files ask for
+        self._engine.checkpoint_engine.load = load_restricted
         deepspeed_nvme.check_saved_alike(self._settings, saved, checkpoint_directory)
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
@@ -183,12 +185,24 @@ class DeepSpeedEngine:
         return {"engine": self._settings.name}
 
 
+def load_restricted(path: str, map_location: Any = None) -> Any:
+    """Reads a file of DeepSpeed's as DeepSpeed does, with torch's restricted unpickler: no state is set on a class."""
+    allowed = [getattr(import_module(module), name) for module, _, name in (x.rpartition(".") for x in DEEPSPEEDS_OWN)]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except (*MALFORMED, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
+
+
 def check_harmless(state: Path) -> None:
-    """Raises ValueError if a file of DeepSpeed's would build anything but what DeepSpeed puts there."""
+    """Raises ValueError if a file of DeepSpeed's would build anything but what DeepSpeed puts there, or is a link."""
+    if links := [path for path in sorted(state.rglob("*")) if path.is_symlink()]:
+        raise ValueError(f"{links[0]} is a link; put what it leads to in its place")
     for path in sorted(state.rglob("*.pt")):
         try:
             strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
-        except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        except (*MALFORMED, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
         if strange:
             raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")

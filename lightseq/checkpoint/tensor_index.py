@@ -1,0 +1,155 @@
+"""The index of a directory of tensors, rebuilt from plain values and checked against the files that it names.
+
+torch.distributed.checkpoint writes it as a pickle of its own classes. Nothing that the pickle names is imported or
+called: its objects are recipes, whose contents are copied into torch's classes if they have exactly the expected types.
+"""
+
+import math
+import pickle
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightseq.data import pickles
+from lightseq.data.pickles import MALFORMED, Name, Recipe
+from lightseq.words import first_line, is_plain_name
+
+INDEX: Final = ".metadata"
+DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+OF_METADATA, OF_FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+NAMES: Final = frozenset(  # what an index is made of
+    [f"{OF_METADATA}.{name}" for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )]
+    + [f"{OF_FILES}._StorageInfo", "torch.Size", "torch.serialization._get_layout"]
+    + ["pathlib.PosixPath", "pathlib._local.PosixPath"]
+    + ["builtins.getattr"]  # some versions of Python (3.11.2 is one) name an enum's members by it
+    + list(DTYPES)
+)  # fmt: skip
+MOST_DIMENSIONS: Final = 64  # as many as torch has
+
+
+def read_index(directory: Path) -> Metadata:
+    """Raises ValueError for an index that is none, or that says of its files what is not so."""
+    path = directory / INDEX
+    try:
+        found = pickles.load(path, _check_name)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; name another checkpoint") from error
+    except (*MALFORMED, OSError) as error:
+        raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
+    try:
+        return _rebuild(found, directory)
+    except OSError as error:
+        raise ValueError(f"{path} names a file that is not there ({first_line(error)}); name another") from error
+    except ValueError as error:
+        raise ValueError(f"{path} {error}; name another checkpoint") from error
+
+
+def _check_name(module: str, name: str) -> None:
+    if f"{module}.{name}" not in NAMES:
+        raise pickle.UnpicklingError(f"it asks to build {module}.{name}, which no index of tensors is made of")
+
+
+def _rebuild(found: Any, directory: Path) -> Metadata:
+    tensors, places = _fields(found, f"{OF_METADATA}.Metadata", "state_dict_metadata", "storage_data")
+    by_index = {_index(key): _place(value) for key, value in _checked(places, dict).items()}
+    _check_files(directory, list(by_index.values()))
+    stored: dict[str, Any] = {
+        _checked(name, str): _tensor(name, value) for name, value in _checked(tensors, dict).items()
+    }
+    for name, tensor in stored.items():
+        for chunk in tensor.chunks:
+            if MetadataIndex(name, chunk.offsets) not in by_index:
+                raise ValueError(f"does not say where {name} from {list(chunk.offsets)} on lies")
+    return Metadata(stored, {name: (name,) for name in stored}, by_index, StorageMeta())
+
+
+def _fields(value: Any, name: str, *keys: str) -> list[Any]:
+    """Returns attributes of an object that the index describes, None for those it does not have."""
+    if type(value) is not Recipe or value.name != name:
+        raise ValueError(f"is no index of tensors: there is something else in the place of a {name.rpartition('.')[2]}")
+    state = _checked(value.state, dict)
+    return [state.get(key) for key in keys]
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"is no index of tensors: there is a {type(value).__name__} in the place of a {kind.__name__}")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if type(value) is not Recipe or value.name != "torch.Size" or len(value.arguments) != 1:
+        raise ValueError("is no index of tensors: there is something else in the place of a size")
+    numbers = _checked(value.arguments[0], tuple)
+    if len(numbers) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise ValueError("has a size that no tensor has")
+    return torch.Size(numbers)
+
+
+def _index(value: Any) -> MetadataIndex:
+    name, offset = _fields(value, f"{OF_METADATA}.MetadataIndex", "fqn", "offset")
+    return MetadataIndex(_checked(name, str), _size(offset))
+
+
+def _place(value: Any) -> _StorageInfo:
+    keys = ("relative_path", "offset", "length", "transform_descriptors")
+    file, offset, length, transforms = _fields(value, f"{OF_FILES}._StorageInfo", *keys)
+    if transforms or not is_plain_name(_checked(file, str)):
+        raise ValueError(f"names the file {file[:80]!r}")
+    return _StorageInfo(file, _checked(offset, int), _checked(length, int))
+
+
+def _tensor(name: str, value: Any) -> TensorStorageMetadata:
+    if type(value) is not Recipe or value.name != f"{OF_METADATA}.TensorStorageMetadata":
+        raise ValueError(f"says of {name} that it is no tensor")
+    properties, size, chunks = _fields(value, value.name, "properties", "size", "chunks")
+    shape = _size(size)
+    parts = [_chunk(chunk, shape, name) for chunk in _checked(chunks, list)]
+    if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
+        raise ValueError(f"has {name} of shape {list(shape)} in parts that do not add up to it")
+    return TensorStorageMetadata(TensorProperties(_dtype(properties)), shape, parts)
+
+
+def _chunk(value: Any, shape: torch.Size, name: str) -> ChunkStorageMetadata:
+    offsets, sizes = map(_size, _fields(value, f"{OF_METADATA}.ChunkStorageMetadata", "offsets", "sizes"))
+    inside = len(offsets) == len(sizes) == len(shape)
+    if not inside or any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"has a part of {name} that lies outside of its shape {list(shape)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """The rest of the properties is deprecated, and contiguous in what is written here."""
+    if type(properties) is not Recipe or properties.name != f"{OF_METADATA}.TensorProperties":
+        raise ValueError("has a tensor without properties")
+    state = _checked(properties.state, tuple)
+    if not state or type(state[0]) is not Name or state[0].text not in DTYPES:
+        raise ValueError("has a tensor of an unknown dtype")
+    return DTYPES[state[0].text]
+
+
+def _check_files(directory: Path, places: list[_StorageInfo]) -> None:
+    """Each place lies in a file of the directory: no link, whose end may be elsewhere, and no pipe."""
+    lengths = {}
+    for file in {place.relative_path for place in places}:
+        about = (directory / file).lstat()
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError(f"names the file {file!r}, which is no regular file")
+        lengths[file] = about.st_size
+    for place in places:
+        if min(place.offset, place.length) < 0 or place.offset + place.length > lengths[place.relative_path]:
+            raise ValueError(f"names bytes outside of the file {place.relative_path!r}")
