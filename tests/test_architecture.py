@@ -79,6 +79,21 @@ def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dic
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+RAISING: dict[str, dict[str, Any]] = {
+    "doge": {},  # calls attention as no other model does: TypeError
+    "reformer": {},  # asserts what its own defaults do not meet: AssertionError
+    "gpt2": {"n_head": 0},  # ZeroDivisionError
+    "llama": {"num_hidden_layers": 10**30},  # which would be built one by one
+}
+
+
+@pytest.mark.parametrize("model_type", RAISING)
+def test_a_model_that_raises_in_its_own_code_is_one_line(model_type: str) -> None:
+    with pytest.raises(ValueError, match=r"is no causal language model here|does not run as") as caught:
+        examine(CONFIG_MAPPING[model_type](**RAISING[model_type]))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("model_type", "line"),
     [("olmo2", "needs it in the backward pass"), ("exaone4", "needs it"), ("phi3", "has another")],

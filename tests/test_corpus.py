@@ -447,3 +447,17 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
 def test_what_names_no_data_set_is_refused_before_the_hub_is_asked(source: str) -> None:
     with pytest.raises(ValueError, match=f"{source} names no data set; give hf:NAME"):
         identity(source)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"kind": 3}, {"kind": None}, {"skipped": []}, {"skipped": {"empty": "1"}}, {"skipped_rows": [3]},
+            {"padding": 1}, {"padding": {"rows": 1}}, {"passed_over": {"files": 1, "first": 2}}, {"tokenizer": [1]},
+            {"longest_prompts": [{"row": "x"}]}],
+    ids=str,
+)  # fmt: skip
+def test_kept_tokens_whose_meta_file_is_of_odd_types_are_one_line(tmp_path: Path, odd: dict[str, Any]) -> None:
+    path = lines(tmp_path / "rows.jsonl", {"text": "abcdef"}, {"text": ""})
+    kept = opened(path).source.path / "meta.json"
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | odd))
+    with pytest.raises(ValueError, match=r"meta\.json is corrupt: \w+ is"):
+        opened(path)

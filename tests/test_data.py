@@ -150,6 +150,20 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 
+@pytest.mark.parametrize(
+    "key", ["dtype", "tokens", "documents", "max_token_id", "longest_prompts", "tokenizer", "targets"]
+)
+@pytest.mark.parametrize("value", [None, True, -1, "x", [], {}, [3], [{"document": []}], {"a": 1}], ids=str)
+def test_a_meta_file_of_odd_types_is_read_or_one_line(tmp_path: Path, key: str, value: object) -> None:
+    path = token_directory(tmp_path / "t", range(7))
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | {key: value}))
+    try:
+        open_examples(path, 3, 1000)
+    except ValueError as error:
+        assert " is corrupt: " in str(error) and "\n" not in str(error)
+
+
 def test_a_token_directory_whose_meta_lies_about_its_ids_is_caught_at_the_example(tmp_path: Path) -> None:
     path = token_directory(tmp_path / "t", [1, 2, 3], [4, 5, 6, 7, 99])  # 99 is a label only, one past its window
     meta = json.loads((path / "meta.json").read_text())

@@ -304,6 +304,15 @@ def test_what_training_refuses_ends_with_status_2_and_one_line(tmp_path: Path) -
     assert not any(tmp_path.iterdir())
 
 
+def test_packed_data_whose_first_pieces_have_no_target_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    targets = np.arange(50) == 49
+    write_token_directory(data, [(np.arange(50), targets)], 64, dict, with_targets=True)
+    cases = [(f"{TINY3} {length} --packing best_fit --data_path {data}", "has no target in the") for length in (1, 33)]
+    for wrong in spawn(2, refused, str(tmp_path), cases):
+        assert not wrong, "\n".join(wrong)
+
+
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 

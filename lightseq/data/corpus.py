@@ -22,13 +22,21 @@ from lightseq.data.progress import with_bar
 from lightseq.data.rows import IN_FOLDERS, Named, identity, passed_over, rows_of
 from lightseq.data.samples import Kind, encode, kind_of
 from lightseq.data.tokenizer import Targets, Tokenizer
-from lightseq.data.tokens import IntArray, Reading, clear_partials, write_token_directory
+from lightseq.data.tokens import META, IntArray, Reading, clear_partials, fits, write_token_directory
 from lightseq.words import plural
 
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once
 HEAD_START: Final = 0.5  # seconds
 VERSION: Final = 3  # of what these modules make of a row
+TOLD: Final = {  # in meta.json, besides what any token directory has
+    "tokenizer": (str, type(None)),
+    "kind": str,
+    "skipped": {str: int},
+    "skipped_rows": [str],
+    "padding": {"rows": int, "tokens": int},
+    "passed_over": {"files": int, "first": [str]},
+}
 
 
 @dataclass
@@ -69,6 +77,10 @@ def open_rows(
     directory = tokenised(source, vocab_size, tokenizer, reading, progress)
     examples = open_windows(directory, length, vocab_size)
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
+    if wrong := [key for key, shape in TOLD.items() if not fits(meta.get(key), shape)]:
+        raise ValueError(
+            f"{directory / META} is corrupt: {wrong[0]} is missing or wrong; remove {directory}, and it is made again"
+        )
     alone = "" if meta["tokenizer"] else ", by no tokenizer"
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
     notes += left_out(str(source), meta)

@@ -31,6 +31,12 @@ PARTIAL = ".partial-"  # in the names of folders that are being written, after t
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET: np.dtype[Any] = np.dtype("<i8")
 FLAG: np.dtype[Any] = np.dtype("u1")
+COUNTS = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # of meta.json
+PERHAPS = {  # in meta.json
+    "targets": bool,
+    "tokenizer": (str, type(None)),
+    "longest_prompts": [{"document": int, "row": str}],
+}
 
 
 @dataclass(frozen=True)
@@ -159,12 +165,24 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")
-    counts_hold = all(isinstance(meta.get(key), int) and meta[key] > 0 for key in ("tokens", "documents"))
-    if not counts_hold or not isinstance(meta.get("max_token_id"), int) or meta.get("dtype") not in DTYPES:
+    told = fits(meta, COUNTS) and meta["dtype"] in DTYPES and min(meta["tokens"], meta["documents"]) > 0
+    if not told or not 0 <= meta["max_token_id"] < 1 << 32:
         raise ValueError(
             f"{path} is corrupt: dtype, tokens, documents or max_token_id is missing or wrong; make it again"
         )
+    if wrong := [key for key, shape in PERHAPS.items() if key in meta and not fits(meta[key], shape)]:
+        raise ValueError(f"{path} is corrupt: {wrong[0]} is not what this program writes; make it again")
     return meta
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a value of JSON has a shape: a type or several, [shape of each item], {key: shape}, {str: of any key}."""
+    if isinstance(shape, dict):
+        keys = value if type(value) is dict and str in shape else shape
+        return type(value) is dict and all(fits(value.get(key), shape.get(key, shape.get(str))) for key in keys)
+    if isinstance(shape, list):
+        return type(value) is list and all(fits(item, shape[0]) for item in value)
+    return type(value) in (shape if isinstance(shape, tuple) else (shape,))
 
 
 def _map_numbers(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -38,6 +38,7 @@ from lightseq.verify.plain import Sample, cut, given, made_up
 from lightseq.verify.plain import write as write_samples
 from lightseq.verify.report import SKIP, Row, passed, table, write
 from lightseq.verify.transport import transport_rows
+from lightseq.words import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
@@ -158,7 +159,18 @@ def _prepared(
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
     if made and config.packing == "none":
         return inputs, [[sample] for sample in cut(samples, length)]
-    return inputs, given(stream)
+    sequences = given(stream)
+    agree(world, lambda: _check_targets(config, sequences))
+    return inputs, sequences
+
+
+def _check_targets(config: TrainConfig, sequences: Sequence[Sequence[Sample]]) -> None:
+    if not any(sample.valid_tokens for sequence in sequences for sample in sequence):
+        compared = f"{plural(len(sequences), 'sequence')} of {config.model_max_length:,} tokens"
+        raise ValueError(
+            f"--data_path {config.data_path} has no target in the {compared} that verify compares; "
+            "leave it out, and data is made up"
+        )
 
 
 def _refuse_adapters(asked: TrainConfig) -> None:
