@@ -6,12 +6,15 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import forked
+import psutil
 import pytest
+import small
 import torch
 import torch.distributed as dist
 from huggingface_hub import constants
@@ -329,8 +332,35 @@ def test_the_launcher_shows_the_line_of_its_workers_once(files: Path) -> None:
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "llama3/train.py"]
     done = _start(launched, f"{GOOD} --kernel fa4 --learning_rate 1".format(files=files))
     assert done.returncode != 0 and done.stdout == ""
-    assert done.stderr.count("error: kernel fa4 cannot run here") == 1
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: kernel fa4 cannot run here")]
+    assert len(ours) == 1
+    assert "rank      : 0 (local_rank: 0)" in root_cause(done.stderr)
+    assert f"  traceback : {ours[0]}\n" in root_cause(done.stderr)
     assert not (files / "new").exists()
+
+
+def root_cause(said: str) -> str:
+    """The end of the report of torch's launcher."""
+    return said.rpartition("Root Cause (first observed failure):")[2]
+
+
+@pytest.mark.slow
+def test_the_launcher_gives_the_line_of_the_ranks_that_miss_a_killed_one_as_the_cause(tmp_path: Path) -> None:
+    small.write_inputs(tmp_path)
+    flags = small.words(tmp_path, "out", "--max_steps 100000 --save_strategy no").split()
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "llama3/train.py"]
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen([*launched, *flags], cwd=ROOT, stderr=said) as launcher,
+    ):
+        until = time.monotonic() + 100
+        while not (tmp_path / "out" / "metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = psutil.Process(launcher.pid).children()
+        next(process for process in ranks if process.environ().get("RANK") == "1").kill()
+        assert launcher.wait(60) == 1
+    cause = root_cause((tmp_path / "said").read_text())
+    assert "traceback : error: no sign of life from rank 1 on" in cause, cause
 
 
 def test_without_a_launcher_the_line_is_all_there_is(files: Path) -> None:

@@ -1,6 +1,5 @@
 """What a checkpoint of a run is made of, and how the run waits for one that is being written when it ends."""
 
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from lightseq.checkpoint.saver import SaveError, Saver
 from lightseq.config.masking import masked
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters, weights
-from lightseq.ranks.environment import secrets
+from lightseq.ranks.environment import report_error, secrets
 from lightseq.ranks.mesh import World, leave
 from lightseq.training.engine import Engine
 from lightseq.training.prepare import Inputs
@@ -112,7 +111,8 @@ class Saving:
         except SaveError as error:
             if self._world.is_main:
                 self._terminal.close()
-                print(f"error: {error}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr)
+            line = f"{error}; make room, and go on with --resume_from_checkpoint auto"
+            report_error(line, prints=self._world.is_main)
             raise SystemExit(1) from error
         except BaseException:
             # A rank that fails alone leaves the others' threads to write: let them finish what they can.

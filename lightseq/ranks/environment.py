@@ -1,9 +1,12 @@
 """What stands in environment variables and is asked for before torch is there."""
 
 import fcntl
+import json
 import os
 import stat
+import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +56,25 @@ def launcher_note() -> tuple[str, ...]:
     remedy = " ".join(f"{name}={LAUNCHER_SETTINGS[name]}" for name in missing)
     said = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
     return (said,) if missing else ()
+
+
+def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
+    """Prints the line that ends a run, and leaves it where torch's launcher looks for the root cause.
+
+    The launcher takes the earliest failure for that, in whole seconds: `seconds_ago` says when this one began, and who
+    prints comes a second before the ends that follow. Of several lines the first one stands. Ranks that leave the
+    printing to another call this, too, for the launcher of their own host.
+    """
+    if prints:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    if path.exists():
+        return
+    about = {"timestamp": str(int(time.time() - seconds_ago - prints))}
+    with suppress(OSError):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": about}}))
+        partial.replace(path)
 
 
 def disable_multicast() -> None:

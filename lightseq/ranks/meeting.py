@@ -4,13 +4,14 @@ A rank that waits there does so inside torch, which only knows that it waited. A
 the ranks meet in who else is there; one that is frozen does not answer.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
+
+from lightseq.ranks.environment import report_error
 
 STATUS = 70  # of a process that ends because of another rank; EX_SOFTWARE
 STORE = "the store that the ranks meet in"
@@ -84,8 +85,7 @@ class Meeting:
         first = True
         with suppress(RuntimeError):  # the store may be what is gone
             first = self._store is None or self._store.add("said", 1) == 1
-        if first:
-            print(f"error: {text}", file=sys.stderr, flush=True)
+        report_error(text, prints=first)
         if self._store is not None:  # with this process it may end, or all others may: let them hear of it first
             time.sleep(self._patience)
         self._leave(STATUS)

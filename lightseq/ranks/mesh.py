@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightseq.ranks.environment import keep_compiled_kernels
+from lightseq.ranks.environment import keep_compiled_kernels, report_error
 from lightseq.ranks.host_memory import host_memory
 from lightseq.ranks.meeting import Meeting
 from lightseq.words import first_line
@@ -107,6 +107,9 @@ def start(timeout_seconds: float) -> Iterator[World]:
         launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
+    except Exception as error:  # Python shows where it came from
+        report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
+        raise
     finally:
         # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
         # its group may live on in torch's caches, which leaves nobody to wait for it.
@@ -126,7 +129,7 @@ def _store(timeout: timedelta) -> dist.Store:
 def _told(name: str) -> str:
     if name not in os.environ:
         words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
-        print(f"error: {words}", file=sys.stderr, flush=True)
+        report_error(words)
         raise SystemExit(2)
     return os.environ[name]
 
@@ -141,16 +144,15 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
     try:
         result = prepare()
     except (ValueError, OSError) as error:
-        refusal = first_line(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        where = f" (rank {world.rank} on {socket.gethostname()})" if world.rank else ""
+        refusal = (first_line(error) if isinstance(error, OSError) else " ".join(str(error).split())) + where
     refusals: list[str | None] = [None] * world.size
     dist.all_gather_object(refusals, refusal)
     first = next((rank for rank, line in enumerate(refusals) if line is not None), None)
     if first is None:
         assert refusal is None
         return result  # type: ignore[return-value]
-    if world.rank == first:
-        where = f" (rank {first} on {socket.gethostname()})" if first else ""
-        print(f"error: {refusals[first]}{where}", flush=True, file=sys.stderr)
+    report_error(str(refusals[first]), prints=world.rank == first)
     dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
     raise SystemExit(2)
 

@@ -11,7 +11,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightseq.ranks.environment import report_error
 from lightseq.ranks.meeting import STATUS
 from lightseq.ranks.mesh import World, leave
 
@@ -227,8 +227,9 @@ class Watchdog:
         first = True
         with suppress(RuntimeError):  # the store may be what is gone
             first = self._store is None or self._store.add("said", 1) == 1
-        if first:
-            print(f"error: {text}; {where}{remedy}", file=sys.stderr, flush=True)
+        # The launcher sees another rank's end before anyone here can miss it: a beat is heard of within two intervals.
+        unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
+        report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
         time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
         leave(STATUS)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint.checkpoints import listed
+from lightseq.ranks.environment import report_error
 from lightseq.ranks.mesh import World, first_to, has_done, leave, wait_until_done
 from lightseq.ranks.watchdog import Unanswered
 from lightseq.training.terminal import Terminal
@@ -40,7 +41,7 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it
             if first_to("explain"):
                 # Before what a plan takes seconds to find.
-                print(f"error: rank {world.rank}: {what}", file=sys.stderr, flush=True)
+                report_error(f"rank {world.rank}: {what}")
                 try:
                     print("\n".join(explain()), file=sys.stderr, flush=True)
                 finally:
@@ -70,7 +71,7 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
     except (ValueError, OSError) as error:
         terminal.close()
         if first_to("explain the data"):
-            print(f"error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+            report_error(f"rank {world.rank}: {error}")
         raise SystemExit(1) from error
 
 
@@ -81,8 +82,8 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
         yield
     except OSError as error:
         terminal.close()
-        why = f"error: rank {world.rank}: {path} cannot be written: {error.strerror}"
-        print(f"{why}; make room, and go on with --resume_from_checkpoint auto", file=sys.stderr, flush=True)
+        why = f"rank {world.rank}: {path} cannot be written: {error.strerror}"
+        report_error(f"{why}; make room, and go on with --resume_from_checkpoint auto")
         raise SystemExit(1) from error
 
 
@@ -95,9 +96,8 @@ def explained_silence() -> Iterator[None]:
         first = True
         with suppress(RuntimeError):  # the store may be gone
             first = first_to("explain a silence")
-        if first:
-            why = f"error: {error}: {first_line(error.__cause__ or error)}"
-            print(f"{why}; go on with --resume_from_checkpoint auto", file=sys.stderr, flush=True)
+        why = f"{error}: {first_line(error.__cause__ or error)}"
+        report_error(f"{why}; go on with --resume_from_checkpoint auto", prints=first)
         raise SystemExit(1) from error
 
 
@@ -110,5 +110,5 @@ def end_for_skipped_steps(
         saved = listed(output_dir)
         go_on = f"go on from {saved[-1]}, whose weights no skipped step has changed," if saved else "begin anew"
         which = f"steps {step - skipped + 1} to {step} were skipped, the last because {what}"
-        print(f"error: {which}; {go_on} with other data or a lower --learning_rate", file=sys.stderr, flush=True)
+        report_error(f"{which}; {go_on} with other data or a lower --learning_rate")
     raise SystemExit(1)
