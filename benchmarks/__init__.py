@@ -1,3 +1,5 @@
 """Measures lightseq and its peers side by side, and writes what it measured as JSONL."""
 
-import lightseq  # noqa: F401  before transformers, whose imports it keeps quiet
+from lightseq.ranks.environment import set_up_process
+
+set_up_process()  # before torch and transformers are imported

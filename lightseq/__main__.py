@@ -16,7 +16,7 @@ import llama3
 from lightseq.commands import refused
 from lightseq.config.command_line import help_text, shows_help
 from lightseq.models.presets import Family
-from lightseq.ranks.environment import is_main_process
+from lightseq.ranks.environment import is_main_process, set_up_process
 
 BOTH = Family(
     "llama2 or llama3",
@@ -56,6 +56,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    set_up_process()
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
         program = f"python3 -m lightseq {words[0]}"

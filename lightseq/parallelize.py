@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightseq import quiet_transformers  # noqa: F401  before what follows imports transformers
+
+# isort: split
 from transformers import PreTrainedModel
 
 from lightseq import hf

@@ -17,6 +17,8 @@ LAYERS = {
     "lightseq.schedule": 0,
     "lightseq.words": 0,
     "lightseq.versions": 0,
+    "lightseq.quiet": 0,
+    "lightseq.quiet_transformers": 0,
     "lightseq.commands": 0,
     "lightseq.config.lengths": 0,
     "lightseq.config.masking": 0,

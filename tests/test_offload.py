@@ -410,7 +410,10 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
 def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
-    program = "import lightseq, torch; x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    program = (
+        "from lightseq.ranks.environment import set_up_process; set_up_process(); import torch\n"
+        "x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    )
     given = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     for told, asks in (({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)):
         words = [sys.executable, "-c", program]

@@ -13,6 +13,7 @@ from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
+from lightseq.kernels.select import unfit
 from lightseq.ranks.environment import disable_multicast, keep_compiled_kernels
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.choice import Choice, cheapest, cheapest_by_count, packed_choice
@@ -147,8 +148,10 @@ def make_context(
     world, asked = dist.get_world_size(group), Choice(schedule, ulysses_size, head_groups)
     if spec.packed:
         asked = packed_choice(world, shape, asked)
-    disable_multicast()
-    keep_compiled_kernels()
+    if device.type == "cuda" and transport.startswith(("auto", "symmetric")):
+        disable_multicast()
+    if kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
+        keep_compiled_kernels()
     carrier = make_transport(transport, group, device)
     chosen = _choose(world, shape, plain(carrier.name), gpus_per_host or world, asked, keep_gathered)
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightseq.config.masking import is_secret_name
+from lightseq.quiet import silence
 
 # What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
@@ -75,6 +76,16 @@ def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> No
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": about}}))
         partial.replace(path)
+
+
+def set_up_process() -> None:
+    """Asks of torch and its libraries what every program here wants, before they are imported.
+
+    A library call never does: a process of the user's is left as it is.
+    """
+    silence()
+    use_large_pages()
+    lock_pages_on_all_threads()
 
 
 def disable_multicast() -> None:

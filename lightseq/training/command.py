@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lightseq.config.command_line import help_text, shows_help
 from lightseq.models.presets import Family
+from lightseq.ranks.environment import set_up_process
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -> int:
@@ -12,6 +13,7 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -
 
     Exits 2, with one line, on input that it refuses.
     """
+    set_up_process()
     words = list(sys.argv[1:] if argv is None else argv)
     program = program or family.program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):

@@ -1,0 +1,28 @@
+"""What transformers, torchao and torch log at every start and nobody here can act on."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# transformers imports torchao wherever it is installed, and torchao complains of kernels that this machine cannot load
+# (torch of how it declares its types), on every rank. What is asked of torchao and cannot be had is refused in words.
+# The compiler asks of every checkpoint with a policy that nothing in it works in place: nothing does in a layer.
+NOISY = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
+
+
+def silence() -> None:
+    """Leaves them errors alone, in a process that is this program's."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """The same for a while, in a process that is the user's."""
+    levels = {name: logging.getLogger(name).level for name in NOISY}
+    silence()
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
