@@ -216,10 +216,10 @@ def _refuse_name(module: str, name: str) -> NoReturn:
 
 
 def _is_simple(data: mmap.mmap) -> bool:
-    """Whether Python's unpickler takes time and memory in proportion to a pickle's length.
+    """Returns whether Python's unpickler reads the pickle in time and memory proportional to its length.
 
-    It allocates room for the largest index of its memo, however little is in that, and hashes tuples of tuples, which
-    can be the keys of a dict, as often as they are reached, and to any depth.
+    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be keys
+    of a dict, once for each path to them.
     """
     position = 0
     while run := SIMPLE.match(data, position):
