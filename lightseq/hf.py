@@ -36,7 +36,7 @@ from lightseq.models.architecture import (
     sliding_window,
     unhonoured_argument,
 )
-from lightseq.models.input_checks import FACTS, batch_facts, install_checks
+from lightseq.models.input_checks import FACTS, batch_facts, install_checks, transformers_model
 from lightseq.schedule.cost import AttentionShape
 from lightseq.versions import UntestedVersionWarning, untested_versions
 
@@ -222,15 +222,15 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
     """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled."""
     # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
     ropes = [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
-    installed = hasattr(model, "sequence_context")
-    if installed:
-        release(model.sequence_context)
-    for module in (model, model.base_model, *ropes, *attention_modules(model)):
+    inner = transformers_model(model)
+    if isinstance(before := vars(inner).get("sequence_context"), SequenceContext):
+        release(before)
+    for rope in ropes:
+        if "sequence_context" not in vars(rope):
+            rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
+    for module in (model, inner, inner.base_model, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
     install_checks(model, length_dependent_rope=bool(ropes))
-    for rope in ropes:
-        if not installed:
-            rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
 
 
 def _rope_forward(

@@ -331,7 +331,7 @@ def test_enabling_again_replaces_the_first_and_stacks_nothing() -> None:
 
 def rows_dealt_out(rank: int) -> None:
     model = llama()
-    for mine, words in ((ids(seed=rank), "(other rows)"), (ids(length=50 - 4 * rank), "2 x 46 tokens")):
+    for mine, words in ((ids(seed=rank), "(other rows or labels)"), (ids(length=50 - 4 * rank), "2 x 46 tokens")):
         context = hf.enable(model)
         with pytest.raises(ValueError, match="share a sequence and were given different batches") as refusal:
             moved = {name: x.clone() for name, x in hf.shard_batch(context, mine).items()}  # as onto a device

@@ -1,5 +1,7 @@
 """What a patched model refuses because shards would train on something else: masks, packing, losses, batches."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -90,6 +92,79 @@ def test_packed_documents_that_a_layer_drops_are_refused_and_plain_batches_are_n
     assert torch.isfinite(model(**batch).loss), "the refusal of one batch says nothing of the next"
 
 
+class DropsDocuments(LlamaForCausalLM):
+    def forward(self, documents: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(**kwargs)
+
+
+def test_packed_documents_that_the_head_drops_are_refused(alone: None) -> None:
+    model = build("llama", DropsDocuments)
+    _, packed = inputs(model, cu_seqlens=BOUNDARIES)
+    refused(lambda: model(**packed), "layers do not hand them on to attention")
+
+
+def test_a_packed_pass_that_fails_leaves_no_trace(alone: None) -> None:
+    model = build("llama").train()
+    model.gradient_checkpointing_enable()
+    context, plain = inputs(model)
+    loss = model(**plain).loss
+    packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
+    hook = model.model.layers[-1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**packed)
+    hook.remove()
+    loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_packed_batch_may_come_from_another_process(alone: None, copied: Callable[[Any], Any]) -> None:
+    model = build("llama")
+    _, packed = inputs(model, cu_seqlens=BOUNDARIES)
+    assert torch.equal(model(**copied(packed)).loss, model(**packed).loss)
+
+
+def documents_of_their_own(rank: int) -> None:
+    model = build("llama")
+    context = hf.enable(model, length=LENGTH)
+    model(**hf.shard_batch(context, ids(), ids(), cu_seqlens=(0, 13, LENGTH)))
+    batch = hf.shard_batch(context, ids(), ids(), cu_seqlens=(0, 13 + 11 * rank, LENGTH))
+    refused(lambda: model(**batch), "the ranks were given different documents")
+
+
+def test_ranks_that_pack_other_documents_are_refused_at_any_batch() -> None:
+    spawn(2, documents_of_their_own)
+
+
+def test_attention_that_is_taken_back_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    _, batch = inputs(model)
+    model.set_attn_implementation("sdpa")
+    refused(lambda: model(**batch), "attention ran over all ranks 0 times in 2 layers")
+    hf.enable(model, length=LENGTH)
+    attend = hf.attend
+
+    def skip_first(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return (args[0], None) if module.layer_idx == 0 else attend(module, *args, **kwargs)
+
+    monkeypatch.setattr(hf, "attend", skip_first)
+    refused(lambda: model(**batch), "attention ran over all ranks 1 times in 2 layers")
+
+
+def test_a_batch_may_be_cut_into_smaller_ones(alone: None) -> None:
+    model = build("llama")
+    context = hf.enable(model, length=LENGTH)
+    whole = hf.shard_batch(context, ids().repeat(4, 1), ids().repeat(4, 1))
+    halves = [{k: v[i : i + 2] if v.ndim else v for k, v in whole.items()} for i in (0, 2)]
+    assert abs(sum(model(**half).loss for half in halves) - model(**whole).loss) < 1e-5
+
+
+def test_a_copy_that_is_enabled_leaves_the_original_its_context(alone: None) -> None:
+    model = build("llama")
+    _, batch = inputs(model)
+    hf.enable(copy.deepcopy(model), length=LENGTH)
+    assert torch.isfinite(model(**batch).loss)
+
+
 def test_a_packed_batch_may_be_recomputed_after_a_plain_one(alone: None) -> None:
     """Checkpointing runs layers again when the model has been given another batch."""
     model = build("llama").train()
@@ -175,6 +250,13 @@ class WithPenalty(LlamaForCausalLM):
         return output
 
 
+class WithPenaltyInPlace(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss += 0.1 * output.logits.square().mean()
+        return output
+
+
 class WithShiftOfItsOwn(LlamaForCausalLM):
     def forward(self, labels: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         output = super().forward(**kwargs)
@@ -191,6 +273,7 @@ class WithoutDivisor(LlamaForCausalLM):
     ("kind", "line"),
     [
         (WithPenalty, "returns a loss that its loss function did not give"),
+        (WithPenaltyInPlace, "returns a loss that its loss function did not give"),
         (WithShiftOfItsOwn, "returns a loss that its loss function did not give"),
         (WithoutDivisor, "needs num_items_in_batch, which WithoutDivisor was not given or does not hand on"),
     ],
@@ -214,6 +297,9 @@ def test_a_loss_function_of_the_users_own_is_kept(alone: None, return_dict: bool
         _, batch = inputs(model)
     model(**batch, return_dict=return_dict)
     assert asked == [batch["num_items_in_batch"]]
+    model.loss_function = lambda *args, **kwargs: 2 * summed(*args, **kwargs)  # set after it was enabled
+    model(**batch, return_dict=return_dict)
+    assert len(asked) == 2
 
 
 def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
@@ -224,11 +310,45 @@ def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
     packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
     assert torch.isfinite(model(**packed).loss)
     refused(lambda: model(**batch | {"labels": None}), "shift_labels came without labels")
+    merged = model.merge_and_unload()
+    assert abs(merged(**batch).loss - expected) < 1e-5
+    refused(lambda: merged(**batch | {"labels": None}), "shift_labels came without labels")
+
+
+def wrapped_between(rank: int) -> None:
+    model = build("llama")
+    hf.enable(model, schedule="ring", length=LENGTH)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    context = hf.enable(model, schedule="zigzag", length=LENGTH)
+    for packed in (None, BOUNDARIES):
+        assert torch.isfinite(model(**hf.shard_batch(context, ids(), ids(), cu_seqlens=packed)).loss)
+
+
+def test_a_model_that_is_wrapped_and_enabled_again_takes_the_new_context() -> None:
+    spawn(2, wrapped_between)
+
+
+class LigerInside(LlamaForCausalLM):
+    def forward(self, *args: Any, num_items_in_batch: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs | {"labels": None})
+        output.loss = torch.nn.functional.cross_entropy(output.logits[0], shift_labels[0]) / num_items_in_batch
+        return output
+
+
+def test_a_fused_loss_is_taken_inside_a_wrapper_too(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", LigerInside)
+    _, batch = inputs(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    refused(lambda: model(**batch), "returns a loss that its loss function did not give")
+    monkeypatch.setattr(LigerInside.forward, "__module__", "liger_kernel.transformers.model.llama")
+    assert torch.isfinite(model(**batch).loss)
 
 
 def divisor_of_one_rank(rank: int) -> None:
     model = build("llama")
     _, batch = inputs(model)
+    for divisor in (1, batch["num_items_in_batch"] / 2):  # a sum of losses, a mean over ranks afterwards
+        model(**batch | {"num_items_in_batch": divisor})
+        hf.enable(model, length=LENGTH)
     local = (batch["labels"] != -100).sum()
     refused(lambda: model(**batch | {"num_items_in_batch": local}), "leave Trainer's average_tokens_across_devices on")
 

@@ -35,9 +35,12 @@ class Progress:
 class ForwardPass:
     """What the model's forward pass under way was given: attention and the loss are held to it."""
 
-    packed: bool = False  # the model was passed documents
-    loss: Tensor | None = None  # what its loss function returned
-    batches: int = 0  # that it was given so far
+    outermost: object = None  # the module that was called; the modules inside of it are called by it
+    packed: bool = False  # it was passed documents
+    attention_passes: int = 0  # of the rank, before it began
+    loss: tuple[Tensor, int] | None = None  # what the loss function returned, and its version
+    batches: int = 0  # that the model was given so far
+    shared: bool = False  # by a model and its deep copy
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class SequenceContext:
 
     def __deepcopy__(self, _memo: object) -> "SequenceContext":
         """A copy of a patched model, for averaged weights, say, attends over the same ranks."""
+        self.forward_pass.shared = True
         return self
 
     def __reduce__(self) -> Any:
@@ -81,12 +85,18 @@ class Documents:
     boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
     layout: Layout
     balance: float  # attention area of the mean rank over the largest
-    schedule: Schedule  # of the context that they were packed for
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
         """Where documents begin, those of padding among them, and the end."""
         return without_repeats(self.boundaries)
+
+    def fit(self, context: SequenceContext) -> bool:
+        """Returns whether they were packed as the context's schedule lays them out."""
+        whole = self.padded_boundaries
+        if whole[-1] != padded_length(context.schedule, whole[-1]):
+            return False
+        return packed_schedule(context.schedule, whole).layout == self.layout
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
         """One rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
@@ -109,7 +119,7 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
     table = packed_schedule(context.schedule, whole)
-    return Documents(carried, table.layout, balance(table), context.schedule)
+    return Documents(carried, table.layout, balance(table))
 
 
 def without_repeats(boundaries: Tensor) -> tuple[int, ...]:
@@ -188,8 +198,12 @@ def _choose(
 
 
 def release(context: SequenceContext) -> None:
-    """Forgets a context, so that the memory of its transport can go. No attention may use it afterwards."""
-    _CONTEXTS.pop(context.name, None)
+    """Forgets a context, so that the memory of its transport can go. No attention may use it afterwards.
+
+    One that a deep copy of its model attends with stays.
+    """
+    if not context.forward_pass.shared:
+        _CONTEXTS.pop(context.name, None)
 
 
 def find(name: str) -> SequenceContext:

@@ -30,7 +30,7 @@ HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
-        "labels", "shift_labels", "num_items_in_batch", "skip_logits", "return_token_accuracy",
+        "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits", "return_token_accuracy",
     }
 )  # fmt: skip
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
