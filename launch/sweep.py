@@ -41,6 +41,7 @@ from launch.sweep_run import (
     submit,
     typed,
 )
+from lightseq.quiet import silence
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: all cells asked for that fit this host are done (or handed over); 1: some failed; 2: the input was refused;
     130: stopped."""
     arguments = parser().parse_args(argv)
+    silence()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sweep = read_sweep(arguments.config, arguments.changes)

@@ -80,7 +80,6 @@ def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dic
 
 
 RAISING: dict[str, dict[str, Any]] = {
-    "doge": {},  # calls attention as no other model does: TypeError
     "reformer": {},  # asserts what its own defaults do not meet: AssertionError
     "gpt2": {"n_head": 0},  # ZeroDivisionError
     "llama": {"num_hidden_layers": 10**30},  # which would be built one by one

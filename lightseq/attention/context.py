@@ -40,6 +40,7 @@ class ForwardPass:
     attention_passes: int = 0  # of the rank, before it began
     loss: tuple[Tensor, int] | None = None  # what the loss function returned, and its version
     batches: int = 0  # that the model was given so far
+    comparison: tuple[dist.Work, list[Tensor]] | None = None  # of the ranks' documents, under way
     shared: bool = False  # by a model and its deep copy
 
 

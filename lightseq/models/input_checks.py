@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
+from lightseq.comm.transport import plain
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.parts import packed_positions
 
@@ -88,7 +89,9 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     if facts is not None and facts.shape == (4,):  # not where somebody cut the batch into smaller ones
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
-            _compare_documents(context, documents)
+            _begin_comparing_documents(context, documents)
+            if plain(context.transport.name) == "gloo":  # attention waits for the other ranks on the host
+                _finish_comparing_documents(context.forward_pass)
     _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
     state = context.forward_pass
     if state.outermost is None:  # the head may drop the documents on the way to the layers
@@ -153,6 +156,7 @@ def _end_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
     assert isinstance(context, SequenceContext)
     if state.outermost is model:
         state.outermost, state.packed = None, False
+        _finish_comparing_documents(state)
     if output is None or model is not transformers_model(model).base_model:
         return
     ran = context.progress.passes - state.attention_passes
@@ -203,17 +207,27 @@ def _compare_batches(
         )
 
 
-def _compare_documents(context: SequenceContext, documents: Documents) -> None:
-    """Raises ValueError on every rank if they packed different documents, which would have them wait for ever.
+def _begin_comparing_documents(context: SequenceContext, documents: Documents) -> None:
+    """Asks the other ranks for their documents, on the host and for every batch.
 
-    Asks for every batch, on the host; where the group has no backend for it, attention asks once for each shape.
+    Ranks with different documents would wait for each other for ever. Where the group has no backend for the host,
+    attention asks once for each shape.
     """
     if "cpu" not in dist.get_backend_config(context.group):
         return
     mine = torch.tensor([hash(documents.padded_boundaries)])
     everyone = [torch.empty_like(mine) for _ in range(context.layout.world)]
-    dist.all_gather(everyone, mine, group=context.group)
-    if any(int(theirs) != int(mine) for theirs in everyone):
+    work = dist.all_gather(everyone, mine, group=context.group, async_op=True)
+    context.forward_pass.comparison = (work, everyone)
+
+
+def _finish_comparing_documents(state: ForwardPass) -> None:
+    """Raises ValueError on every rank if they were given different documents."""
+    if state.comparison is None:
+        return
+    (work, everyone), state.comparison = state.comparison, None
+    work.wait()
+    if len({int(theirs) for theirs in everyone}) > 1:
         raise ValueError("the ranks were given different documents; pack the same sequence on all of them")
 
 
