@@ -195,7 +195,7 @@ def load_plain_pickle(path: Path) -> Any:
     """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if there is anything else in it."""
     try:
         with _mapped(path) as data, path.open("rb") as file:  # which the unpickler reads in larger parts than a map
-            if _is_simple(data):  # as most are; the machine takes ten times as long
+            if _is_simple(data):  # as most are; the machine takes eight times as long
                 return _PlainUnpickler(file).load()
         return load(path, _refuse_name)
     except (*MALFORMED, OSError) as error:
