@@ -61,7 +61,7 @@ def check_watchable(progress: Progress, waits: bool) -> None:
         raise ValueError(f"{progress.directory} is no directory; name the --output_dir of a run")
     if not progress.has_begun and not waits:
         raise ValueError(
-            f"{progress.directory} holds no run; name the --output_dir of one, or wait for it on a terminal"
+            f"{progress.directory} holds no run; name the --output_dir of one, or wait on a terminal without --once"
         )
 
 

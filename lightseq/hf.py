@@ -133,8 +133,10 @@ def shard_batch(
     mask other than right padding, and for positions that are neither those of one document nor of several.
     """
     check_right_padding(attention_mask)
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
     if input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length), with a token at least")
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
     for name, x in (("labels", labels), ("attention_mask", attention_mask)):
         if x is not None and x.shape != input_ids.shape:
             raise ValueError(f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)} differ; give one a token")

@@ -215,7 +215,8 @@ def test_packing_is_named_where_a_third_or_more_is_padding(
 ) -> None:
     write_rows(files / "data.pkl", sizes)
     out = spawn(1, said, files, f"--max_steps 2 {flags}")[0]
-    note = "48% of the positions so far are padding; --packing best_fit fills sequences with whole documents"
+    note = "48% of the positions so far are padding; --packing best_fit, with a batch size of 1, fills"
+    note += " sequences with whole documents"
     assert out.count(note) == named and ("padding;" in out) == named
 
 

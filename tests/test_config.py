@@ -252,7 +252,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
         (
             "--packing best_fit --per_device_train_batch_size 2",
-            "--packing best_fit fills one sequence, not the 2 of --per_device_train_batch_size; give a longer",
+            "fills one sequence, not the 2 of --per_device_train_batch_size; give --per_device_train_batch_size 1",
         ),
     ],
 )

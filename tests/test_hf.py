@@ -384,7 +384,8 @@ def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
     "words, line",
     [
         ({"input_ids": torch.arange(8)}, r"input_ids are \(8,\)"),
-        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with a token at least"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids are a list; give a tensor"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with at least one token"),
         ({"input_ids": ids(1, 8), "labels": ids(1, 7)}, r"labels \(1, 7\) and input_ids \(1, 8\) differ"),
         ({"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 9)}, r"attention_mask \(1, 9\)"),
     ],

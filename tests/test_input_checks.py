@@ -381,8 +381,8 @@ def trainer(folder: Path, compute_loss: Callable[..., Tensor] | None = None, **o
 
 
 def test_a_trainer_that_takes_the_loss_from_logits_is_refused(alone: None, tmp_path: Path) -> None:
-    refused(trainer(tmp_path, label_smoothing_factor=0.1).train, "label_smoothing_factor or compute_loss_func")
-    refused(trainer(tmp_path, lambda *_, **__: torch.zeros(())).train, "label_smoothing_factor or compute_loss_func")
+    refused(trainer(tmp_path, label_smoothing_factor=0.1).train, "label_smoothing_factor and compute_loss_func")
+    refused(trainer(tmp_path, lambda *_, **__: torch.zeros(())).train, "label_smoothing_factor and compute_loss_func")
     trainer(tmp_path).train()
 
 

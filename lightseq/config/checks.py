@@ -95,7 +95,7 @@ def _check_packing(config: TrainConfig) -> None:
     for flag in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         count = getattr(config, flag)
         if config.packing != "none" and count != 1:
-            remedy = "give a longer --model_max_length, or --gradient_accumulation_steps"
+            remedy = f"give --{flag} 1, with a longer --model_max_length or --gradient_accumulation_steps in its place"
             raise ValueError(f"--packing {config.packing} fills one sequence, not the {count} of --{flag}; {remedy}")
 
 

@@ -214,7 +214,9 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         )
     known = {id(linear.weight) for linear in _linears(layers)}
     if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
-        raise ValueError(f"{name} has {strange[0]}, weights of no linear layer (experts, perhaps); use a dense model")
+        raise ValueError(
+            f"{name} has {strange[0]}, weights of no linear layer (a mixture of experts, perhaps); use a dense model"
+        )
     if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
         raise ValueError(f"{name} has layers of several kinds, {', '.join(sorted(kinds))}; use a model of one")
     computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}

@@ -117,7 +117,7 @@ def _check_positions_and_documents(
             raise ValueError("position_ids are missing: they restart with every document; use shard_batch")
     elif positions is None:
         if context.layout.world > 1:
-            raise ValueError("position_ids are missing: a shard's positions do not start at 0; use shard_batch")
+            raise ValueError("position_ids are missing, so this batch is not from shard_batch; pass what that returns")
         return
     shape = (documents is None, *positions.shape)
     if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
@@ -193,8 +193,9 @@ def _compare_batches(
         sizes = [f"{batch} x {length} tokens" for batch, length, *_ in (rows, everyone[other][0])]
         what = "other rows or labels" if sizes[0] == sizes[1] else " and ".join(sizes)
         raise ValueError(
-            f"ranks {context.rank} and {other} share a sequence and were given different batches ({what}); every rank "
-            "of a sequence reads the same rows: no sampler that deals them out to ranks, one seed to shuffle by"
+            f"ranks {context.rank} and {other} share a sequence and were given different batches ({what}); have "
+            "every rank of a sequence read the same rows: with Trainer through a plain DataLoader, shuffled by one "
+            "seed (examples/with_trainer.py)"
         )
     divisors = [divisor for _, divisor, _ in everyone]
     counted_alone = len(divisors) > 1 and divisors == [count for *_, count in everyone] != [None] * len(divisors)
@@ -243,9 +244,9 @@ def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> Non
         raise ValueError("labels would be shifted inside the shard, losing a target at its border; use shard_batch")
     if labels is None and shifted is not None:
         raise ValueError(
-            "shift_labels came without labels, so that the loss would be taken from a shard's logits (by Trainer's "
-            "label_smoothing_factor or compute_loss_func, say), whose labels must not be shifted again; leave those "
-            "options out, or leave shift_labels out of the batch where your own loss does not shift"
+            "shift_labels came without labels: Trainer's label_smoothing_factor and compute_loss_func are not "
+            "supported, for they shift labels again that shard_batch has shifted; leave them out. For a loss of your "
+            "own that does not shift, take shift_labels out of the batch before the model is called"
         )
     _forward_pass(model).loss = None
     inner = transformers_model(model)

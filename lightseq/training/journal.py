@@ -82,7 +82,7 @@ class Journal:
         if self._names_packing and tells and self._padding >= MUCH_PADDING * self._positions:
             self._names_packing = False
             share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
-            self._note(f"{share}; --packing best_fit fills sequences with whole documents")
+            self._note(f"{share}; --packing best_fit, with a batch size of 1, fills sequences with whole documents")
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
