@@ -27,6 +27,7 @@ def sweep(folder: Path, *flags: str, seconds: int) -> tuple[subprocess.Completed
     return done, [Outcome(**json.loads(line)) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_some_classes_are_exact_or_refused_and_the_page_says_which(tmp_path: Path) -> None:
     page = tmp_path / "models.md"
     page.write_text(f"before\n{architectures.BEGIN}\nold\n{architectures.END}\nafter\n")

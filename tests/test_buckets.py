@@ -115,6 +115,7 @@ def test_the_lengths_of_2048_tokens_are_its_halves() -> None:
 EVALUATES = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 2"
 
 
+@pytest.mark.slow
 def test_losses_on_one_rank_are_those_of_full_padding(files: Path) -> None:
     evaluates = EVALUATES.format(files=files)
     check_same_losses(files, 1, {
@@ -131,6 +132,7 @@ def test_losses_on_two_ranks_are_those_of_full_padding(files: Path) -> None:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_losses_on_three_ranks_are_those_of_full_padding(files: Path) -> None:
     check_same_losses(files, 3, {
         "sequence": "--max_steps 4",
