@@ -15,6 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -96,7 +97,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one class in one way of training it: `kind` is exact, refused, wrong, raised or not built."""
+    """Outcome of one way of training one class: `kind` is exact, refused, wrong, raised or not built."""
 
     model_type: str
     model_class: str
@@ -107,6 +108,17 @@ class Outcome:
 
 class NotBuilt(Exception):
     """transformers cannot build or run this class small."""
+
+
+@contextmanager
+def built_by_transformers() -> Iterator[None]:
+    """Raises NotBuilt for whatever the code of a model or a config raises."""
+    try:
+        yield
+    except NotBuilt:
+        raise
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
 
 
 def main(words: Sequence[str]) -> int:
@@ -180,13 +192,11 @@ def first_words(error: Exception) -> str:
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
-    try:
+    with built_by_transformers():
         sizes = {
             name: size for name, size in (_sizes(kind()) | SPECIAL.get(model_type, {})).items() if size is not None
         }
         return kind(**sizes | changes)
-    except Exception as error:  # of any class, as its own code wants it
-        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
@@ -226,7 +236,7 @@ def _rope(config: PreTrainedConfig, published: dict[str, Any], changes: dict[str
 def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model as transformers runs it, on weights that leave no part of it without effect."""
     config = copy.deepcopy(config)
-    try:
+    with built_by_transformers():
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
         if count > MOST_PARAMETERS:
@@ -237,19 +247,13 @@ def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
         return model
-    except NotBuilt:
-        raise
-    except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
 
 
 def enabled_on_meta(model_type: str) -> str:
     """Raises what `hf.enable` says of a model that is too large or too odd to run here."""
-    try:
+    with built_by_transformers():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
-    except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
     release(hf.enable(model, length=LENGTH, device=CPU))
     raise NotBuilt("accepted, but not built small: nothing to compare with")
 
@@ -263,7 +267,7 @@ def ids() -> Tensor:
 
 def expect(model: PreTrainedModel, packed: bool) -> float:
     """The loss of one process; gradients are left in the model. Each document of a packed batch runs by itself."""
-    try:
+    with built_by_transformers():
         if not packed:
             loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
         else:
@@ -277,8 +281,6 @@ def expect(model: PreTrainedModel, packed: bool) -> float:
             ]
             loss = torch.stack(sums).sum() / sum(x.shape[1] - 1 for x in pieces)
         loss.backward()
-    except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
     return loss.item()
 
 

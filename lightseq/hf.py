@@ -185,7 +185,7 @@ def _attention_function(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention."""
+    """Runs distributed attention in place of transformers' own attention function."""
     if attention_mask is not None:
         raise ValueError(
             "the model passes attention a mask of its own, for which there is no kernel; use a plain causal model"

@@ -1,4 +1,4 @@
-"""What transformers, torchao and torch log at every start and nobody here can act on."""
+"""Silences log lines of transformers, torchao and torch that a user cannot act on."""
 
 import logging
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ NOISY = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
 
 
 def silence() -> None:
-    """Leaves them errors alone, in a process that is this program's."""
+    """Lets only errors of these loggers through. For processes that lightseq starts."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """The same for a while, in a process that is the user's."""
+    """Silences them inside the block. For processes of the user's own."""
     levels = {name: logging.getLogger(name).level for name in NOISY}
     silence()
     try:

@@ -33,7 +33,7 @@ class Progress:
 
 @dataclass
 class ForwardPass:
-    """What the model's forward pass under way was given: attention and the loss are held to it."""
+    """State of the forward pass under way, against which attention and the loss are checked."""
 
     outermost: object = None  # the module that was called; the modules inside of it are called by it
     packed: bool = False  # it was passed documents
