@@ -32,10 +32,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightseq import hf
 from lightseq.attention.context import release
+from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.models.architecture import examine
 from lightseq.parallelize import Techniques, parallelize
-from lightseq.ranks.mesh import World, make_meshes
 
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch

@@ -28,9 +28,9 @@ from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_
 from benchmarks.plan import Subject, subjects
 from benchmarks.report import columns, header, line
 from lightseq.config.lengths import shown
+from lightseq.distributed.environment import is_main_process
+from lightseq.distributed.mesh import World, agree, check_devices, start
 from lightseq.kernels import KERNELS
-from lightseq.ranks.environment import is_main_process
-from lightseq.ranks.mesh import World, agree, check_devices, start
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")

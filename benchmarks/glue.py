@@ -21,7 +21,7 @@ from benchmarks.flags import Parser, positive
 from benchmarks.plan_points import K, Point, add_choice, line, take
 from benchmarks.training.records import look_at_machine
 from benchmarks.training.trials import ROOT
-from lightseq.commands import refused
+from lightseq.config.parser import refused
 
 WITH_LIGER = ROOT / "benchmarks" / "training" / "liger_point.py"
 

@@ -34,11 +34,11 @@ from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag, shown
+from lightseq.distributed.mesh import World
 from lightseq.kernels import KernelSpec
-from lightseq.ranks.mesh import World
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
-from lightseq.training.garbage import collected_together
+from lightseq.training.gc_control import collected_together
 
 WARMUP = 6  # with the two after which a pass is recorded
 AHEAD_CYCLES = 20_000_000  # some ten milliseconds in which the device waits and the host runs ahead of it

@@ -34,13 +34,13 @@ from benchmarks.training.flags import NEEDED
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine
 from lightseq.config.command_line import parse
+from lightseq.memory.planner.plan import make_plan
+from lightseq.memory.planner.rates import GIB
+from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.architecture import with_layers
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.weights import build_on_meta
-from lightseq.plan.plan import make_plan
-from lightseq.plan.rates import GIB
-from lightseq.plan.run import PlannedRun
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16

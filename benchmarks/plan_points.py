@@ -25,8 +25,8 @@ from benchmarks.report import commit_here, read_lines
 from benchmarks.training.launch import Failed, run
 from benchmarks.training.records import Machine, look_at_machine
 from benchmarks.training.trials import ROOT, model_of
-from lightseq.commands import refused
 from lightseq.config.lengths import shown
+from lightseq.config.parser import refused
 
 WORKER = ROOT / "benchmarks" / "training" / "plan_point.py"
 

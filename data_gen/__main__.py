@@ -19,7 +19,7 @@ from lightseq.config.lengths import length_flag
 from lightseq.data.corpus import batches
 from lightseq.data.progress import with_bar
 from lightseq.data.tokenizer import load_tokenizer
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "

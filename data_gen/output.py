@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightseq.data.tokens import IntArray, write_token_directory, written_whole
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 
 def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lightseq.data import corpus
 from lightseq.data.examples import STORIES
-from lightseq.data.rows import HUB_PREFIX, Row, lines_of, row_in, rows_of, text_in
-from lightseq.data.samples import EMPTY
-from lightseq.words import first_line, plural
+from lightseq.data.sources import HUB_PREFIX, Row, lines_of, row_in, rows_of, text_in
+from lightseq.data.targets import EMPTY
+from lightseq.utils.formatting import first_line, plural
 
 TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}

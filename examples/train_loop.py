@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from lightseq import hf
-from lightseq.ranks.mesh import World, start
+from lightseq.distributed.mesh import World, start
 
 STEPS, BATCH, LENGTH = 5, 2, 250
 CONFIG = LlamaConfig(

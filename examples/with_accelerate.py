@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from with_trainer import LEARNING_RATE, collate, documents
 
 from lightseq import hf
-from lightseq.ranks.mesh import World, start
+from lightseq.distributed.mesh import World, start
 
 EPOCHS, BATCH = 2, 2
 

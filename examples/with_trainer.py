@@ -12,7 +12,7 @@ from train_loop import CONFIG
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from lightseq import hf
-from lightseq.ranks.mesh import World, start
+from lightseq.distributed.mesh import World, start
 
 LEARNING_RATE = 0.5
 LENGTHS = (250, 40, 133, 250, 77, 250, 19, 201)  # of the documents: batches have different numbers of targets

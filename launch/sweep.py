@@ -41,7 +41,7 @@ from launch.sweep_run import (
     submit,
     typed,
 )
-from lightseq.quiet import silence
+from lightseq.utils.quiet import silence
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130

@@ -21,7 +21,7 @@ from launch.sweep_cells import Cell
 from launch.sweep_file import Settings, Sweep
 from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
 # Variables by which launch/slurm/job.sh is told of one run. A cell says all of that by flags.

@@ -16,16 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightseq import quiet_transformers  # noqa: F401  before what follows imports transformers
+from lightseq.utils import quiet_transformers  # noqa: F401  before what follows imports transformers
 
 # isort: split
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.context import SequenceContext, make_context, release
-from lightseq.attention.operator import attention
+from lightseq.attention.module_attention import attend
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.parts import check_right_padding, find_boundaries, local_batch, local_positions, packed_positions
+from lightseq.data.input_checks import FACTS, batch_facts, install_checks, transformers_model
+from lightseq.data.shard_batch import (
+    check_right_padding,
+    find_boundaries,
+    local_batch,
+    local_positions,
+    packed_positions,
+)
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
@@ -34,11 +41,9 @@ from lightseq.models.architecture import (
     heads_of,
     rope_types,
     sliding_window,
-    unhonoured_argument,
 )
-from lightseq.models.input_checks import FACTS, batch_facts, install_checks, transformers_model
 from lightseq.schedule.cost import AttentionShape
-from lightseq.versions import UntestedVersionWarning, untested_versions
+from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
 IMPLEMENTATION: Final = "lightseq"
 
@@ -194,30 +199,6 @@ def _attention_function(
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
     return attend(module, q, k, v, scaling, **others)[0], None
-
-
-def attend(
-    module: nn.Module, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scaling: float | None = None, **others: Any
-) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module; `others` are what it is passed.
-
-    Raises ValueError for what could not be honoured.
-    """
-    device = q_BSHD.device.type
-    if torch.is_autocast_enabled(device):  # it casts what products give, and not what turns q and k
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
-        with torch.autocast(device, enabled=False):
-            return attend(module, q, k, v, scaling, **others)
-    if unknown := unhonoured_argument(others):
-        remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
-        raise ValueError(f"attention was passed {unknown}, for which there is no kernel; {remedy}")
-    context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
-    if not isinstance(context, SequenceContext):
-        raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
-    if window is not None and q_BSHD.shape[1] * context.layout.world > window:
-        length = q_BSHD.shape[1] * context.layout.world
-        raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightseq import quiet_transformers  # noqa: F401  before what follows imports transformers
+from lightseq.utils import quiet_transformers  # noqa: F401  before what follows imports transformers
 
 # isort: split
 from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.context import Documents, SequenceContext
+from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
 from lightseq.config.train_config import TrainConfig
-from lightseq.layers.fp8 import FP8_COMPILE_OPTIONS, to_fp8
-from lightseq.layers.loss import CHUNK_TOKENS, cross_entropy_sum
-from lightseq.layers.mlp import shrunk, tile_mlps
-from lightseq.layers.projections import keep_projections
-from lightseq.layers.tiled import tile_layers
-from lightseq.memory.ahead import Ahead
+from lightseq.distributed.mesh import Meshes
+from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
-from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
+from lightseq.memory.planner.placement import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
+from lightseq.memory.weight_prefetch import Ahead
 from lightseq.models.architecture import examine
-from lightseq.plan.layers import AGAIN, AWAY, KEEP, OFFLOAD
-from lightseq.profiling.stopwatch import Stopwatch
-from lightseq.ranks.mesh import Meshes
+from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS, to_fp8
+from lightseq.modules.loss import CHUNK_TOKENS, cross_entropy_sum
+from lightseq.modules.mlp import shrunk, tile_mlps
+from lightseq.modules.projections import keep_projections
+from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 
 Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels

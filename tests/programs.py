@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import llama2
 import llama3
-from lightseq.__main__ import BOTH
-from lightseq.ranks.mesh import World
-from lightseq.training import command, watched
+from lightseq.cli import BOTH
+from lightseq.distributed.mesh import World
+from lightseq.training import command, train
 
 FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
 ENTRIES = {**FAMILIES, "any": BOTH}
@@ -34,7 +34,7 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
 
 def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
-    watched.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    train.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,7 +1,7 @@
 """Which schedules a test of some ranks and heads can run: all that fit, and never none."""
 
 from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.schedule.choice import Choice, refusal
+from lightseq.schedule.auto import Choice, refusal
 from lightseq.schedule.cost import AttentionShape
 
 ANY_WORLD = {"ring", "striped", "zigzag", "balanced", "prefix"}  # and any number of heads

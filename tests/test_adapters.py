@@ -18,16 +18,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from worlds import spawn
 
-from lightseq.__main__ import main as lightseq
 from lightseq.checkpoint.manifest import MANIFEST
+from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
 from lightseq.models import adapters
 from lightseq.models.flops import model_flops
-from lightseq.models.merge import merge
-from lightseq.training import trainer
+from lightseq.tools.merge import merge
+from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
@@ -46,13 +46,13 @@ FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"
 def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
     """How each run ended, and the dtype of what it trained, or trained not."""
     ends, seen = [], dict[str, str]()
-    evaluate = trainer.Trainer._run_steps
+    evaluate = loop.Trainer._run_steps
 
-    def looked(self: trainer.Trainer, *args):  # type: ignore[no-untyped-def]
+    def looked(self: loop.Trainer, *args):  # type: ignore[no-untyped-def]
         seen.update({n: f"{p.dtype} {p.requires_grad}" for n, p in self.model.named_parameters()})
         return evaluate(self, *args)
 
-    trainer.Trainer._run_steps = looked  # type: ignore[method-assign]
+    loop.Trainer._run_steps = looked  # type: ignore[method-assign]
     for words in runs:
         seen.clear()
         ends.append((program(rank, "any", words), dict(seen)))

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq.memory.ahead import Ahead
-from lightseq.training.optimization import local_part
+from lightseq.distributed.tensors import local_part
+from lightseq.memory.weight_prefetch import Ahead
 
 LAYERS = 6
 

@@ -11,14 +11,14 @@ from programs import Ended, program
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from worlds import spawn
 
+from lightseq.config.remat_policies import KEEPING_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
-from lightseq.layers import mlp
-from lightseq.memory.policies import KEEPING_MLP
 from lightseq.models.architecture import examine, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
+from lightseq.modules import mlp
 from lightseq.training.metrics import read_records
-from lightseq.training.prepare import check_layers
+from lightseq.training.setup import check_layers
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 3
 TINY: dict[str, Any] = {

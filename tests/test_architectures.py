@@ -13,7 +13,7 @@ import transformers
 from benchmarks import architectures
 from benchmarks.architectures import Outcome
 from lightseq import hf
-from lightseq.data.parts import local_positions
+from lightseq.data.shard_batch import local_positions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -66,7 +66,7 @@ def test_the_sweep_notices_a_planted_fault(monkeypatch: pytest.MonkeyPatch, faul
             del batch["documents"]
             batch["position_ids"] = local_positions(context, architectures.LENGTH, architectures.CPU)
         elif fault == "positions":
-            monkeypatch.setattr("lightseq.models.input_checks.check_positions", lambda *_: None)
+            monkeypatch.setattr("lightseq.data.input_checks.check_positions", lambda *_: None)
             batch["position_ids"] = batch["position_ids"] * 3
         return batch
 

@@ -26,8 +26,8 @@ from benchmarks.flags import length, parse
 from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
 from lightseq.config.lengths import shown
+from lightseq.distributed.mesh import World
 from lightseq.profiling.trace import Account
-from lightseq.ranks.mesh import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"

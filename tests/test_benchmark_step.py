@@ -23,9 +23,9 @@ from benchmarks.training.records import Machine
 from benchmarks.training.trials import Trial, setting_of, trials, write_inputs
 from benchmarks.training.worker import PEERS, measure
 from lightseq.data.batches import BatchStream, open_examples
+from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.models.flops import model_flops
-from lightseq.ranks.mesh import World
 
 LENGTH, STEPS = 64, 3
 KEYS = {

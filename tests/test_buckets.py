@@ -17,10 +17,10 @@ from worlds import spawn
 import llama3
 from lightseq.config.command_line import parse
 from lightseq.data.buckets import MOST_LENGTHS, bucket_lengths
-from lightseq.ranks.mesh import World
+from lightseq.distributed.mesh import World
+from lightseq.training.loop import Trainer
 from lightseq.training.metrics import read_records
-from lightseq.training.prepare import prepare
-from lightseq.training.trainer import Trainer
+from lightseq.training.setup import prepare
 
 LENGTH = 256
 SIZES = (60, 9, 33, 3, 17, 64, 5, 130, 2, 40, 250, 31)

@@ -31,12 +31,12 @@ from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import open_pickle
+from lightseq.distributed.mesh import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.ranks.mesh import World
-from lightseq.training import journal, trainer
+from lightseq.training import journal, loop
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
@@ -293,7 +293,7 @@ def tensors_saved(output: Path, step: int) -> dict[str, File]:
 
 def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
     """Programs whose files are written once two more steps have been taken, and which say how many there were."""
-    write, step, finish, seen = state_files.write, trainer.Trainer._step, staging.Staging.finish, []
+    write, step, finish, seen = state_files.write, loop.Trainer._step, staging.Staging.finish, []
     taken = [0]
     staging.SMALL_BYTES = 0  # all is copied beside the training
 
@@ -311,12 +311,12 @@ def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
             seen.append(taken[0] - begin)
         return write(*args)
 
-    def counted(self: trainer.Trainer, index: int) -> Any:
+    def counted(self: loop.Trainer, index: int) -> Any:
         found = step(self, index)
         taken[0] += 1
         return found
 
-    state_files.write, trainer.Trainer._step = slow, counted  # type: ignore[method-assign, assignment]
+    state_files.write, loop.Trainer._step = slow, counted  # type: ignore[method-assign, assignment]
     staging.Staging.finish = late  # type: ignore[method-assign]
     return [[program(rank, "llama3", run) for run in runs], seen]
 
@@ -530,7 +530,7 @@ def in_one_process(run: str) -> Ended:
 def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "launcher_patience", lambda: 0.0)
+    monkeypatch.setattr(loop, "launcher_patience", lambda: 0.0)
     flags = f"--max_steps 3 --output_dir {tmp_path}/run"
     ends = [in_one_process(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
     assert [out.count("export a higher TORCH_ELASTIC_SHUTDOWN_TIMEOUT") for out in (end.out for end in ends)] == [1, 0]
@@ -558,13 +558,13 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
 
 def draws(rank: int, runs: list[str]) -> list[Any]:
     """What every random generator gives at each step of each program; the last begins with others than before."""
-    step, drawn = trainer.Trainer._step, []
+    step, drawn = loop.Trainer._step, []
 
-    def drawing(self: trainer.Trainer, index: int) -> Any:
+    def drawing(self: loop.Trainer, index: int) -> Any:
         drawn[-1].append([torch.rand(()).item(), random.random(), np.random.rand()])
         return step(self, index)
 
-    trainer.Trainer._step = drawing  # type: ignore[method-assign]
+    loop.Trainer._step = drawing  # type: ignore[method-assign]
     for run in runs:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(rank + 10 * (run is runs[-1]))

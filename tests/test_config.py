@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from lightseq.__main__ import COMMANDS
-from lightseq.__main__ import main as lightseq_main
+from lightseq.cli import COMMANDS
+from lightseq.cli import main as lightseq_main
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import help_text, parse
 from lightseq.config.train_config import TrainConfig, warmup_steps
@@ -80,7 +80,7 @@ def test_a_command_that_is_none_is_one_line_and_help_lists_those_there_are(capsy
 
 
 def test_help_of_all_commands_needs_no_torch() -> None:
-    code = "import sys; from lightseq.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lightseq.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

@@ -17,7 +17,7 @@ from worlds import spawn
 from lightseq.data import corpus
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import IGNORE_INDEX, WindowExamples
-from lightseq.data.rows import identity
+from lightseq.data.sources import identity
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.data.tokens import Reading
 from lightseq.training.metrics import read_records

@@ -23,16 +23,16 @@ from transformers import AutoModelForCausalLM
 from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed import mesh
+from lightseq.distributed.host_memory import Bytes
+from lightseq.distributed.mesh import World
 from lightseq.memory import offload
+from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
-from lightseq.plan import deepspeed_memory
-from lightseq.ranks import mesh
-from lightseq.ranks.host_memory import Bytes
-from lightseq.ranks.mesh import World
-from lightseq.training import deepspeed_nvme, deepspeed_saving, trainer
-from lightseq.training.deepspeed_config import DeepSpeedSettings
+from lightseq.training import deepspeed_nvme, deepspeed_saving, loop
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
@@ -144,7 +144,7 @@ def write_settings(folder: Path, name: str) -> None:
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
-    trainer.DeepSpeedEngine = Remembering  # type: ignore[misc]
+    loop.DeepSpeedEngine = Remembering  # type: ignore[misc]
     offload.LEAST_BYTES = 0
     with_files()
     return [program(rank, "llama3", line) for line in runs]
@@ -177,7 +177,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
             super().__init__(*arguments)
             engines.append(self)
 
-    trainer.DeepSpeedEngine = Kept  # type: ignore[misc]
+    loop.DeepSpeedEngine = Kept  # type: ignore[misc]
     with_files()
     mesh.host_memory = lambda: Bytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightseq.checkpoint.checkpoints import FACTS, check_engine
+from lightseq.config.deepspeed import deepspeed_settings
 from lightseq.config.train_config import TrainConfig
-from lightseq.training.deepspeed_config import deepspeed_settings
 
 HIDDEN, DATA_RANKS = 64, 2
 

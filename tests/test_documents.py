@@ -23,7 +23,7 @@ from lightseq.kernels.reference import ReferenceKernel
 from lightseq.kernels.segments import Lengths
 from lightseq.kernels.select import _order
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
-from lightseq.schedule.choice import Choice, packed_choice, refusal
+from lightseq.schedule.auto import Choice, packed_choice, refusal
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import (
     LARGEST_IMBALANCE,

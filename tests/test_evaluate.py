@@ -21,17 +21,17 @@ from programs import Ended
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
-from lightseq.__main__ import BOTH
+from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import open_examples
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.data.tokens import Reading, write_token_directory
-from lightseq.evaluate import command as evaluate
-from lightseq.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
-from lightseq.evaluate.perplexity import bin_starts, perplexity
-from lightseq.evaluate.tasks import haystack
-from lightseq.ranks.mesh import World
-from lightseq.words import four_digits
+from lightseq.distributed.mesh import World
+from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
+from lightseq.tools.evaluate.tasks import haystack
+from lightseq.training.evaluation import bin_starts, perplexity
+from lightseq.utils.formatting import four_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -470,9 +470,9 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
 
 OUT_OF_MEMORY = """
 import sys, torch
-from lightseq.evaluate import command as evaluate
+from lightseq.tools.evaluate import command as evaluate
 from lightseq.training import trainer
-from lightseq.__main__ import BOTH
+from lightseq.cli import BOTH
 trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
 evaluate.main(BOTH, sys.argv[1:])
 """

@@ -19,7 +19,7 @@ import train_loop  # noqa: E402
 import with_accelerate  # noqa: E402
 import with_trainer  # noqa: E402
 
-from lightseq.ranks.mesh import World  # noqa: E402
+from lightseq.distributed.mesh import World  # noqa: E402
 
 
 def example(rank: int, world: int) -> list[float]:

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.models.architecture import examine
 from lightseq.models.flops import (
     attention_forward_flops,
@@ -15,8 +16,7 @@ from lightseq.models.flops import (
     recompute_flops,
     total_parameters,
 )
-from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
-from lightseq.training.window import Work
+from lightseq.training.step_stats import Work
 
 LENGTH = 16
 

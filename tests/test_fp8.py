@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import parallelize
-from lightseq.layers.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.distributed.mesh import World, make_meshes
+from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
-from lightseq.ranks.mesh import World, make_meshes
-from lightseq.training import prepare, window
+from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.training import setup, step_stats
 from lightseq.training.metrics import read_records
 
 float8_linear = pytest.importorskip("torchao.float8.float8_linear")
@@ -28,8 +29,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
     """Programs one after the other, as if this machine had FP8 cores of four FLOP/s, and of two in bfloat16."""
-    window.peak_flops_per_second = lambda device, fp8=False: 4.0 if fp8 else 2.0  # type: ignore[assignment]
-    prepare.check_fp8 = lambda *_: None  # type: ignore[assignment]
+    step_stats.peak_flops_per_second = lambda device, fp8=False: 4.0 if fp8 else 2.0  # type: ignore[assignment]
+    setup.check_fp8 = lambda *_: None  # type: ignore[assignment]
     parallelize.to_fp8 = lambda layers, recipe, emulate, tokens: to_fp8(layers, recipe, True, tokens)
     return [program(rank, "llama3", line) for line in runs]
 
@@ -123,13 +124,13 @@ def test_a_chip_without_rowwise_kernels_is_sent_to_tensorwise() -> None:
 
 def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("lightseq.layers.fp8.check_hardware", lambda *_: None)
+    monkeypatch.setattr("lightseq.modules.fp8.check_hardware", lambda *_: None)
     odd = LlamaConfig(**CONFIG.to_dict() | {"intermediate_size": 200})
-    check_fp8("tensorwise", False, CONFIG, cpu)
-    check_fp8("tensorwise", True, odd, cpu)
-    check_fp8(None, False, odd, cpu)
+    check_fp8("tensorwise", False, matrix_sizes(CONFIG), cpu)
+    check_fp8("tensorwise", True, matrix_sizes(odd), cpu)
+    check_fp8(None, False, matrix_sizes(odd), cpu)
     with pytest.raises(ValueError, match="intermediate_size 200 is no multiple of 16; leave --fp8 out"):
-        check_fp8("tensorwise", False, odd, cpu)
-    monkeypatch.setattr("lightseq.layers.fp8.find_spec", lambda name: None)
+        check_fp8("tensorwise", False, matrix_sizes(odd), cpu)
+    monkeypatch.setattr("lightseq.modules.fp8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed; pip install torchao"):
-        check_fp8("tensorwise", True, CONFIG, cpu)
+        check_fp8("tensorwise", True, matrix_sizes(CONFIG), cpu)

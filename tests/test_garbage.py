@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lightseq.training.garbage import STEPS, collected_together
+from lightseq.training.gc_control import STEPS, collected_together
 
 
 class Cycle:

@@ -34,14 +34,14 @@ from lightseq import hf
 from lightseq.attention import executor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
-from lightseq.data.parts import local_positions
-from lightseq.layers import mlp
+from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
+from lightseq.data.input_checks import check_positions
+from lightseq.data.shard_batch import local_positions
+from lightseq.distributed.mesh import World, make_meshes
 from lightseq.memory import offload
-from lightseq.memory.policies import KEEPING_MLP, POLICIES
 from lightseq.models import weights
-from lightseq.models.input_checks import check_positions
+from lightseq.modules import mlp
 from lightseq.parallelize import LossModel, Techniques, parallelize
-from lightseq.ranks.mesh import World, make_meshes
 from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import spawn
 
-from lightseq.training.host_state import update_on
+from lightseq.memory.host_adamw import update_on
 from lightseq.training.optimization import clip
 
 optim = pytest.importorskip("torchao.optim")

@@ -25,9 +25,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from worlds import spawn
 
-from lightseq import hf, versions
+from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.models.architecture import examine
+from lightseq.utils import versions
 
 LENGTH, VOCABULARY = 50, 64
 BOUNDARIES = (0, 13, 37, 50)

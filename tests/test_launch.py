@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightseq.ranks.environment import LAUNCHER_SETTINGS, launcher_note, launcher_patience
+from lightseq.distributed.environment import LAUNCHER_SETTINGS, launcher_note, launcher_patience
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))

@@ -12,53 +12,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 
-# A module imports from its own layer or a lower one. It is in that of the longest name here which it begins with.
-LAYERS = {
-    "lightseq.schedule": 0,
-    "lightseq.words": 0,
-    "lightseq.versions": 0,
-    "lightseq.quiet": 0,
-    "lightseq.quiet_transformers": 0,
-    "lightseq.commands": 0,
-    "lightseq.config.lengths": 0,
-    "lightseq.config.masking": 0,
-    "lightseq.memory.policies": 0,
-    "lightseq.models.presets": 0,
-    "lightseq.plan.layers": 0,
-    "lightseq.profiling": 0,
-    "lightseq.kernels": 1,
-    "lightseq.comm": 1,
-    "lightseq.memory.keeping": 1,
-    "lightseq.memory.pinned": 1,
-    "lightseq.attention": 2,
-    "lightseq.memory": 2,
-    "lightseq.ranks": 2,
-    "lightseq.layers": 2,
-    "lightseq.layers.fp8": 3,
-    "lightseq.layers.loss": 3,
-    "lightseq.layers.tiled": 3,
-    "lightseq.config": 3,
-    "lightseq.data": 3,
-    "lightseq.hf": 3,
-    "lightseq.models": 3,
-    "lightseq.parallelize": 3,
-    "lightseq.models.merge": 4,
-    "lightseq.profiling.recorder": 4,
-    "lightseq.checkpoint": 4,
-    "lightseq.evaluate": 4,
-    "lightseq.plan": 4,
-    "lightseq.training": 4,
-    "lightseq.verify": 4,
-    "lightseq": 5,
-    "llama2": 5,
-    "llama3": 5,
-    "data_gen": 5,
-    "launch": 5,
-    "analysis": 5,
-}
+# From the ground up. A package imports from the floors below its own, and from no other package on its own floor.
+FLOORS = (
+    ("lightseq.utils", "lightseq.profiling", "lightseq.schedule", "lightseq.comm"),
+    ("lightseq.distributed", "lightseq.kernels"),
+    ("lightseq.config",),
+    ("lightseq.attention",),
+    ("lightseq.modules",),
+    ("lightseq.models",),
+    ("lightseq.data",),
+    ("lightseq.hf", "lightseq.memory"),
+    ("lightseq.checkpoint", "lightseq.parallelize"),
+    ("lightseq.training",),
+    ("lightseq.tools",),
+    ("llama2", "llama3"),
+    ("lightseq.cli",),
+    ("lightseq.__main__", "data_gen", "launch", "analysis"),
+)
+FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row}
 
 # The only places that may look at the environment.
-READ_ENVIRONMENT = ("lightseq.ranks.environment", "lightseq.ranks.mesh", "launch")
+READ_ENVIRONMENT = ("lightseq.distributed.environment", "lightseq.distributed.mesh", "launch")
 
 
 @dataclass(frozen=True)
@@ -69,9 +43,8 @@ class Module:
     source: str
 
     @property
-    def unit(self) -> str:
-        """The row of LAYERS this module belongs to."""
-        return unit_of(self.name)
+    def package(self) -> str:
+        return package_of(self.name)
 
 
 def modules() -> Iterator[Module]:
@@ -95,16 +68,15 @@ def imports(module: Module) -> set[str]:
     return found
 
 
-def unit_of(name: str) -> str:
-    """The row of LAYERS that a module or a name inside one is in; outside of lightseq it is the package."""
+def package_of(name: str) -> str:
+    """Returns the package that a module or a name inside one is in: below lightseq its first folder or file."""
     parts = name.split(".")
-    rows = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((row for row in rows if row in LAYERS), parts[0])
+    return ".".join(parts[:2]) if parts[0] == "lightseq" else parts[0]
 
 
-def units(module: Module) -> set[str]:
-    """The rows of LAYERS that a module imports from, its own apart."""
-    return {unit for name in imports(module) if (unit := unit_of(name)) != module.unit}
+def packages(module: Module) -> set[str]:
+    """Returns the packages that a module imports from, its own apart."""
+    return {package for name in imports(module) if (package := package_of(name)) != module.package}
 
 
 def within(name: str, package: str) -> bool:
@@ -144,19 +116,18 @@ def texts() -> Iterator[tuple[Path, str]]:
                 yield path.relative_to(ROOT), path.read_text(encoding="utf-8", errors="ignore")
 
 
-def test_every_module_has_a_layer() -> None:
-    tops = ("lightseq.__init__", "lightseq.__main__")
-    missing = [m.name for m in modules() if m.unit not in LAYERS or (m.unit == "lightseq" and m.name not in tops)]
-    assert not missing, f"add {missing} to LAYERS in tests/test_layering.py, in the layer the module belongs to"
+def test_every_package_has_a_floor() -> None:
+    missing = {m.package for m in modules() if m.package not in FLOOR and m.name != "lightseq.__init__"}
+    assert not missing, f"add {missing} to FLOORS in tests/test_layering.py"
 
 
-def test_imports_point_down_or_sideways() -> None:
+def test_packages_import_from_floors_below() -> None:
+    """Imports inside functions and under TYPE_CHECKING count too; so no packages import each other in a circle."""
     upward = [
-        f"{module.name} (layer {LAYERS[module.unit]}) imports {unit} (layer {LAYERS[unit]})"
+        f"{module.name} imports {package}, which is not below it"
         for module in modules()
-        if module.unit in LAYERS
-        for unit in sorted(units(module))
-        if unit in LAYERS and LAYERS[unit] > LAYERS[module.unit]
+        for package in sorted(packages(module))
+        if FLOOR.get(package, -1) >= FLOOR.get(module.package, 0)
     ]
     assert not upward, "\n".join(upward)
 
@@ -184,9 +155,9 @@ def test_some_modules_never_meet(importer: str, imported: str) -> None:
     assert not met, "\n".join(met)
 
 
-def test_layer_0_knows_no_process_group() -> None:
+def test_schedules_know_no_process_group() -> None:
     for module in modules():
-        if LAYERS.get(module.unit) == 0:
+        if module.package == "lightseq.schedule":
             used = {ast.unparse(node) for node in ast.walk(ast.parse(module.source)) if isinstance(node, ast.Attribute)}
             assert not [name for name in used | imports(module) if within(name, "torch.distributed")], module.name
 
@@ -209,7 +180,7 @@ def test_no_file_points_outside_the_repository() -> None:
 
 def test_llama2_and_llama3_share_no_line_of_code() -> None:
     lines = {
-        family: set().union(*(code_lines(module.source) for module in modules() if module.unit == family))
+        family: set().union(*(code_lines(module.source) for module in modules() if module.package == family))
         for family in ("llama2", "llama3")
     }
     shared = sorted(lines["llama2"] & lines["llama3"])
@@ -218,13 +189,13 @@ def test_llama2_and_llama3_share_no_line_of_code() -> None:
 
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = "import torch.distributed as dist\ndef f():\n    from .mesh import World\n    from lightseq import data\n"
-    module = Module("lightseq.ranks.watchdog", source)
-    assert imports(module) == {"torch.distributed", "lightseq.ranks.mesh.World", "lightseq.data"}
-    assert units(module) == {"torch", "lightseq.data"}
+    module = Module("lightseq.distributed.watchdog", source)
+    assert imports(module) == {"torch.distributed", "lightseq.distributed.mesh.World", "lightseq.data"}
+    assert packages(module) == {"torch", "lightseq.data"}
     inside = Module("lightseq.kernels.cudnn", "from ..comm import send\nfrom .base import Kernel\n")
-    assert units(inside) == {"lightseq.comm"}
-    assert units(Module("lightseq.data", "from lightseq import __version__\nimport lightseq\n")) == {"lightseq"}
-    assert unit_of("lightseq.memory.keeping.results_of") == "lightseq.memory.keeping"
+    assert packages(inside) == {"lightseq.comm"}
+    typing = "if TYPE_CHECKING:\n    from lightseq.training.loop import Trainer\n"
+    assert packages(Module("lightseq.checkpoint.saver", typing)) == {"lightseq.training"}
 
 
 def test_code_lines_leave_out_imports_docstrings_and_tables() -> None:

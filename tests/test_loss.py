@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
-from lightseq.layers.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
+from lightseq.modules.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]

@@ -9,8 +9,8 @@ import forked
 import pytest
 from forked import Done
 
-from lightseq.ranks.meeting import STATUS, Meeting, verdict
-from lightseq.ranks.mesh import start
+from lightseq.distributed.mesh import start
+from lightseq.distributed.rendezvous import STATUS, Meeting, verdict
 
 TIMEOUT = 12.0  # all worlds start at once, on few cores
 
@@ -19,8 +19,8 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightseq.ranks import mesh
-from lightseq.ranks.watchdog import Watchdog
+from lightseq.distributed import mesh
+from lightseq.distributed.watchdog import Watchdog
 when, culprits, stacks = sys.argv[1], sys.argv[2].split(","), Path(sys.argv[3])
 def reach(moment):
     if moment == when and os.environ["RANK"] in culprits:

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from lightseq.layers import mlp as tiled
-from lightseq.layers.low_rank import Linear, gradient_of_input
-from lightseq.layers.mlp import LINEARS, gated_mlp, tile_mlps
-from lightseq.memory.policies import KEEP_MLP, POLICIES
+from lightseq.config.remat_policies import KEEP_MLP, POLICIES
 from lightseq.memory.remat import apply_remat
+from lightseq.modules import mlp as tiled
+from lightseq.modules.low_rank import Linear, gradient_of_input
+from lightseq.modules.mlp import LINEARS, gated_mlp, tile_mlps
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
 TILES = [1, 7, 25, 49, 50, 51]

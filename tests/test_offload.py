@@ -17,18 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.layers.mlp import tile_mlps
-from lightseq.layers.projections import keep_projections
+from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
+from lightseq.distributed.mesh import World
+from lightseq.distributed.tensors import local_part
 from lightseq.memory import offload
 from lightseq.memory.offload import HostMemory, Kept, Offload
 from lightseq.memory.pinned import PinnedMemory
-from lightseq.memory.policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
-from lightseq.ranks.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
-from lightseq.ranks.mesh import World
-from lightseq.training import endings
-from lightseq.training.optimization import local_part
+from lightseq.modules.mlp import tile_mlps
+from lightseq.modules.projections import keep_projections
+from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
@@ -295,11 +295,11 @@ def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     locks: "Locks", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locks.refuse = True
-    monkeypatch.setattr(endings, "leave", sys.exit)
-    monkeypatch.setattr(endings, "first_to", lambda _: True)
-    monkeypatch.setattr(endings, "has_done", lambda _: None)
+    monkeypatch.setattr(errors, "leave", sys.exit)
+    monkeypatch.setattr(errors, "first_to", lambda _: True)
+    monkeypatch.setattr(errors, "has_done", lambda _: None)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    with pytest.raises(SystemExit), endings.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
+    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
         HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
     assert capsys.readouterr().err.splitlines() == [
         "error: rank 0: host out of memory. 4,096 bytes of host memory cannot be pinned (CUDA error 1)",
@@ -411,7 +411,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
 def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
     program = (
-        "from lightseq.ranks.environment import set_up_process; set_up_process(); import torch\n"
+        "from lightseq.distributed.environment import set_up_process; set_up_process(); import torch\n"
         "x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
     )
     given = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}

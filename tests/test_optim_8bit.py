@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
+from lightseq.memory.host_adamw import update_on
 from lightseq.training import engine, optimization
-from lightseq.training.host_state import update_on
 from lightseq.training.optimization import check_optimizer
 
 pytest.importorskip("torchao")

@@ -19,7 +19,7 @@ from worlds import spawn
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.train_config import TrainConfig
-from lightseq.ranks.mesh import World, use_host_cores
+from lightseq.distributed.mesh import World, use_host_cores
 from lightseq.training.engine import FsdpEngine
 from lightseq.training.optimization import (
     LearningRate,

@@ -21,13 +21,13 @@ from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.tokens import write_token_directory
+from lightseq.distributed.mesh import World
 from lightseq.models import weights
 from lightseq.models.family import preset_config
-from lightseq.ranks.mesh import World
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
-from lightseq.training.prepare import prepare
-from lightseq.training.trainer import Trainer
+from lightseq.training.loop import Trainer
+from lightseq.training.setup import prepare
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

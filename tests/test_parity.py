@@ -24,15 +24,15 @@ import llama3
 from lightseq import parallelize
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
-from lightseq.layers import loss, mlp
+from lightseq.distributed.mesh import World
 from lightseq.memory import offload
 from lightseq.models import adapters, weights
 from lightseq.models.family import preset_config
-from lightseq.ranks.mesh import World
+from lightseq.modules import loss, mlp
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.engine import Update
-from lightseq.training.prepare import prepare
-from lightseq.training.trainer import Trainer
+from lightseq.training.loop import Trainer
+from lightseq.training.setup import prepare
 
 LENGTH = 61  # divides by no number of chunks
 # With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.attention.bundles import form
+from lightseq.attention.buffers import form
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.placement import Arena, arenas, local_place
 from lightseq.schedule.proof import InvalidSchedule, validate

@@ -15,12 +15,12 @@ import pytest
 from test_plan_training import planned_run
 from transformers import LlamaConfig, Phi3Config
 
-from lightseq.__main__ import BOTH, main
-from lightseq.models.family import preset_config
-from lightseq.models.flops import total_parameters
-from lightseq.plan.attention import attention_memory
-from lightseq.plan.breakdown import GIB
-from lightseq.plan.layers import (
+from lightseq.cli import BOTH, main
+from lightseq.distributed.mesh import FREE_SHARE
+from lightseq.memory.planner.attention_memory import attention_memory
+from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.estimate import host_by_layer, host_bytes, moments, state_bytes_on_host
+from lightseq.memory.planner.placement import (
     AWAY,
     KEEP,
     OFFLOAD,
@@ -32,9 +32,8 @@ from lightseq.plan.layers import (
     in_order,
     place,
 )
-from lightseq.plan.memory import host_by_layer, host_bytes, moments, state_bytes_on_host
-from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan, placement_of, placement_words, usable
-from lightseq.plan.rates import (
+from lightseq.memory.planner.plan import Plan, _plan_as_it_is, make_plan, placement_of, placement_words, usable
+from lightseq.memory.planner.rates import (
     CHIPS,
     CLIP_BYTES,
     NORM_BYTES,
@@ -44,14 +43,15 @@ from lightseq.plan.rates import (
     chip_named,
     chip_of_device,
 )
-from lightseq.plan.remedies import _changes, _without_a_table, faster, longest, remedies
-from lightseq.plan.report import record
-from lightseq.plan.run import PlannedRun
-from lightseq.plan.step_time import FLOAT32, host_link
-from lightseq.ranks.mesh import FREE_SHARE
-from lightseq.schedule.choice import Choice, cheapest, choices, priced
+from lightseq.memory.planner.remedies import _changes, _without_a_table, faster, longest, remedies
+from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.step_time import FLOAT32, host_link
+from lightseq.models.family import preset_config
+from lightseq.models.flops import total_parameters
+from lightseq.schedule.auto import Choice, cheapest, choices, priced
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
+from lightseq.tools.plan.report import record
 
 LLAMA = preset_config(BOTH, "llama3-8b")
 SIZES = (
@@ -397,7 +397,7 @@ def test_every_remedy_makes_the_run_fit() -> None:
 def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[int] = []
     monkeypatch.setattr(
-        "lightseq.plan.run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
+        "lightseq.memory.planner.run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
     )
     assert remedies(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
     assert max(tables) == 8

@@ -17,15 +17,15 @@ from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
 from lightseq.attention.accumulate import Home
-from lightseq.attention.bundles import Form
+from lightseq.attention.buffers import Form
 from lightseq.config.command_line import parse
-from lightseq.plan.attention import attention_memory
-from lightseq.plan.layers import Placement
-from lightseq.plan.plan import Plan, _plan_as_it_is, make_plan
-from lightseq.plan.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
-from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.plan.step_time import matrix_seconds
-from lightseq.schedule.choice import Choice
+from lightseq.memory.planner.attention_memory import attention_memory
+from lightseq.memory.planner.placement import Placement
+from lightseq.memory.planner.plan import Plan, _plan_as_it_is, make_plan
+from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
+from lightseq.memory.planner.run import Hardware, PlannedRun
+from lightseq.memory.planner.step_time import matrix_seconds
+from lightseq.schedule.auto import Choice
 
 RESULTS = Path(plan_points.__file__).parent / "results"
 POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_lines(file)]
@@ -67,7 +67,7 @@ def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:
     """What `--offload auto` gave to the host followed from what that had free, which nobody noted."""
     placed = Placement(tuple(record["placement"]))
     run = replace(run, state_leaves=True, state_stays=record["layers_with_state_on_gpu"])
-    with patch("lightseq.plan.plan.placement_of", return_value=placed):
+    with patch("lightseq.memory.planner.plan.placement_of", return_value=placed):
         return _plan_as_it_is(run)
 
 

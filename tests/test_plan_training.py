@@ -15,25 +15,31 @@ from small import CONFIG, LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
 
-from lightseq.__main__ import BOTH
+from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
+from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.host_memory import Bytes, host_memory
+from lightseq.distributed.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.memory import offload
+from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.estimate import (
+    at_backward_begin,
+    host_by_layer,
+    host_bytes,
+    kept_by_layer,
+    state_bytes_on_host,
+)
+from lightseq.memory.planner.of_this_run import faster_notes, host_memory_for_layers, out_of_memory, planned
+from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from lightseq.memory.planner.plan import _plan_as_it_is, make_plan, placement_of
+from lightseq.memory.planner.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
+from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
-from lightseq.plan.breakdown import GIB
-from lightseq.plan.layers import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.plan.memory import at_backward_begin, host_by_layer, host_bytes, kept_by_layer, state_bytes_on_host
-from lightseq.plan.plan import _plan_as_it_is, make_plan, placement_of
-from lightseq.plan.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
-from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.plan.this_run import faster_notes, host_memory_for_layers, out_of_memory, planned
-from lightseq.ranks.host_memory import Bytes, host_memory
-from lightseq.ranks.mesh import FREE_SHARE, World, free_host_memory
-from lightseq.training import trainer
-from lightseq.training.deepspeed_config import DeepSpeedSettings
-from lightseq.training.prepare import never
-from lightseq.verify.machines import machine
+from lightseq.tools.verify.machines import machine
+from lightseq.training import loop
+from lightseq.training.setup import never
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -209,7 +215,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
         return host_memory_for_layers(planned_run(model, flags, 4), world, counts_only)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
-    monkeypatch.setattr("lightseq.ranks.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
     states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - host_by_layer(run, OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments
@@ -233,7 +239,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
 def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
     stage: int, parts: tuple[str, ...], bytes_of_a_weight: int, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightseq.ranks.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     offloads = {part: {"device": "cpu", "pin_memory": pins} for part in parts}
     zero = {"stage": stage, "sub_group_size": 1e7, **offloads}
@@ -269,7 +275,7 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
 
 def _hinted(rank: int, command: str) -> tuple[int, str]:
     size = dist.get_world_size()
-    with patch.object(trainer, "faster_notes", side_effect=ValueError("that has no plan")):
+    with patch.object(loop, "faster_notes", side_effect=ValueError("that has no plan")):
         ended = run_in(World(rank, size, rank, size, torch.device("cpu")), "llama3", command)
     return ended.status, ended.err
 
@@ -307,7 +313,7 @@ def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.
     words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 2000000"
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
-    monkeypatch.setattr("lightseq.plan.this_run.planned", lambda *_: _h200(model, asked))
+    monkeypatch.setattr("lightseq.memory.planner.of_this_run.planned", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here, None)
     assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy

@@ -9,14 +9,14 @@ import pytest
 
 from analysis.__main__ import main as analyse
 from analysis.cluster import figure, read
-from lightseq.__main__ import main
+from lightseq.cli import main
 from lightseq.config.lengths import shown, tokens
-from lightseq.plan.cluster import Cluster, rows
-from lightseq.plan.cluster_command import HEADINGS, gpu_counts
 from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.schedule.choice import WORTH_ITS_MEMORY, cheapest
+from lightseq.schedule.auto import WORTH_ITS_MEMORY, cheapest
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES, kernel_seconds
+from lightseq.tools.plan.cluster import Cluster, rows
+from lightseq.tools.plan.cluster_command import HEADINGS, gpu_counts
 
 WORDS = ["plan", "--attention", "--gpus", "1,3,4,64", "--gpus_per_host", "8", "--length", "128K", "--schedules"]
 

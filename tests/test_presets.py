@@ -10,13 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama2
 import llama3
-from lightseq import versions
 from lightseq.config.command_line import parse
+from lightseq.distributed.mesh import World
 from lightseq.models import family, hub
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.models.flops import total_parameters
-from lightseq.ranks.mesh import World
-from lightseq.training.prepare import find_model
+from lightseq.training.setup import find_model
+from lightseq.utils import versions
 
 YARN = {"rope_type": "yarn", "factor": 8}
 FAMILIES = (llama2.FAMILY, llama3.FAMILY)

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from lightseq.layers.low_rank import Linear
-from lightseq.layers.mlp import tile_mlps
-from lightseq.layers.projections import PROJECTIONS, keep_projections
-from lightseq.memory.policies import KEEP_LINEARS
+from lightseq.config.remat_policies import KEEP_LINEARS
 from lightseq.memory.remat import apply_remat
+from lightseq.modules.low_rank import Linear
+from lightseq.modules.mlp import tile_mlps
+from lightseq.modules.projections import PROJECTIONS, keep_projections
 
 LAYERS, WIDTH = 3, 16
 CONFIG = {

@@ -16,13 +16,13 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
-from lightseq.attention import executor, recorded
-from lightseq.attention.bundles import Form
+from lightseq.attention import cuda_graphs, executor
+from lightseq.attention.buffers import Form
 from lightseq.attention.context import SequenceContext
+from lightseq.attention.cuda_graphs import TIMES_BEFORE, Recordings, is_short
 from lightseq.attention.executor import _backward_pass, _forward_pass
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
-from lightseq.attention.recorded import TIMES_BEFORE, Recordings, is_short
 from lightseq.comm.select import Blocking, Unrecorded, make_transport
 from lightseq.comm.transport import Exchange, Outbox, plain
 from lightseq.kernels import KERNELS, KernelSpec, Launches
@@ -133,14 +133,14 @@ def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Pass
 
 
 def test_passes_in_ever_other_places_are_never_recorded(passes: _Passes) -> None:
-    with patch.object(recorded, "MOST_SEEN", 8):
+    with patch.object(cuda_graphs, "MOST_SEEN", 8):
         for number in range(20):
             passes.run(f"place {number}")
         assert passes.launched == 20 and len(passes.recordings._seen) <= 8
 
 
 def test_no_more_are_recorded_than_there_is_room_for(passes: _Passes) -> None:
-    with patch.object(recorded, "MOST_RECORDINGS", 1):
+    with patch.object(cuda_graphs, "MOST_RECORDINGS", 1):
         for place in ("here", "there"):
             for _ in range(TIMES_BEFORE + 2):
                 passes.run(place)

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from worlds import spawn
 
-from lightseq.__main__ import BOTH
 from lightseq.attention.context import make_context
 from lightseq.attention.operator import attention
+from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World
 from lightseq.kernels import KernelSpec
-from lightseq.layers.loss import cross_entropy_sum
-from lightseq.layers.mlp import Linear, gated_mlp
+from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.models.family import preset_config
-from lightseq.plan.breakdown import Breakdown, advice, kept_activations, loss_bytes
-from lightseq.plan.rehearsal import STAGES
-from lightseq.ranks.mesh import World
+from lightseq.modules.loss import cross_entropy_sum
+from lightseq.modules.mlp import Linear, gated_mlp
 from lightseq.schedule.cost import AttentionShape
-from lightseq.training import endings
+from lightseq.tools.plan.rehearsal import STAGES
+from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
 REQUIRED = "--model_name_or_path tiny-llama3 --random_init --data_path d --output_dir o"
@@ -161,8 +161,8 @@ def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> N
 OUT_OF_MEMORY_REHEARSING = """
 import sys, torch
 from lightseq.training import optimization
-from lightseq.plan import rehearsal
-from lightseq.__main__ import BOTH
+from lightseq.tools.plan import rehearsal
+from lightseq.cli import BOTH
 def fail(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
 optimization.LocalAdamW.step = fail
@@ -181,8 +181,8 @@ def test_a_rehearsal_whose_optimizer_finds_no_room_ends_so_too(tmp_path: Path) -
 UPDATES = """
 import sys
 from lightseq.training import optimization
-from lightseq.plan import rehearsal
-from lightseq.__main__ import BOTH
+from lightseq.tools.plan import rehearsal
+from lightseq.cli import BOTH
 def step(self, update=optimization.LocalAdamW.step):
     print("an update")
     return update(self)
@@ -215,8 +215,8 @@ def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
 
 def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tuple[float, float, str]:
     """When rank 0 had explained it, when this rank left, and what rank 0 had said before it began to explain."""
-    endings.RANK_0_SECONDS, endings.EXPLAINING_SECONDS = 0.2, others_stay
-    endings.leave = sys.exit  # type: ignore[assignment]
+    errors.RANK_0_SECONDS, errors.EXPLAINING_SECONDS = 0.2, others_stay
+    errors.leave = sys.exit  # type: ignore[assignment]
     explained, said, err = 0.0, "", io.StringIO()
 
     def explain() -> list[str]:
@@ -231,7 +231,7 @@ def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tu
     with (
         redirect_stderr(err),
         pytest.raises(SystemExit),
-        endings.explained_out_of_memory(world, Terminal(1, 0), explain),
+        errors.explained_out_of_memory(world, Terminal(1, 0), explain),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     return explained, time.monotonic(), said
@@ -246,9 +246,9 @@ def test_an_end_that_no_memory_is_left_to_explain_is_one_all_the_same(
         raise MemoryError
 
     for name, stand_in in (("first_to", bool), ("has_done", done.append), ("leave", sys.exit)):
-        monkeypatch.setattr(endings, name, stand_in)
+        monkeypatch.setattr(errors, name, stand_in)
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    with pytest.raises(SystemExit), endings.explained_out_of_memory(world, Terminal(1, 0), explain):
+    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), explain):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     said = capsys.readouterr().err
     assert said == "error: rank 0: CUDA out of memory. Tried to allocate 7.00 GiB.\n" and done == ["explain"]
@@ -275,4 +275,4 @@ def test_ranks_stay_while_one_explains_but_not_for_ever(explaining: float, other
     ],
 )
 def test_memory_that_libraries_find_full_is_told_from_other_errors(said: str, line: str | None) -> None:
-    assert endings._memory_that_ended(RuntimeError(said)) == line
+    assert errors._memory_that_ended(RuntimeError(said)) == line

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint import metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightseq.checkpoint import tensor_index
-from lightseq.config.masking import is_secret_name, masked
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.environment import keep_compiled_kernels
 from lightseq.models import weights
 from lightseq.models.family import resolve
 from lightseq.models.presets import Family
 from lightseq.models.weights import INDEX, WEIGHTS
-from lightseq.ranks.environment import keep_compiled_kernels
 from lightseq.training.metrics import RUN, write_run
+from lightseq.utils.masking import is_secret_name, masked
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = LlamaConfig(

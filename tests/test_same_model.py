@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import NemotronConfig, PreTrainedConfig
 
-from lightseq.__main__ import BOTH
 from lightseq.checkpoint.checkpoints import FACTS
 from lightseq.checkpoint.same_flags import check_flags
 from lightseq.checkpoint.same_model import check_same_model
+from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora

@@ -12,8 +12,8 @@ from small import losses, words, write_inputs
 from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import listed
-from lightseq.ranks.watchdog import STATUS, Unanswered
-from lightseq.training import endings
+from lightseq.distributed.watchdog import STATUS, Unanswered
+from lightseq.training import errors
 
 FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 20"
 
@@ -89,14 +89,14 @@ def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, 
 
 
 def silent(error: Exception | None) -> Any:
-    with endings.explained_silence():
+    with errors.explained_silence():
         raise Unanswered("checkpoint-4 could not be saved") from error
 
 
 def test_a_silence_of_ranks_that_live_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(endings, "first_to", lambda do: True)
+    monkeypatch.setattr(errors, "first_to", lambda do: True)
     with pytest.raises(SystemExit) as end:
         silent(RuntimeError("timed out after 60000 ms.\nmore"))
     expected = (

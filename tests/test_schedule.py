@@ -7,9 +7,9 @@ import pytest
 import torch
 from schedules import fitting
 
-from lightseq.__main__ import main
+from lightseq.cli import main
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.choice import cheapest_by_count
+from lightseq.schedule.auto import cheapest_by_count
 from lightseq.schedule.cost import AttentionShape, cost
 from lightseq.schedule.layout import KINDS, Layout, shard, unshard
 from lightseq.schedule.proof import InvalidSchedule, validate

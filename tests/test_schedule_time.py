@@ -11,12 +11,12 @@ import pytest
 
 from lightseq.attention.context import _choose
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule, outline
+from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, choices, refusal
 from lightseq.schedule.calibration import Point, fit, fit_transports, read_points
-from lightseq.schedule.choice import Choice, cheapest, cheapest_by_count, choices, refusal
 from lightseq.schedule.cost import AttentionShape, tile_flops
-from lightseq.schedule.load import Load, load
 from lightseq.schedule.table import Schedule, Step, Tile
 from lightseq.schedule.timing import H200_NCCL, H200_SYMMETRIC, RATES, estimate, kernel_seconds
+from lightseq.schedule.traffic import Load, load
 
 WORLDS = (*range(1, 13), 16, 32)
 ITEMS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))

@@ -24,10 +24,10 @@ from lightseq.attention.passes import Pass
 from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches
-from lightseq.memory import offload, piecewise
+from lightseq.memory import offload, streamed_update
 from lightseq.memory.offload import HostMemory, Offload
-from lightseq.memory.piecewise import Piece, change_on
 from lightseq.memory.remat import apply_remat, checkpoint_groups
+from lightseq.memory.streamed_update import Piece, change_on
 from lightseq.schedule.layout import shard
 
 HEADS = 12, 6  # which two and three ranks can share out
@@ -231,7 +231,7 @@ def _pieces_changed(without: str = "") -> tuple[set[str], set[str]]:
     pieces += [Piece((wide[0][i : i + 4],), 1, (5,), lambda there: there[0].mul_(2)) for i in range(0, 12, 4)]
     with ExitStack() as stack:
         stack.enter_context(emulated(streams))
-        stack.enter_context(patch.object(piecewise, "has_streams", lambda device: True))
+        stack.enter_context(patch.object(streamed_update, "has_streams", lambda device: True))
         if without:
             stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
         with streams:

@@ -27,14 +27,14 @@ from transformers import (
 )
 
 from lightseq import hf
-from lightseq.layers import mlp
-from lightseq.layers.tiled import _Sums, tile_layers
 from lightseq.memory import offload
 from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.planner.attention_memory import _Live
+from lightseq.memory.planner.rates import TILED_MOMENTS
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
-from lightseq.plan.attention import _Live
-from lightseq.plan.rates import TILED_MOMENTS
+from lightseq.modules import mlp
+from lightseq.modules.tiled import _Sums, tile_layers
 
 SIZES: dict[str, Any] = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,

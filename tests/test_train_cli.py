@@ -34,17 +34,18 @@ from lightseq.checkpoint.checkpoints import read_facts
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import read_pickle
+from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.preemption import ANSWER, StopRequest
+from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
-from lightseq.plan.breakdown import Breakdown
-from lightseq.profiling.recorder import StepProfile
-from lightseq.ranks.mesh import World, make_meshes
-from lightseq.ranks.preemption import ANSWER, StopRequest
-from lightseq.training import journal, trainer, watched
+from lightseq.training import journal, loop
+from lightseq.training import train as training
 from lightseq.training.engine import FsdpEngine, Update
+from lightseq.training.git_info import commit
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import after_restart, begin, lock
-from lightseq.training.prepare import FoundModel, tokenizer_directory, unread
-from lightseq.training.source import commit
+from lightseq.training.profiler import StepProfile
+from lightseq.training.setup import FoundModel, tokenizer_directory, unread
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,14 +158,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Pat
 
 def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
     """A program that is gone after some step, as if its processes had been killed."""
-    step = trainer.Trainer._step
+    step = loop.Trainer._step
 
-    def last(self: trainer.Trainer, index: int) -> Any:
+    def last(self: loop.Trainer, index: int) -> Any:
         if index == last_step:
             raise SystemExit(9)
         return step(self, index)
 
-    trainer.Trainer._step = last  # type: ignore[method-assign]
+    loop.Trainer._step = last  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -308,14 +309,14 @@ def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None
 
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
     """A program whose second rank gets a signal in its third step."""
-    step = trainer.Trainer._step
+    step = loop.Trainer._step
 
-    def signalled(self: trainer.Trainer, index: int) -> Any:
+    def signalled(self: loop.Trainer, index: int) -> Any:
         if rank == 1 and index == 2:
             signal.raise_signal(number)
         return step(self, index)
 
-    trainer.Trainer._step = signalled  # type: ignore[method-assign]
+    loop.Trainer._step = signalled  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -410,7 +411,7 @@ def _replacing(output: Path) -> TrainConfig:
 
 TOLD_TWICE = """
 import signal, sys
-from lightseq.ranks import preemption
+from lightseq.distributed import preemption
 first, last = (getattr(signal, name) for name in sys.argv[1:])
 with preemption.StopRequest() as stop:
     for number in (first, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -463,7 +464,7 @@ def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files
 
 LAUNCHED = """
 import sys
-from lightseq.ranks.mesh import start
+from lightseq.distributed.mesh import start
 with start(60) as world, open(sys.argv[1], "a") as file:
     file.write(f"{world.launch}\\n")
 sys.exit(world.restarts < int(sys.argv[2]))
@@ -510,7 +511,7 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
 
 def preparing(rank: int, family: str, words: str) -> Ended:
     """A program whose second rank fetches for longer than a step may take."""
-    prepare, after_restart = watched.prepare, watched.after_restart
+    prepare, after_restart = training.prepare, training.after_restart
 
     def under_watch(*arguments: Any) -> Any:
         assert "watchdog" in {thread.name for thread in threading.enumerate()}
@@ -520,7 +521,7 @@ def preparing(rank: int, family: str, words: str) -> Ended:
         time.sleep(7.0 * rank)
         return prepare(*arguments)
 
-    watched.after_restart, watched.prepare = under_watch, longer
+    training.after_restart, training.prepare = under_watch, longer
     return program(rank, family, words)
 
 

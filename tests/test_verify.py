@@ -20,30 +20,30 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from lightseq.__main__ import BOTH
-from lightseq.attention import bundles, context
+from lightseq.attention import buffers, context
 from lightseq.attention import operator as attention
 from lightseq.attention.context import SequenceContext
+from lightseq.cli import BOTH
 from lightseq.comm import transport as comm
 from lightseq.config.command_line import parse
-from lightseq.data import parts
+from lightseq.data import shard_batch
 from lightseq.data.tokens import write_token_directory
+from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
-from lightseq.layers import mlp
 from lightseq.memory import offload
 from lightseq.models import weights
-from lightseq.ranks.mesh import World
+from lightseq.modules import mlp
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule
-from lightseq.training import sharding, trainer
-from lightseq.verify import command as verify
-from lightseq.verify import model as verify_model
-from lightseq.verify.machines import differences
-from lightseq.verify.model import misplaced, misplaced_positions
-from lightseq.verify.plain import cut, made_up
-from lightseq.verify.report import PASS, Row, write
-from lightseq.verify.transport import slow_ranks
+from lightseq.tools.verify import command as verify
+from lightseq.tools.verify import model as verify_model
+from lightseq.tools.verify.machines import differences
+from lightseq.tools.verify.model import misplaced, misplaced_positions
+from lightseq.tools.verify.plain import cut, made_up
+from lightseq.tools.verify.report import PASS, Row, write
+from lightseq.tools.verify.transport import slow_ranks
+from lightseq.training import loop, sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -132,13 +132,13 @@ def _drop_move(rank: int) -> Any:
 @contextlib.contextmanager
 def _drop_move_unproven(rank: int) -> Iterator[None]:
     """Memory that nothing fills holds what was there before: here, nothing that could be right by luck."""
-    empty = bundles.Form.empty
+    empty = buffers.Form.empty
 
-    def filled(self: bundles.Form, chunks: int, device: torch.device) -> bundles.Bundle:
+    def filled(self: buffers.Form, chunks: int, device: torch.device) -> buffers.Bundle:
         return tuple(x.fill_(0.5) for x in empty(self, chunks, device))
 
     with _drop_move(rank), mock.patch.object(verify_model, "validate", lambda schedule: None):
-        with mock.patch.object(bundles.Form, "empty", filled):
+        with mock.patch.object(buffers.Form, "empty", filled):
             yield
 
 
@@ -160,12 +160,12 @@ def _restart_positions(rank: int) -> Any:
 
 
 def _run_documents_together(rank: int) -> Any:
-    right = parts.pack
+    right = shard_batch.pack
 
     def wrong(context: Any, boundaries: Any, length: int) -> Any:
         return right(context, (0, boundaries[-1]), length)
 
-    return mock.patch.object(parts, "pack", wrong)
+    return mock.patch.object(shard_batch, "pack", wrong)
 
 
 def _forget_where_documents_begin(rank: int) -> Any:
@@ -179,8 +179,8 @@ def _forget_where_documents_begin(rank: int) -> Any:
 
 
 def _divide_wrongly(rank: int) -> Any:
-    right = trainer.Trainer._over_data_ranks
-    return mock.patch.object(trainer.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
+    right = loop.Trainer._over_data_ranks
+    return mock.patch.object(loop.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
 
 
 def _align_upper_left(rank: int) -> Any:
@@ -334,7 +334,7 @@ def test_misplaced_tokens_are_counted_by_rank(kind: str) -> None:
         assert "tokens of rank 1 differ" in misplaced(parts, sample, length)[0]
         assert misplaced_positions(parts, length) == []
         parts[2][1] = parts[2][1] - parts[2][1].min()
-        assert "rank 2 begins at 0" in misplaced_positions(parts, length)[0]
+        assert "rank 2 begins at 0" in misplaced_positions(shard_batch, length)[0]
 
 
 def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:

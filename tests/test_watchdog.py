@@ -11,8 +11,8 @@ import pytest
 import torch
 from forked import Done
 
-from lightseq.ranks.mesh import World
-from lightseq.ranks.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
+from lightseq.distributed.mesh import World
+from lightseq.distributed.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
 
 TIMEOUT = 12.0  # a rank may have to wait for a core for seconds
 
@@ -21,8 +21,8 @@ PROGRAM = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightseq.ranks.mesh import start
-from lightseq.ranks.watchdog import Watchdog
+from lightseq.distributed.mesh import start
+from lightseq.distributed.watchdog import Watchdog
 what, stacks = sys.argv[1], Path(sys.argv[2])
 with start(60) as world:
     with Watchdog(world, %s, stacks) as watchdog:
@@ -184,7 +184,7 @@ def test_who_can_ask_no_store_and_write_no_file_still_says_so_and_ends(
     holds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("lightseq.ranks.watchdog.leave", ends.append)
+    monkeypatch.setattr("lightseq.distributed.watchdog.leave", ends.append)
     stacks = tmp_path / "hang"
     if holds == "nothing":
         stacks.write_text("a file of that name")

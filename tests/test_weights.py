@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from worlds import spawn
 
+from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.parallelize import shard_parameters
-from lightseq.ranks.mesh import World, make_meshes
 
 WORLDS = [1, 2, 3]
 FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]

@@ -51,7 +51,7 @@ def forkserver() -> Any:
     """Imports torch and transformers once, not once a process; they may initialise CUDA, though."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.training.watched", "pytest"]
+        ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.training.train", "pytest"]
     )
     return context
 

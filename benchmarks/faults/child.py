@@ -9,7 +9,7 @@ import torch
 
 import llama2
 from lightseq.checkpoint import state_files
-from lightseq.training import journal, trainer
+from lightseq.training import journal, loop
 from lightseq.training.command import main as train_family
 from lightseq.training.engine import FsdpEngine, Update
 
@@ -21,13 +21,13 @@ def train(command: list[str]) -> None:
 
 def slow(rank: int, seconds: float) -> None:
     """Every step takes longer, so that a moment can be chosen."""
-    step = trainer.Trainer._step
+    step = loop.Trainer._step
 
-    def slower(self: trainer.Trainer, index: int) -> Any:
+    def slower(self: loop.Trainer, index: int) -> Any:
         time.sleep(seconds)
         return step(self, index)
 
-    trainer.Trainer._step = slower  # type: ignore
+    loop.Trainer._step = slower  # type: ignore
 
 
 def slow_disk(rank: int, seconds: float) -> None:
@@ -47,15 +47,15 @@ def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
     """One rank fails in a step, as a bug or a broken library would make it."""
     if rank != culprit:
         return
-    step = trainer.Trainer._step
+    step = loop.Trainer._step
 
-    def failing(self: trainer.Trainer, index: int) -> Any:
+    def failing(self: loop.Trainer, index: int) -> Any:
         saving = any(thread.name == "saving" for thread in threading.enumerate())
         if index + 1 >= at and (saving or not while_saving):
             raise RuntimeError("planted")
         return step(self, index)
 
-    trainer.Trainer._step = failing  # type: ignore
+    loop.Trainer._step = failing  # type: ignore
 
 
 def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:

@@ -33,10 +33,10 @@ from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.checks import CHOICES
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import open_examples
+from lightseq.distributed.mesh import World
 from lightseq.models import weights
 from lightseq.models.family import resolve
-from lightseq.ranks.mesh import World
-from lightseq.training import watched
+from lightseq.training import train as training
 from lightseq.training.command import main as train
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     world = World(rank, 2, rank, 2, torch.device("cpu"))
-    watched.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
+    training.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
     for words in commands:
         said, status = io.StringIO(), 0
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

@@ -22,7 +22,7 @@ from benchmarks.faults import child
 from benchmarks.faults.ranks import KILL, RANKS, STEP_TIMEOUT, STOP, Plant, Run, newest, outcome, start, until, words
 from lightseq.checkpoint.checkpoints import listed
 from lightseq.checkpoint.manifest import complaint, files_below
-from lightseq.ranks.watchdog import STATUS
+from lightseq.distributed.watchdog import STATUS
 
 STEPS, SAVE_STEPS = 30, 3
 SAVING = f"--save_steps {SAVE_STEPS} --save_total_limit 3"

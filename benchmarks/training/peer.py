@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from lightseq.data.batches import Batch
+from lightseq.distributed.mesh import World
 from lightseq.models import weights
-from lightseq.ranks.mesh import World
 
 CLIP_NORM = 1.0  # as lightseq's default is
 

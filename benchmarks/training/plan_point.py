@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.profile import account_of, read
-from lightseq.__main__ import BOTH
+from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
-from lightseq.ranks.mesh import World, agree, start
-from lightseq.training.trainer import Trainer
-from lightseq.training.window import Moment, StepResult
+from lightseq.distributed.mesh import World, agree, start
+from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.training.loop import Trainer
+from lightseq.training.step_stats import Moment, StepResult
 
 
 class MeasuredTrainer(Trainer):

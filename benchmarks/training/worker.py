@@ -24,7 +24,7 @@ from benchmarks.measure import CLOCKS
 from benchmarks.training.outcome import Outcome
 from benchmarks.training.peer import Job, Peer, StepOutcome
 from lightseq.data.batches import BatchStream, open_examples
-from lightseq.ranks.mesh import World, check_devices, start
+from lightseq.distributed.mesh import World, check_devices, start
 
 # Imported only when asked for: each needs packages of its own, and changes others on import.
 PEERS = {

@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
-from lightseq.__main__ import BOTH
-from lightseq.commands import Parser
+from lightseq.cli import BOTH
 from lightseq.config.command_line import underscored
+from lightseq.config.parser import Parser
 from lightseq.training.command import main as train
 
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightseq.attention.bundles import Bundle, Form
+from lightseq.attention.buffers import Bundle, Form
 from lightseq.attention.passes import Place
 from lightseq.attention.program import Parts, Taking
 from lightseq.kernels import Launches, addresses, merge_into

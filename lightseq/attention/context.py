@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
+from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.select import unfit
-from lightseq.ranks.environment import disable_multicast, keep_compiled_kernels
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.choice import Choice, cheapest, cheapest_by_count, packed_choice
+from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, packed_choice
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, padded, padded_length
 from lightseq.schedule.layout import Layout, shard

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.accumulate import Home, Merge, Sum, wide
-from lightseq.attention.bundles import Bundle, Form, form
+from lightseq.attention.buffers import Bundle, Form, form
+from lightseq.attention.cuda_graphs import Recordings, is_short
 from lightseq.attention.gathered import Gathered
 from lightseq.attention.passes import Pass, Place, make_pass
 from lightseq.attention.program import Operand, Program, Room, StepProgram, Taking, TileProgram, make_program, takings
-from lightseq.attention.recorded import Recordings, is_short
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels import Kernel, Launches, addresses, backward_tile, forward_tile, row_terms
 from lightseq.schedule.documents import MOST_PACKED

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightseq.attention.bundles import Bundle, Form
+from lightseq.attention.buffers import Bundle, Form
 from lightseq.schedule.documents import MOST_PACKED
 from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule

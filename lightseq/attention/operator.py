@@ -12,7 +12,7 @@ from lightseq.attention import executor
 from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import plain
-from lightseq.memory.keeping import results_of
+from lightseq.kernels.checkpoint_context import results_of
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightseq.attention.bundles import Form
+from lightseq.attention.buffers import Form
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.placement import blocks
 from lightseq.schedule.table import Schedule, Step

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightseq.attention.bundles import Bundle
+from lightseq.attention.buffers import Bundle
 from lightseq.attention.passes import Pass, Place, aligned, item_group, passes
 from lightseq.comm.transport import Receive, Send
 from lightseq.kernels.launches import addresses

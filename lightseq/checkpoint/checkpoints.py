@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from lightseq.checkpoint import manifest, randomness, state_files
-from lightseq.ranks.mesh import World, agree
-from lightseq.training.optimization import set_rate
-from lightseq.words import first_line
+from lightseq.distributed.mesh import World, agree
+from lightseq.utils.formatting import first_line
 
 STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 # After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
@@ -231,24 +230,6 @@ def read_facts(directory: Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
         raise ValueError(f"{directory / FACTS} does not say after which step it was; name another checkpoint")
     return facts
-
-
-def make_state(optimizer: torch.optim.Optimizer, only: torch.device | None = None) -> None:
-    """An optimizer has no state before its first step: one of zero gradients at rate 0 makes it and changes nothing.
-
-    `only` of the parameters on one device. Raises OSError where the host does not lock as much memory, which one rank
-    may find alone.
-    """
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        set_rate(group, 0.0)
-        for parameter in group["params"]:
-            if only is None or parameter.device == only:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        set_rate(group, rate)
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.plan.breakdown import GIB, MASTER_BYTES, moments_of
+from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
 
 def saved_bytes(parameters: int, config: TrainConfig) -> int:

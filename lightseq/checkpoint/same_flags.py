@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Final
 
 from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
-from lightseq.training.optimization import EIGHT_BIT
 
 # What changes how a model learns, and neither the model nor its data.
 LEARNING: Final = (

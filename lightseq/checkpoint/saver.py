@@ -21,10 +21,10 @@ from torch import Tensor
 from lightseq.checkpoint import checkpoints, manifest, randomness, state_files
 from lightseq.checkpoint.checkpoints import FACTS, PARTIAL, STATE
 from lightseq.checkpoint.manifest import File
+from lightseq.distributed.mesh import World, free_host_memory, set_device
+from lightseq.distributed.watchdog import Unanswered
 from lightseq.memory.staging import Staging, local_bytes
-from lightseq.ranks.mesh import World, free_host_memory, set_device
-from lightseq.ranks.watchdog import Unanswered
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")
 Hashes = Mapping[str, str]

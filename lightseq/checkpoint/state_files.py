@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightseq.checkpoint.tensor_index import read_index
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 # To hash and to write are one thread's work by turns: four of them keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightseq.data import pickles
 from lightseq.data.pickles import MALFORMED, Name, Recipe
-from lightseq.words import first_line, is_plain_name
+from lightseq.utils.formatting import first_line, is_plain_name
 
 INDEX: Final = ".metadata"
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

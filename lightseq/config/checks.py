@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightseq.memory.policies import KEEPING_MLP, POLICIES
+from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
 
 if TYPE_CHECKING:  # which is made of these checks
     from lightseq.config.train_config import TrainConfig
 
+EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
-    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_torch_8bit", "sgd"),
+    "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
     "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),

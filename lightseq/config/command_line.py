@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from lightseq.commands import Parser
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag
+from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
-from lightseq.ranks.environment import is_main_process
+from lightseq.distributed.environment import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightseq.config.checks import FSDP_MODES, check, words_of
-from lightseq.config.masking import masked
+from lightseq.utils.masking import masked
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from lightseq.data.corpus import kind_and_rows, open_rows
 from lightseq.data.examples import IGNORE_INDEX, STORIES, Example, Examples, open_pickle, open_windows
 from lightseq.data.lazy_texts import open_lazily
-from lightseq.data.rows import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
-from lightseq.data.samples import IDS
+from lightseq.data.sources import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
+from lightseq.data.targets import IDS
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer, no_tokenizer
 from lightseq.data.tokens import META, Reading
 

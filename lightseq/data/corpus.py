@@ -19,11 +19,11 @@ import numpy as np
 
 from lightseq.data.examples import STORIES, WindowExamples, check_ids, open_windows
 from lightseq.data.progress import with_bar
-from lightseq.data.rows import IN_FOLDERS, Named, identity, passed_over, rows_of
-from lightseq.data.samples import Kind, encode, kind_of
+from lightseq.data.sources import IN_FOLDERS, Named, identity, passed_over, rows_of
+from lightseq.data.targets import Kind, encode, kind_of
 from lightseq.data.tokenizer import Targets, Tokenizer
 from lightseq.data.tokens import META, IntArray, Reading, clear_partials, fits, write_token_directory
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 T = TypeVar("T")
 BATCH: Final = 256  # rows that a tokenizer gets at once

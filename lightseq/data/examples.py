@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
 from lightseq.data.tokens import META, IntArray, TokenDirectory, open_token_directory
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
 STORIES = 5  # documents that a note names

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightseq.data.corpus import Skipped, left_out
 from lightseq.data.examples import Example, check_ids, window
-from lightseq.data.rows import rows_of, text_in
-from lightseq.data.samples import EMPTY
+from lightseq.data.sources import rows_of, text_in
+from lightseq.data.targets import EMPTY
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.data.tokens import Reading
 

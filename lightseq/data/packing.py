@@ -28,7 +28,7 @@ from lightseq.data.examples import (
 )
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.data.tokens import Reading
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 WHOLE = 1 << 62  # a length that cuts nothing
 

@@ -16,7 +16,7 @@ from typing import IO, Any, Final, NoReturn, cast
 import numpy as np
 
 from lightseq.data.tokens import IntArray
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 MALFORMED = (  # what reading raises for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightseq.data.tokens import IntArray
 from lightseq.models.hub import unreachable
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 Turns = list[dict[str, Any]]
 Part = tuple[str, bool]  # of a text, and whether it is a target

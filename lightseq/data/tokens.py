@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 IntArray = NDArray[np.integer[Any]]
 

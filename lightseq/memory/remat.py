@@ -16,11 +16,11 @@ from torch.utils.checkpoint import (
 )
 
 from lightseq.attention.operator import ATTENTION_OP
-from lightseq.layers.mlp import KEEPING_MLP_OP
-from lightseq.layers.projections import KEEPING_LINEAR_OP
-from lightseq.memory.keeping import Results, checkpointed, let_go, runs_again
+from lightseq.config.remat_policies import POLICIES
+from lightseq.kernels.checkpoint_context import Results, checkpointed, let_go, runs_again
 from lightseq.memory.offload import Offload
-from lightseq.memory.policies import POLICIES
+from lightseq.modules.mlp import KEEPING_MLP_OP
+from lightseq.modules.projections import KEEPING_LINEAR_OP
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 Forward = Callable[..., Tensor]

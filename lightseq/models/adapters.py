@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.layers.low_rank import adapted, linear_of
 from lightseq.models.weights import (
     ADAPTER,
     Fill,
@@ -27,7 +26,8 @@ from lightseq.models.weights import (
     named_generator,
     save_tensors,
 )  # fmt: skip
-from lightseq.words import first_line
+from lightseq.modules.low_rank import adapted, linear_of
+from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROPE: Final = "adapter_rope.json"  # what a run changed in the config of its model; peft's files have no place for it

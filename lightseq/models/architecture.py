@@ -17,22 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.layers.mlp import is_gated
-from lightseq.layers.projections import has_projections
+from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.models.weights import build_on_meta
-from lightseq.words import first_line
+from lightseq.modules.mlp import is_gated
+from lightseq.modules.projections import has_projections
+from lightseq.utils.formatting import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
 MOST_LAYERS: Final = 10_000  # each takes a millisecond to build, without memory
-# Keyword arguments of an attention call. Everything else that is not None or False changes what attention computes.
-HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"})
-HARMLESS: Final = frozenset(
-    {
-        "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
-        "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits", "return_token_accuracy",
-    }
-)  # fmt: skip
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -88,12 +81,15 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return few
 
 
-def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:
-    """Returns the first keyword of an attention call that distributed attention would have to drop."""
-    if keywords.get("is_causal") is False:
-        return "is_causal=False"
-    dropped = (name for name in keywords if name not in HONOURED | HARMLESS)
-    return next((name for name in dropped if keywords[name] is not None and keywords[name] is not False), None)
+def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
+    heads = heads_of(config)
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention heads x head_dim": heads.query * heads.dim,
+        "key/value heads x head_dim": heads.key_value * heads.dim,
+    }
 
 
 def rope_types(source: object) -> set[str]:

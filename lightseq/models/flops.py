@@ -10,7 +10,7 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from lightseq.memory.policies import KEEP_LINEARS, KEEP_MLP, POLICIES
+from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP, POLICIES
 from lightseq.models.architecture import examine
 
 # Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,

@@ -5,7 +5,7 @@ from typing import Final
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
-from lightseq.words import first_line
+from lightseq.utils.formatting import first_line
 
 SECONDS: Final = 10.0  # that it may take to answer
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from lightseq.words import first_line, is_plain_name
+from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -1,1 +1,1 @@
-"""Traces of steps, and where their time went."""
+"""Summaries of profiler traces."""

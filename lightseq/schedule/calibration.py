@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.load import Load, load
 from lightseq.schedule.timing import Rates, estimate
+from lightseq.schedule.traffic import Load, load
 
 OURS, ONE_GPU = "lightseq", "single-gpu"  # implementations whose records are read
 ROUNDS = 40

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape, move_bytes
-from lightseq.schedule.load import Load, StepLoad
 from lightseq.schedule.table import Move, Schedule
+from lightseq.schedule.traffic import Load, StepLoad
 
 FLOAT32_BYTES = 4
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))  # what a load's columns are forward and backward

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from lightseq.config.command_line import help_text, shows_help
+from lightseq.distributed.environment import set_up_process
 from lightseq.models.presets import Family
-from lightseq.ranks.environment import set_up_process
 
 
 def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -> int:
@@ -18,7 +18,7 @@ def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -
     program = program or family.program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):
         return 0
-    from lightseq.training.watched import train  # takes seconds
+    from lightseq.training.train import train  # takes seconds
 
     train(family, words, program)
     return 0

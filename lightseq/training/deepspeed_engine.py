@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.checkpoint.checkpoints import STATE
+from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import MALFORMED
+from lightseq.distributed.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
-from lightseq.ranks.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
 from lightseq.training import deepspeed_nvme, deepspeed_saving
-from lightseq.training.deepspeed_config import DeepSpeedSettings
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.optimization import UNNAMED, make_optimizer
-from lightseq.training.prepare import Inputs
-from lightseq.words import first_line
+from lightseq.training.setup import Inputs
+from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"
 DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 import torch
 
-from lightseq.ranks.mesh import World
-from lightseq.training.deepspeed_config import DeepSpeedSettings
-from lightseq.words import first_line
+from lightseq.config.deepspeed import DeepSpeedSettings
+from lightseq.distributed.mesh import World
+from lightseq.utils.formatting import first_line
 
 FILES = "offloaded_tensors"  # of a checkpoint
 OURS, LOCK = "lightseq-", "lock"  # a run's folder, and what it holds a lock on as long as it lives

@@ -10,26 +10,27 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints
+from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import Meshes, World, agree, use_host_cores
+from lightseq.distributed.stopwatch import Stopwatch
+from lightseq.distributed.tensors import local_part
+from lightseq.memory.host_adamw import update_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.models import adapters, weights
 from lightseq.parallelize import Techniques, parallelize
-from lightseq.profiling.stopwatch import Stopwatch
-from lightseq.ranks.mesh import Meshes, World, agree, use_host_cores
-from lightseq.training.host_state import update_on
 from lightseq.training.optimization import (
-    EIGHT_BIT,
     LossScaler,
     clip,
     first_sick,
     gradient_norms,
     local_gradients,
-    local_part,
     make_optimizer,
+    make_state,
     step_if_finite,
 )
-from lightseq.training.prepare import Inputs
+from lightseq.training.setup import Inputs
 
 FSDP = {
     "full_shard": "FSDP2 over all ranks",
@@ -161,7 +162,7 @@ class FsdpEngine:
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
         fresh = not self.optimizer.state
         if fresh:
-            checkpoints.make_state(self.optimizer, only=self._world.device)
+            make_state(self.optimizer, only=self._world.device)
         self.backward(loss(), last=True)
         self.optimizer.zero_grad()
         if fresh:
@@ -178,7 +179,7 @@ class FsdpEngine:
         raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
-        agree(self._world, lambda: checkpoints.make_state(self.optimizer))  # before ranks wait for one another
+        agree(self._world, lambda: make_state(self.optimizer))  # before ranks wait for one another
         checkpoints.restore(checkpoint_directory, self.model, self.optimizer)
         facts = checkpoints.read_facts(checkpoint_directory)
         if self._scaler is not None and facts.get("scaler"):

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.data.buckets import MUCH_PADDING
-from lightseq.ranks.environment import SHUTDOWN_TIMEOUT
-from lightseq.ranks.mesh import World
-from lightseq.training.endings import end_for_skipped_steps, explained_writing
+from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
+from lightseq.distributed.mesh import World
+from lightseq.training.errors import end_for_skipped_steps, explained_writing
 from lightseq.training.metrics import MetricsFile, StepRecord
 from lightseq.training.optimization import UNNAMED
+from lightseq.training.step_stats import Closed
 from lightseq.training.terminal import Terminal
-from lightseq.training.window import Closed
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 MOST_SKIPPED = 20  # steps in a row without a finite gradient
 TELLING_STEPS = 10  # whose padding is taken for that of the run

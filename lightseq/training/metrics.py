@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.config.masking import masked
+from lightseq.utils.masking import masked
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 DAMAGED = ".damaged"  # after the name of a file that holds what is no record

@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.distributed.tensors import local_part
 from lightseq.models.weights import whole_shape
 
 NORM_ROW = 1 << 14  # values whose squares are added to one number
-EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 
 
 def check_optimizer(name: str, device: torch.device) -> None:
@@ -90,6 +90,24 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
+def make_state(optimizer: torch.optim.Optimizer, only: torch.device | None = None) -> None:
+    """Creates the optimizer's state by a step of zero gradients at rate 0, which changes no weight.
+
+    `only` limits it to the parameters on one device. Raises OSError where the host cannot lock as much memory; one
+    rank may raise alone.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        set_rate(group, 0.0)
+        for parameter in group["params"]:
+            if only is None or parameter.device == only:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_rate(group, rate)
+
+
 class LearningRate:
     """The learning rate as a function of the step, so that resuming needs no state."""
 
@@ -115,11 +133,6 @@ class LearningRate:
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's part of every gradient, as plain tensors that share its memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:

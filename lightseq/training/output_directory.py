@@ -13,7 +13,7 @@ from typing import Final, TextIO, TypeGuard
 from lightseq.checkpoint import checkpoints
 from lightseq.checkpoint.checkpoints import Found
 from lightseq.config.train_config import TrainConfig
-from lightseq.ranks.mesh import World
+from lightseq.distributed.mesh import World
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 
 LOCK = "lock"  # of the run that writes there

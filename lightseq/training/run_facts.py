@@ -8,12 +8,12 @@ import torch
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.flops import total_parameters
+from lightseq.training.git_info import commit
 from lightseq.training.metrics import hardware
-from lightseq.training.source import commit
-from lightseq.words import plural
+from lightseq.utils.formatting import plural
 
 if TYPE_CHECKING:
-    from lightseq.training.trainer import Trainer
+    from lightseq.training.loop import Trainer
 
 
 def facts(trainer: Trainer, command: str) -> dict[str, Any]:

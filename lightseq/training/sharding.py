@@ -5,8 +5,8 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.data.batches import Batch
-from lightseq.data.parts import local_batch, local_positions, packed_positions
-from lightseq.evaluate.perplexity import Shard
+from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.training.evaluation import Shard
 
 
 class Sharding:

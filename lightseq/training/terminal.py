@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lightseq.words import four_digits
+from lightseq.utils.formatting import four_digits
 
 QUIET_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
 

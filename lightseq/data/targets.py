@@ -1,0 +1,205 @@
+"""What a row teaches: a text whole, the answers of a chat or to a prompt, or ids as they are.
+
+A part is a piece of text and whether it is a target. Prompts and what a chat template puts around them are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from lightseq.data.sources import Row, encodable, listed, text_in
+from lightseq.data.tokenizer import Part, Targets, Tokenizer
+from lightseq.data.tokens import IntArray
+from lightseq.utils.formatting import first_line
+
+CHATS: Final = ("messages", "conversations")
+PAIRS: Final = (
+    ("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer"),
+    ("instruction", "output"), ("instruction", "response"), ("query", "response"),
+)  # fmt: skip
+ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of `from` and `value`
+EMPTY, NO_ANSWER = "empty", "without an answer"
+IDS: Final = "ids"  # the kind of rows that no tokenizer is asked of
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Ids, or parts to be made ids of; `skipped` says why there is nothing to learn."""
+
+    parts: tuple[Part, ...] = ()
+    ids: IntArray | None = None
+    targets: Targets | None = None
+    skipped: str | None = None
+    padding: int = 0  # tokens that were cut off its end
+
+
+Read = Callable[[Row, str, Tokenizer], Sample]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How rows are read; `masked` if some of their tokens are no targets, `whole` if a row is one text."""
+
+    name: str
+    read: Read
+    masked: bool = True
+    whole: bool = False
+
+
+def kind_of(columns: Sequence[str], text_column: str, where: str) -> Kind:
+    """Told by the columns of the first row. Raises ValueError where none is known."""
+    if not columns:
+        raise ValueError(f"{where} has no column at all; give it {text_column!r}, messages, or prompt and completion")
+    chat = next((name for name in CHATS if name in columns), None)
+    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
+    if text_column != "text" and text_column not in columns:
+        raise ValueError(f"{where} has no column {text_column!r}; it has: {listed(columns)}")
+    if text_column in columns:
+        return Kind("text", lambda row, where, _: _text(row, text_column, where), masked=False, whole=True)
+    if chat is not None:
+        return Kind("chat", lambda row, where, tokenizer: _chat(_messages(row, chat, where), where, tokenizer))
+    if pair is not None:
+        return Kind("prompt and answer", lambda row, where, tokenizer: _pair(row, pair, where, tokenizer))
+    if "input_ids" in columns:
+        return Kind(IDS, _ids, masked="labels" in columns)
+    raise ValueError(
+        f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {listed(columns)}; "
+        "name the text with --text_column"
+    )
+
+
+def column(row: Row, name: str, where: str) -> Any:
+    if name not in row:
+        raise ValueError(f"{where} has no column {name!r}; it has: {listed(row)}")
+    return row[name]
+
+
+def _text(row: Row, name: str, where: str) -> Sample:
+    text = text_in(row, name, where)
+    return Sample(((text, True),)) if text else Sample(skipped=EMPTY)
+
+
+def _ids(row: Row, where: str, _: Tokenizer) -> Sample:
+    ids = _integers(row, "input_ids", where)
+    labels = _integers(row, "labels", where) if "labels" in row else ids
+    if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
+        raise ValueError(f"{where}: 'labels' are not the input_ids, with -100 where there is no target")
+    real = _real_tokens(row, len(ids), where)
+    padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != -100
+    if not real:
+        return Sample(skipped=EMPTY)
+    if "labels" not in row:
+        return Sample(ids=ids, padding=padding)
+    return Sample(ids=ids, targets=targets, padding=padding) if targets[1:].any() else Sample(skipped=NO_ANSWER)
+
+
+def _integers(row: Row, name: str, where: str) -> IntArray:
+    """A column that is a list of integers, a null counting as an empty one."""
+    values = column(row, name, where)
+    try:
+        found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
+    except (ValueError, OverflowError):  # lists of several lengths, a number of more than 64 bits
+        found = np.empty((0, 0))
+    if found.ndim != 1 or found.dtype.kind != "i":
+        raise ValueError(f"{where}: {name!r} is {values!r:.40}, not a list of integers")
+    return found
+
+
+def _real_tokens(row: Row, count: int, where: str) -> int:
+    """How many tokens come before the padding. A mask may hide a row's end, and nothing else."""
+    if row.get("attention_mask") is None:
+        return count
+    mask = _integers(row, "attention_mask", where)
+    real = int(np.count_nonzero(mask))
+    if len(mask) != count or not mask[:real].all():
+        raise ValueError(
+            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left or holes, or is not of "
+            f"the {count:,} input_ids; pad on the right, or not at all"
+        )
+    return real
+
+
+def _pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
+    """Through the chat template where the tokenizer has one, else joined as they stand."""
+    prompt, answer = (column(row, name, where) for name in pair)
+    if isinstance(prompt, list) and isinstance(answer, list):
+        return _chat([*prompt, *answer], where, tokenizer)
+    prompt, answer = text_in(row, pair[0], where), text_in(row, pair[1], where)
+    if row.get("input"):
+        prompt += f"\n\n{text_in(row, 'input', where)}"
+    if not answer:
+        return Sample(skipped=NO_ANSWER if prompt else EMPTY)
+    if tokenizer.chat_template is None:
+        return Sample(((prompt, False), (answer, True)))
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return _chat(turns, where, tokenizer)
+
+
+def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
+    messages = column(row, name, where)
+    if not isinstance(messages, list | None) or not all(isinstance(turn, dict) for turn in messages or ()):
+        raise ValueError(f"{where}: {name!r} is {messages!r:.40}, not a list of turns with role and content")
+    turns = []
+    for turn in messages or ():
+        if "from" in turn:
+            turn = {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        if not isinstance(turn.get("role"), str) or "content" not in turn:
+            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {listed(turn)}")
+        turns.append({key: value for key, value in turn.items() if value is not None})
+    return turns
+
+
+def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
+    """What the template adds when a turn is answered is the target; each prompt is what a reader of it would be shown.
+
+    Turns after the last answer teach nothing and are left out.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} is a chat, and tokenizer {tokenizer.name} has no chat template; name one with --tokenizer"
+        )
+    parts: list[Part] = []
+    done = ""
+    for number, turn in enumerate(messages):
+        if turn.get("role") != "assistant" or not turn.get("content"):
+            continue
+        prompt = _render(tokenizer, messages[:number], True, where)
+        answered = _render(tokenizer, messages[: number + 1], False, where)
+        if not prompt.startswith(done) or not answered.startswith(prompt):
+            raise ValueError(
+                f"{where}: the chat template of {tokenizer.name} writes earlier turns anew once there is a later one, "
+                "so that answers have no one place; give one turn a row, or another --tokenizer"
+            )
+        parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
+        done = answered
+    return Sample(tuple(parts)) if parts else Sample(skipped=NO_ANSWER if messages else EMPTY)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, where: str) -> str:
+    assert tokenizer.chat_template is not None
+    try:
+        written = tokenizer.chat_template(messages, asks)
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
+    return encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
+
+
+def encode(samples: Sequence[Sample], kind: Kind, tokenizer: Tokenizer) -> list[tuple[IntArray, Targets | None]]:
+    """Ids of each sample, and which are targets (None: all). One call of the tokenizer, which splits the work."""
+    if kind.whole:
+        return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
+    encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))
+    return [(s.ids, s.targets) if s.ids is not None else _closed(*next(encoded), tokenizer) for s in samples]
+
+
+def _closed(ids: IntArray, targets: Targets, tokenizer: Tokenizer) -> tuple[IntArray, Targets]:
+    """With the document's beginning and end, which a chat template writes itself."""
+    if tokenizer.chat_template is not None:
+        return ids, targets
+    begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)
+    marks = np.zeros(len(begin), np.bool_), np.ones(len(end), np.bool_)
+    return np.concatenate([begin, ids, end]), np.concatenate([marks[0], targets, marks[1]])

@@ -1,0 +1,1 @@
+"""The processes of a run: ranks, meshes, rendezvous, the watchdog and shutdown."""

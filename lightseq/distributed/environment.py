@@ -1,0 +1,131 @@
+"""What stands in environment variables and is asked for before torch is there."""
+
+import fcntl
+import json
+import os
+import stat
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lightseq.utils.masking import is_secret_name
+from lightseq.utils.quiet import silence
+
+# What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
+SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
+LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
+LAUNCHER_SECONDS = 30.0  # that it waits unless told
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older name for them, and its newer
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all, known before any of them has met another."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def secrets() -> tuple[str, ...]:
+    """What the environment holds under the name of a secret: nothing that is written down may contain it."""
+    return tuple(value for name, value in os.environ.items() if is_secret_name(name))
+
+
+def launcher_patience() -> float | None:
+    """Returns the seconds after which torch's launcher kills ranks that it has passed a signal on to.
+
+    None where another launcher, or none, started this process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    told = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
+    return float(told) if told.isdecimal() else LAUNCHER_SECONDS
+
+
+def launcher_note() -> tuple[str, ...]:
+    """Returns a line on what a signal to torch's launcher would cost, with the remedy; none where it costs nothing."""
+    patience = launcher_patience()
+    if patience is None:
+        return ()
+    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
+    missing, why = [], []
+    if patience <= LAUNCHER_SECONDS:
+        missing.append(SHUTDOWN_TIMEOUT)
+        why.append(f"{patience:.0f} s after SIGTERM, saved or not")
+    if "SIGUSR1" not in passed_on.split(","):
+        missing.append(SIGNALS)
+        why.append("at once on SIGUSR1, without a checkpoint")
+    remedy = " ".join(f"{name}={LAUNCHER_SETTINGS[name]}" for name in missing)
+    said = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
+    return (said,) if missing else ()
+
+
+def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
+    """Prints the line that ends a run, and leaves it where torch's launcher looks for the root cause.
+
+    The launcher takes the earliest failure for that, in whole seconds: `seconds_ago` says when this one began, and who
+    prints comes a second before the ends that follow. Of several lines the first one stands. Ranks that leave the
+    printing to another call this, too, for the launcher of their own host.
+    """
+    if prints:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    if path.exists():
+        return
+    about = {"timestamp": str(int(time.time() - seconds_ago - prints))}
+    with suppress(OSError):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": about}}))
+        partial.replace(path)
+
+
+def set_up_process() -> None:
+    """Asks of torch and its libraries what every program here wants, before they are imported.
+
+    A library call never does: a process of the user's is left as it is.
+    """
+    silence()
+    use_large_pages()
+    lock_pages_on_all_threads()
+
+
+def disable_multicast() -> None:
+    """Symmetric memory does without NVLink multicast, whose failures outlast the process. Before any is made."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def use_large_pages() -> None:
+    """Tensors on the host lie in pages of 2 MiB where the kernel has them for who asks: there sooner, and AdamW on the
+    CPU is a tenth faster. torch looks when it makes its first tensor; the user's own setting stands."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def lock_pages_on_all_threads() -> None:
+    """torch makes page-locked memory, for gradients that go to the host say, on eight threads, in a quarter of the time
+    (docs/experiments.md). It looks before the first of it; what the user's own settings say of it stands."""
+    name = next((name for name in ALLOCATOR_SETTINGS if name in os.environ), ALLOCATOR_SETTINGS[0])
+    given = os.environ.get(name, "")
+    if "pinned_" not in given:
+        ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        os.environ[name] = f"{given},{ours}" if given else ours
+
+
+def keep_compiled_kernels() -> None:
+    """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
+    that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
+    with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait
+        folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_ours_alone(folder):
+            return
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """No other user can write in it, nor put another in its place."""
+    about, parent = folder.lstat(), folder.parent.stat()
+    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))

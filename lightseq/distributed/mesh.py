@@ -1,0 +1,248 @@
+"""The processes of a run: who they are, on which device, and how data, sequences and parameters are split among them.
+
+With environment.py and launch/, the only place that reads environment variables.
+"""
+
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightseq.distributed.environment import keep_compiled_kernels, report_error
+from lightseq.distributed.host_memory import host_memory
+from lightseq.distributed.rendezvous import Meeting
+from lightseq.utils.formatting import first_line
+
+T = TypeVar("T")
+LET_GO_SECONDS = 0.1
+FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `local_size` processes share its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    restarts: int = 0  # how often the launcher has started this run anew
+    launch: str = ""  # one launcher's work, the same on every rank and after a restart
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Ranks as data × sequence, and the mesh over which parameters are sharded (or replicated × sharded)."""
+
+    data_ranks: int
+    data_rank: int
+    sequence: DeviceMesh
+    parameters: DeviceMesh
+
+
+def make_deterministic() -> None:
+    """The same bits from the same inputs, on GPU too: deterministic kernels, a workspace that cuBLAS does not vary."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def use_host_cores(world: World) -> None:
+    """Gives what GPUs leave to the host, AdamW say, this rank's share of its cores.
+
+    torch's launcher allows a process one thread where OMP_NUM_THREADS says nothing; more that were asked for stand. On
+    a CPU nothing changes, for there the number of threads decides the last bits of sums.
+    """
+    share = len(os.sched_getaffinity(0)) // world.local_size
+    if world.device.type == "cuda" and torch.get_num_threads() == 1 < share:
+        torch.set_num_threads(share)
+
+
+def ready_for_deepspeed(world: World) -> None:
+    """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+
+
+@contextmanager
+def start(timeout_seconds: float) -> Iterator[World]:
+    """Joins the processes that torchrun started; without a launcher, a world of this one process.
+
+    The timeout is of whatever ranks do together from then on; who has not joined after half of it is named.
+    """
+    keep_compiled_kernels()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
+    with Meeting(rank, size, timeout_seconds / 2, restarts, leave) as meeting:
+        store = _store(timeout)
+        meeting.at(store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
+            rank=rank,
+            world_size=size,
+        )
+    try:
+        # Not the launcher's own name for it: unless told one, it calls every launch "none".
+        launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        yield World(rank, size, local_rank, local_size, device, restarts, launch)
+    except Exception as error:  # Python shows where it came from
+        report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
+        raise
+    finally:
+        # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
+        # its group may live on in torch's caches, which leaves nobody to wait for it.
+        time.sleep(LET_GO_SECONDS)
+        dist.destroy_process_group()
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """Where the processes meet; a launcher that starts them again keeps it. Waits for none of them to come."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    address, port = _told("MASTER_ADDR"), int(_told("MASTER_PORT"))
+    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+
+
+def _told(name: str) -> str:
+    if name not in os.environ:
+        words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
+        report_error(words)
+        raise SystemExit(2)
+    return os.environ[name]
+
+
+def agree(world: World, prepare: Callable[[], T]) -> T:
+    """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
+
+    The lowest rank that refused prints its one line. `prepare` waits for no other rank, or
+    fails alike on all.
+    """
+    refusal, result = None, None
+    try:
+        result = prepare()
+    except (ValueError, OSError) as error:
+        where = f" (rank {world.rank} on {socket.gethostname()})" if world.rank else ""
+        refusal = (first_line(error) if isinstance(error, OSError) else " ".join(str(error).split())) + where
+    refusals: list[str | None] = [None] * world.size
+    dist.all_gather_object(refusals, refusal)
+    first = next((rank for rank, line in enumerate(refusals) if line is not None), None)
+    if first is None:
+        assert refusal is None
+        return result  # type: ignore[return-value]
+    report_error(str(refusals[first]), prints=world.rank == first)
+    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
+    raise SystemExit(2)
+
+
+def set_device(world: World) -> None:
+    """Makes the world's device the one that this thread means; a new thread means the first one."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+
+
+def first_to(do: str) -> bool:
+    """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
+    return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
+
+
+def has_done(do: str) -> None:
+    """Tells the ranks that were not `first_to` do this that it is done."""
+    dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
+
+
+def wait_until_done(do: str, seconds: float) -> None:
+    """Until who was `first_to` do this has done it, or for so long."""
+    store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
+        time.sleep(0.1)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once: to take leave properly, others would have to answer, who may be waiting for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
+    """This rank's share, in bytes, of what may be used of the memory that its host has free."""
+    return share * host_memory().free / world.local_size
+
+
+def for_layers(free: float, state: float) -> float:
+    """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
+    return FREE_SHARE * max(0.0, free - state)
+
+
+def check_devices(world: World) -> None:
+    """Raises ValueError where two processes would share a GPU."""
+    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process a GPU "
+            "(--nproc_per_node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
+        )
+
+
+def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int:
+    """Ranks that share a sequence: all, unless told otherwise. Raises ValueError where they do not divide the world."""
+    size = sequence_parallel_size or world.size
+    if world.size % size:
+        divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
+        raise ValueError(
+            f"--sequence_parallel_size {size} does not divide the {world.size} processes; give one of {divisors}"
+        )
+    return size
+
+
+def make_meshes(world: World, sequence_size: int, fsdp_mode: str) -> Meshes:
+    """Neighbouring ranks share a sequence, so that its blocks travel inside a host as far as they can.
+
+    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts,
+    ddp keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
+    Raises ValueError on every rank where hosts to be sharded over have different numbers of ranks.
+    """
+    kind = world.device.type
+    data_ranks = world.size // sequence_size
+    both = init_device_mesh(kind, (data_ranks, sequence_size), mesh_dim_names=("data", "sequence"))
+    shards = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
+    if fsdp_mode == "hybrid_shard":
+        _check_hosts(world)
+    if fsdp_mode == "full_shard":
+        parameters = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    else:
+        parameters = init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return Meshes(data_ranks, world.rank // sequence_size, both["sequence"], parameters)
+
+
+def _check_hosts(world: World) -> None:
+    sizes = [world.local_size] * world.size
+    if world.size > 1:
+        dist.all_gather_object(sizes, world.local_size)
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"--fsdp hybrid_shard splits weights over the ranks of a host, of which hosts here have {min(sizes)} to "
+            f"{max(sizes)}; start as many on each, or give --fsdp full_shard"
+        )

@@ -1,0 +1,105 @@
+"""Names the ranks that do not come to where all are to meet, and ends those that wait for them.
+
+A rank that waits there does so inside torch, which only knows that it waited. A thread beside it asks the store that
+the ranks meet in who else is there; one that is frozen does not answer.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from lightseq.distributed.environment import report_error
+
+STATUS = 70  # of a process that ends because of another rank; EX_SOFTWARE
+STORE = "the store that the ranks meet in"
+ANSWER_SECONDS = 5.0  # at most, that a rank which waits takes to say so
+
+
+class Meeting:
+    """Lasts as long as its `with`. After `seconds` the first rank to be tired of it calls the roll."""
+
+    def __init__(self, rank: int, size: int, seconds: float, restarts: int, leave: Callable[[int], object]) -> None:
+        self._rank, self._size, self._seconds, self._leave = rank, size, seconds, leave
+        self._prefix = f"meeting {restarts}"
+        self._interval, self._patience = min(1.0, seconds / 20), min(ANSWER_SECONDS, seconds / 2)
+        self._until = time.monotonic() + seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
+        self._store: dist.Store | None = None  # None: nobody has answered at its address yet
+
+    def __enter__(self) -> "Meeting":
+        if self._size > 1:
+            self._thread.start()
+            threading.Thread(target=self._guard, name="meeting's guard", daemon=True).start()
+        return self
+
+    def at(self, store: dist.Store) -> None:
+        """The store has been reached; asked on a connection besides the one on which the main thread waits."""
+        if self._size > 1:
+            self._store = dist.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self._store is not None and isinstance(error, RuntimeError):
+            self._thread.join(2 * self._patience)  # it may be another rank's end, and this thread about to say so
+        self._over.set()
+        if self._store is not None and kind is None:
+            self._store.set(f"answer {self._rank}", "")
+
+    def _listen(self) -> None:
+        while not self._over.wait(self._interval):
+            try:
+                text = self._answer(self._store) if self._store is not None else None
+            except RuntimeError as error:
+                text = f"{STORE} is gone, and with it the rank or launcher that held it ({error})"
+            if text and not self._over.is_set():
+                self._end(text)
+                return
+
+    def _answer(self, store: dist.Store) -> str | None:
+        """Takes part in a roll call; what is wrong, in the words of whoever saw it first."""
+        late = time.monotonic() - self._until
+        if late > 0:
+            store.set("call", "")
+        if store.check(["call"]):
+            store.set(f"answer {self._rank}", "")
+        if store.check(["verdict"]):
+            return store.get("verdict").decode()
+        if late < self._patience:
+            return None
+        missing = [rank for rank in range(self._size) if not store.check([f"answer {rank}"])]
+        return store.compare_set("verdict", "", verdict(missing, self._size, self._seconds)).decode()
+
+    def _guard(self) -> None:
+        """A store that is not there, or frozen, is waited for inside torch; so is it by whoever asks it."""
+        if not self._over.wait(self._seconds + 1.5 * self._patience):
+            self._store = None  # not to be asked again
+            waited = f"has not answered rank {self._rank} within {self._seconds:.0f} s"
+            self._end(f"{STORE} {waited}: rank 0 or the launcher that holds it is frozen or was not started, "
+                      "or its host is unreachable")  # fmt: skip
+
+    def _end(self, text: str) -> None:
+        self._over.set()
+        first = True
+        with suppress(RuntimeError):  # the store may be what is gone
+            first = self._store is None or self._store.add("said", 1) == 1
+        report_error(text, prints=first)
+        if self._store is not None:  # with this process it may end, or all others may: let them hear of it first
+            time.sleep(self._patience)
+        self._leave(STATUS)
+
+
+def verdict(missing: list[int], size: int, seconds: float) -> str:
+    """One line that names the ranks to look at; their hosts are not known."""
+    if not missing:
+        return (
+            f"the {size} ranks are all there, but could not connect to each other within {seconds:.0f} s: a firewall "
+            "is between them, or an interface that others do not reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        )
+    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return (
+        f"no sign of life from {names} of {size} within {seconds:.0f} s of the start: a process is frozen or was not "
+        "started, or its host is unreachable"
+    )

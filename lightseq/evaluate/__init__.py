@@ -1,1 +1,0 @@
-"""How far a model looks: loss by position, and needles in haystacks."""

@@ -1,0 +1,1 @@
+"""Estimates of memory and step time, and the choice of a memory plan."""

@@ -1,0 +1,1 @@
+"""Parts of a decoder layer and the loss, where transformers' own take more memory or time."""

@@ -1,0 +1,55 @@
+"""Linear layers that multiply in FP8 through torchao: where that is possible, and which modules change."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+
+MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
+
+# Fused, a recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns so small a difference into a
+# step of its grid, recomputed queries and keys no longer fit the log-sum-exp that was kept, and gradients explode
+# (https://github.com/pytorch/pytorch/issues/150859).
+FP8_COMPILE_OPTIONS: Final[dict[str, Any]] = {"emulate_precision_casts": True}
+
+
+def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Raises ValueError where the recipe cannot run. Emulated, it runs everywhere.
+
+    `sizes` are those of the layers' weight matrices, by name.
+    """
+    if recipe is None:
+        return
+    if find_spec("torchao") is None:
+        raise ValueError(f"--fp8 {recipe} is torchao's, which is not installed; pip install torchao")
+    if emulate:
+        return
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
+    check_hardware(recipe, name, torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
+    if odd := [f"{what} {size}" for what, size in sizes.items() if size % MULTIPLE]:
+        raise ValueError(f"--fp8 {recipe}: {odd[0]} is no multiple of {MULTIPLE}; leave --fp8 out for this model")
+
+
+def check_hardware(recipe: str, name: str, capability: tuple[int, int]) -> None:
+    """Ada, Hopper and Blackwell multiply in FP8; torch has rowwise kernels for the first two and for 10.x alone."""
+    leave = "leave it out to train in bfloat16, or add --fp8_emulate to see its losses, slowly"
+    if capability < (8, 9):
+        raise ValueError(f"--fp8 {recipe} needs a GPU of compute capability 8.9 or newer, {name} has no FP8; {leave}")
+    if recipe == "rowwise" and capability[0] > 10:
+        raise ValueError(f"--fp8 rowwise has no kernel for {name}; use --fp8 tensorwise")
+
+
+def to_fp8(layers: Any, recipe: str, emulate: bool, local_tokens: int) -> None:
+    """Replaces every linear of the layers by one that casts its operands to FP8, each with a scale of the moment.
+
+    Master weights, gradients, the LM head and attention stay as they are. The sum over tokens in a weight's gradient
+    is padded where a rank's part of a sequence is no multiple of 16.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    pad = local_tokens % MULTIPLE != 0
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=pad)
+    convert_to_float8_training(layers, config=config)

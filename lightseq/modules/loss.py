@@ -1,0 +1,110 @@
+"""Cross entropy of a language model head over fixed-size chunks of tokens: the logits never exist whole."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightseq.kernels.launches import fused_kernels
+from lightseq.kernels.products import add_product
+
+IGNORE_INDEX = -100  # a label without a target, as in torch
+CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
+
+
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS, first_chunk_only: bool = False
+) -> Tensor:
+    """Sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
+
+    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
+    sum over no valid label is 0, with zero gradients. Whatever divides it, and any upstream gradient, comes after.
+    `first_chunk_only` is for rehearsals: all memory is taken, and what lies past the first chunk is left as it was.
+    """
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    computed = chunk_tokens if first_chunk_only else len(rows)
+    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), chunk_tokens, computed, with_gradient)
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """-log p(label) of every token, 0 where there is no target: the terms of `cross_entropy_sum`, without gradients.
+
+    Shaped as the labels, float32 (float64 for float64 inputs).
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    chunks = [slice(start, start + chunk_tokens) for start in range(0, len(rows), chunk_tokens)]
+    return torch.cat(
+        [_cross_entropy_(F.linear(rows[chunk], weight), targets[chunk], with_gradient=False) for chunk in chunks]
+    ).view(labels.shape)
+
+
+@torch.no_grad()
+def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The most probable next token wherever there is a label, 0 elsewhere; meant for few labels."""
+    found = torch.zeros_like(labels)
+    marked = labels != IGNORE_INDEX
+    found[marked] = F.linear(hidden[marked], weight).argmax(-1)
+    return found
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The forward pass computes the gradients too, while a chunk's logits are there; the backward pass scales them.
+
+    Three matrix products a chunk instead of the four that making the logits again would take.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def, override]
+        ctx,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk_tokens: int,
+        computed: int,
+        with_gradient: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        total = hidden_ND.new_zeros((), dtype=wide)
+        dhidden = torch.empty_like(hidden_ND) if with_gradient and ctx.needs_input_grad[0] else None
+        # The sum over chunks stays in float32.
+        dweight = torch.zeros_like(weight_VD, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
+        for start in range(0, computed, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = F.linear(hidden_ND[chunk], weight_VD)
+            total += _cross_entropy_(logits, labels_N[chunk], with_gradient).sum()
+            if dhidden is not None:
+                torch.mm(logits, weight_VD, out=dhidden[chunk])
+            if dweight is not None:
+                add_product(dweight, logits.T, hidden_ND[chunk])
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):  # type: ignore[no-untyped-def, override]
+        dhidden, dweight = ctx.saved_tensors
+        if dhidden is not None:
+            dhidden = _scaled(dhidden, dloss, dhidden.dtype)
+        if dweight is not None:
+            dweight = _scaled(dweight, dloss, ctx.weight_dtype)
+        return dhidden, dweight, None, None, None, None
+
+
+def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:
+    """-log p(label) of every row, 0 without a label. The logits turn into their gradient if that is wanted."""
+    if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
+        return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient)
+    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    valid, target = labels_N != IGNORE_INDEX, labels_N.clamp_min(0).unsqueeze(-1)
+    lse = wide.logsumexp(-1, keepdim=True)
+    losses = torch.where(valid, (lse - wide.gather(-1, target)).squeeze(-1), 0.0)
+    if with_gradient:
+        gradient = torch.exp(wide - lse).scatter_add_(-1, target, torch.full_like(lse, -1.0))
+        logits_NV.copy_(torch.where(valid.unsqueeze(-1), gradient, 0.0))
+    return losses
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor, rounded once. A factor without dimensions would be rounded to x's dtype first, on a GPU."""
+    return torch.mul(x, factor.reshape([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

@@ -1,0 +1,1 @@
+"""Loss by position, and retrieval of needles from haystacks."""

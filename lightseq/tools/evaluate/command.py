@@ -1,0 +1,198 @@
+"""Measures a model under sequence parallelism: its loss by position, or how well it finds what a long text hides.
+
+python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_path data/held-out \\
+    --model_name_or_path outputs/a/checkpoint-9 --model_max_length 131072 --bf16 --output_dir outputs/a/evaluation
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightseq.config.command_line import parse, shows_help
+from lightseq.config.parser import Parser
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.environment import secrets
+from lightseq.distributed.mesh import World, agree, start
+from lightseq.models.presets import Family
+from lightseq.tools.evaluate.tasks import (
+    CHOICES,
+    DEPTHS,
+    NOWHERE,
+    OF_TASK,
+    SCORES,
+    TASKS,
+    TRIALS,
+    Asked,
+    Task,
+    lengths_of,
+)  # fmt: skip
+from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.loop import Trainer
+from lightseq.training.metrics import hardware, versions
+from lightseq.training.run_facts import describe
+from lightseq.training.setup import find_model
+from lightseq.utils.masking import masked
+
+RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
+# Flags of training that an evaluation has no use for; it says so where they are given.
+UNUSED: Final = (
+    *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
+    *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing"),
+    *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
+    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory"),
+    *("lora_rank", "lora_alpha", "lora_target_modules", "deepspeed", "async_save"),
+)
+
+
+def main(family: Family, argv: Sequence[str]) -> int:
+    """`python3 -m lightseq evaluate FLAGS`: its own and those of training."""
+    words = list(argv)
+    if shows_help(words, lambda: parser().format_help()):
+        return 0
+    with start(_timeout(words)) as world:
+        asked, given = agree(world, lambda: flags(words))
+        config = _without_training(given)
+        task = agree(world, lambda: _prepare(asked, config, family, world))
+        trainer = Trainer(config, task.inputs, world, None)
+        if world.is_main:
+            trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
+        begin = time.perf_counter()
+        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
+            outcome = task.run(trainer)
+        seconds = time.perf_counter() - begin
+        if world.is_main:
+            about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
+            path = _write(Path(config.output_dir), {"evaluation": asked.task, **outcome.summary, **about}, outcome.rows)
+            print("\n".join([*outcome.lines, f"records  {path}"]), flush=True)
+    return 0
+
+
+# ---- what is asked for ----------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    out = Parser(
+        prog=f"python3 -m {PROGRAM}",
+        usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --data_path DATA --output_dir DIR [--flag value ...]",
+        description="Measures a model under sequence parallelism; writes evaluation.jsonl.",
+        epilog="All other flags are those of training (llama3/train.py --help): model, data, precision, parallelism.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    out.add_argument("--task", default="loss", help=f"{', '.join(TASKS)} (default: loss)")
+    loss, needle = (out.add_argument_group(f"--task {task}") for task in TASKS)
+    loss.add_argument("--bins", help="of positions: powers (of two), or how many equal ones (default: powers)")
+    needle.add_argument("--score", help=f"{', '.join(SCORES)}: how an answer is judged (default: likelihood)")
+    needle.add_argument("--depths", help=f"places of the needle, 0 the start and 1 the end (default: {DEPTHS})")
+    needle.add_argument("--lengths", help="tokens of a text, as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)")
+    needle.add_argument("--trials", type=int, help=f"texts of each length and depth (default: {TRIALS})")
+    needle.add_argument("--choices", type=int, help=f"answers, one right, for likelihood (default: {CHOICES})")
+    return out
+
+
+def flags(words: Sequence[str]) -> tuple[Asked, TrainConfig]:
+    """Raises ValueError with one line for what cannot be met."""
+    own, rest = parser().parse_known_args(list(words))
+    asked = Asked(**vars(own))
+    if asked.task not in TASKS:
+        raise ValueError(f"--task {asked.task!r} is unknown; choose from {', '.join(TASKS)}")
+    for task, names in OF_TASK.items():
+        if task != asked.task and (stray := [name for name in names if getattr(asked, name) is not None]):
+            raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {asked.task}; leave it out")
+    if asked.task == "needle":
+        rest = ["--data_path", NOWHERE, *rest]
+    config = parse(rest, PROGRAM)
+    if asked.task == "loss":
+        return asked, config
+    lengths = lengths_of(asked, config)
+    if any(word.partition("=")[0] == "--model_max_length" for word in rest) and max(lengths) > config.model_max_length:
+        given = f"--lengths {asked.lengths} reach beyond --model_max_length {config.model_max_length}"
+        raise ValueError(f"{given}; leave the latter out")
+    return asked, dataclasses.replace(config, model_max_length=max(lengths))
+
+
+def _timeout(words: Sequence[str]) -> float:
+    """Needed before the ranks can agree on anything; what is wrong with the words is said once they can."""
+    try:
+        return flags(words)[1].step_timeout
+    except ValueError:
+        return TrainConfig.step_timeout
+
+
+def _without_training(config: TrainConfig) -> TrainConfig:
+    """Nothing waits for a backward pass, and nothing is updated."""
+    offload = "optimizer" if config.state_on_host else "none"
+    return dataclasses.replace(
+        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
+        profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
+        lora_rank=None, lora_alpha=None,
+        lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
+    )  # fmt: skip
+
+
+def _to_fit(config: TrainConfig) -> str:
+    shorter = "a lower --model_max_length" if config.data_path != NOWHERE else "shorter --lengths"
+    half = "" if config.bf16 or config.fp16 else ", or --bf16"
+    ranks = "more ranks on a sequence (--sequence_parallel_size)"
+    return f"to fit: {ranks}, {shorter}{half}" if half else f"to fit: {ranks}, or {shorter}"
+
+
+def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
+    if given.offload != config.offload:  # what it says of the weights is honoured
+        unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
+    return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
+
+
+def _prepare(asked: Asked, config: TrainConfig, family: Family, world: World) -> Task:
+    """Everything that can be refused, looked at before any process waits for another and before anything is written."""
+    record = Path(config.output_dir) / RECORD
+    if record.exists() and not config.overwrite_output_dir:
+        raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
+    model = find_model(config, family, world)
+    task = TASKS[asked.task](asked, config, model, world)
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {config.output_dir} cannot be made ({error.strerror}); name another") from error
+    return task
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------
+
+
+def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
+    known = describe(trainer)
+    chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
+    return {
+        "model": chosen.pop("model"),
+        **task.about,
+        **chosen,
+        "precision": f"{trainer.config.compute_dtype} compute",
+    }
+
+
+def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
+    """What it takes to do this again."""
+    data = None if config.data_path == NOWHERE else config.data_path
+    about = {
+        "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
+        "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
+        "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
+        "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
+        "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
+    }  # fmt: skip
+    return masked(about, secrets())  # type: ignore[no-any-return]
+
+
+def _write(directory: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    path = directory / RECORD
+    path.write_text("".join(json.dumps(record) + "\n" for record in (summary, *rows)))
+    return path

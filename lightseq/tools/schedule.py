@@ -1,0 +1,31 @@
+"""Proves a schedule and draws its table: python3 -m lightseq schedule --schedule balanced --ranks 8"""
+
+from collections.abc import Sequence
+
+from lightseq.config.parser import Parser, answered
+from lightseq.models.presets import Family
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
+from lightseq.schedule.proof import validate
+from lightseq.schedule.render import render
+
+
+def parser() -> Parser:
+    out = Parser(prog="python3 -m lightseq schedule", description="Proves a schedule and draws its table.")
+    out.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
+    out.add_argument("--ranks", type=int, required=True, help="ranks that share a sequence")
+    out.add_argument(
+        "--head_groups", type=int, default=1, help="groups of heads that are fetched and computed one by one"
+    )
+    out.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
+    return out
+
+
+def main(_family: Family, words: Sequence[str]) -> int:
+    return answered(lambda: _draw(words))
+
+
+def _draw(words: Sequence[str]) -> None:
+    asked = parser().parse_args(words)
+    schedule = make_schedule(asked.schedule, asked.ranks, asked.head_groups, asked.ulysses_size)
+    validate(schedule)
+    print(render(schedule))

@@ -1,0 +1,1 @@
+"""Comparison of a distributed step with one process, on the user's own hardware and flags."""

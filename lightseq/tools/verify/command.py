@@ -1,0 +1,189 @@
+"""Proves on the user's own hardware and flags that a distributed step computes what one process computes.
+
+python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq verify --model_name_or_path llama3-8b --bf16 \\
+    --model_max_length 1000000 --schedule prefix
+
+Loss and gradients of a few layers against plain transformers, every kernel against float64, every byte that the
+transport moves, and that all ranks have the same hardware and software. Exit status 0 only if all of it holds.
+"""
+
+import dataclasses
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from transformers import PreTrainedConfig
+
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.sources import holds_rows
+from lightseq.distributed.environment import secrets
+from lightseq.distributed.mesh import World, agree, check_sequence_size, start
+from lightseq.kernels import KernelSpec
+from lightseq.models.architecture import heads_of, with_layers
+from lightseq.models.family import resolve
+from lightseq.models.presets import Family
+from lightseq.tools.plan.rehearsal import NOWHERE, shared_folder
+from lightseq.tools.verify.kernels import kernel_rows
+from lightseq.tools.verify.machines import flags_row, machine, machine_row, software, software_row
+from lightseq.tools.verify.model import model_rows
+from lightseq.tools.verify.plain import Sample, cut, given, made_up
+from lightseq.tools.verify.plain import write as write_samples
+from lightseq.tools.verify.report import SKIP, Row, passed, table, write
+from lightseq.tools.verify.transport import transport_rows
+from lightseq.training.setup import Inputs, prepare
+from lightseq.utils.formatting import plural
+
+RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
+TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
+LAYERS = 2  # of the model; twice as many where layers are checkpointed in groups
+MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
+MOST_TOKENS_A_STEP = {"cuda": 32768, "cpu": 1024}  # that the plain model computes, one sequence after the other
+LEAST_CHUNK = 4  # tokens
+DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence where they are packed
+
+
+def main(family: Family, argv: Sequence[str]) -> int:
+    """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
+    with start(TIMEOUT_SECONDS) as world:
+        return verify(family, argv, world)
+
+
+def verify(family: Family, argv: Sequence[str], world: World) -> int:
+    """The same status on every rank: 0 if everything passed."""
+    begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
+    asked = agree(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
+    path = agree(world, lambda: _record_path(asked, world))
+    versions = software(world.device)
+    rows = [flags_row(asked.to_json()), software_row(versions), machine_row(machine(world.device))]
+    if passed(rows[:1]):
+        rows += _rows_of_run(asked, family, world, command)
+    else:
+        rows.append(Row("all else", SKIP, "not run: ranks with different flags wait for each other for ever"))
+    status = [0 if passed(rows) else 1]
+    dist.broadcast_object_list(status)
+    if world.is_main:
+        seconds = time.perf_counter() - begin
+        Console(file=sys.stdout, highlight=False).print(table(rows))
+        print(f"{'all passed' if not status[0] else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
+        if path is not None:
+            header = {"command": command, "seconds": seconds, "passed": not status[0]}
+            write(path, header | {"config": asked.to_json(), "versions": versions}, rows, secrets())
+        sys.stdout.flush()
+    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the table is out
+    return status[0]
+
+
+def _rows_of_run(asked: TrainConfig, family: Family, world: World, command: str) -> list[Row]:
+    folder = shared_folder(world, "lightseq-verify-")
+    try:
+        config = agree(world, lambda: shortened(asked, folder, world))
+        inputs, samples = _prepared(asked, config, family, world)
+        model = inputs.model_config
+        rows, transport, group = model_rows(config, inputs, world, samples, command, asked.model_max_length)
+    finally:
+        if world.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    rows += transport_rows(transport, group, world)
+    heads, kv_heads = heads_of(model).query, heads_of(model).key_value
+    return rows + kernel_rows(_spec(config, model, world.device), heads, kv_heads, world.device)
+
+
+def _record_path(asked: TrainConfig, world: World) -> Path | None:
+    """Where the figures go, made now: a directory that cannot be had is refused, not found out at the end."""
+    if asked.output_dir == NOWHERE:
+        return None
+    if world.is_main:
+        Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
+    return Path(asked.output_dir) / RECORD
+
+
+def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
+    """The run that was asked for, cut down to one step of short sequences that changes no weight and leaves nothing."""
+    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
+        if value:
+            raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
+    made = asked.data_path == NOWHERE
+    from_model = None if asked.random_init or not holds_rows(asked.data_path) else asked.model_name_or_path
+    config = dataclasses.replace(
+        asked, random_init=True, tokenizer=asked.tokenizer or from_model, max_steps=1,
+        data_path=str(folder / "data.pkl") if made else asked.data_path, output_dir=str(folder / "run"),
+        gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
+        per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
+        layers_per_checkpoint=min(2, asked.layers_per_checkpoint), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
+        lr_scheduler_type="constant", warmup_ratio=0.0, warmup_steps=0, eval_strategy="no", eval_data_path=None,
+        save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
+    )  # fmt: skip
+    kind, sequences = world.device.type, _sequences(config, world)
+    most = min(asked.model_max_length, MOST_TOKENS[kind], MOST_TOKENS_A_STEP[kind] // sequences)
+    ranks = check_sequence_size(world, asked.sequence_parallel_size)
+    return dataclasses.replace(config, model_max_length=uneven(most, ranks))
+
+
+def uneven(most: int, ranks: int) -> int:
+    """A length up to `most`, if that is enough for some tokens a chunk, one token past a multiple of all chunks."""
+    chunks = 2 * ranks  # the most that any schedule has
+    return max(most - (most - 1) % chunks, LEAST_CHUNK * chunks + 1)
+
+
+def _prepared(
+    asked: TrainConfig, config: TrainConfig, family: Family, world: World
+) -> tuple[Inputs, list[list[Sample]]]:
+    """A few layers of the model, and the documents of each sequence of its first step: the data's, or made up."""
+    if asked.lora_rank is not None:
+        agree(world, lambda: _refuse_adapters(asked))
+    made, length = asked.data_path == NOWHERE, config.model_max_length
+    samples: list[Sample] = []
+    if made:
+        model = agree(world, lambda: resolve(family, config.model_name, True).config)
+        packed = config.packing != "none"
+        count = _sequences(config, world) * (DOCUMENTS if packed else 1)
+        samples = made_up(count, length // 3 if packed else length, model.vocab_size)
+        if world.local_rank == 0:
+            write_samples(Path(config.data_path), samples)
+        dist.barrier()
+    inputs = agree(world, lambda: prepare(config, family, world))
+    stream = dataclasses.replace(inputs.stream, shuffle=False)
+    few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
+    few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
+    short = f"in place of the run: {few.num_hidden_layers} layers, {length:,} of {asked.model_max_length:,} tokens"
+    notes = (f"{short}, made-up data",) if made else (short, *inputs.notes)
+    inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
+    if made and config.packing == "none":
+        return inputs, [[sample] for sample in cut(samples, length)]
+    sequences = given(stream)
+    agree(world, lambda: _check_targets(config, sequences))
+    return inputs, sequences
+
+
+def _check_targets(config: TrainConfig, sequences: Sequence[Sequence[Sample]]) -> None:
+    if not any(sample.valid_tokens for sequence in sequences for sample in sequence):
+        compared = f"{plural(len(sequences), 'sequence')} of {config.model_max_length:,} tokens"
+        raise ValueError(
+            f"--data_path {config.data_path} has no target in the {compared} that verify compares; "
+            "leave it out, and data is made up"
+        )
+
+
+def _refuse_adapters(asked: TrainConfig) -> None:
+    raise ValueError(f"--lora_rank {asked.lora_rank} has no plain model to be compared with; verify without it")
+
+
+def _sequences(config: TrainConfig, world: World) -> int:
+    """Of one step, all ranks together."""
+    data_ranks = world.size // check_sequence_size(world, config.sequence_parallel_size)
+    return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks
+
+
+def _spec(config: TrainConfig, model: PreTrainedConfig, device: torch.device) -> KernelSpec:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
+    return KernelSpec(device.type, capability, dtype, dim, config.deterministic)

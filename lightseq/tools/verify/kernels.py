@@ -1,0 +1,145 @@
+"""Every attention kernel that can run here against attention's definition in float64, on this rank's own device.
+
+Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
+from lightseq.schedule.table import Mask
+from lightseq.tools.verify.report import SKIP, Row, gathered, off, verdict
+from lightseq.utils.formatting import first_line
+
+EXACT: Final = 1e-5  # relative L2 error that float32 may have; half precision, twice that of plain attention in it
+BATCH, REST = 2, 56  # sequences; keys before the tile's, which its queries have seen in other tiles
+
+
+class Case(NamedTuple):
+    mask: Mask
+    queries: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"{self.mask.value} {self.queries}x{self.keys}"
+
+
+CASES: Final = (
+    Case(Mask.FULL, 136, 136), Case(Mask.FULL, 72, 200), Case(Mask.CAUSAL, 200, 200), Case(Mask.CAUSAL, 72, 200),
+    Case(Mask.CAUSAL, 64, 192), Case(Mask.STRICT, 136, 136),
+)  # fmt: skip
+NAMES: Final = ("out", "lse", "dq", "dk", "dv")
+
+
+def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.device) -> list[Row]:
+    """A row for every kernel that can run, and one for each reason why others cannot. Every rank tries them."""
+    shared = heads // kv_heads
+    wants = {case: _wanted(case, spec, shared, device) for case in CASES}
+    rows, reasons = [], dict[str, list[str]]()
+    for name, make in KERNELS.items():
+        kernel = make(spec)
+        reason = kernel.why_not(spec)
+        if reason is not None:
+            reasons.setdefault(reason, []).append(name)
+        everyone = gathered({} if reason is not None else _errors(kernel, wants))
+        if any(everyone):
+            rows.append(_row(name, everyone))
+    return rows + [Row("kernels", SKIP, f"{', '.join(names)}: {reason}") for reason, names in reasons.items()]
+
+
+def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Row:
+    """The worst of all ranks: an error over what is allowed."""
+    worst, where = -1.0, ""
+    wrong: dict[str, tuple[float, float, list[int]]] = {}
+    for rank, errors in enumerate(everyone):
+        for what, (error, allowed) in errors.items():
+            if not error <= allowed:  # NaN is no number that is small enough
+                before, _, ranks = wrong.get(what, (0.0, 0.0, []))
+                wrong[what] = (max(before, error), allowed, [*ranks, rank])
+            elif error / allowed > worst:
+                worst, where = error / allowed, f"{what} off by {error:.1e}, {allowed:.1e} allowed"
+    lines = [
+        f"{what} off by {error:.1e}, {allowed:.1e} allowed (rank {', '.join(map(str, ranks))})"
+        for what, (error, allowed, ranks) in sorted(wrong.items(), key=lambda item: -item[1][0])
+    ]
+    missing = [f"cannot run on rank {rank}" for rank, errors in enumerate(everyone) if not errors]
+    figures = {"errors_and_allowed": everyone[0]}
+    return verdict(f"kernel {name}", lines + missing, f"worst: {where}", figures)
+
+
+class _Wanted(NamedTuple):
+    """Inputs in the dtype, the true results, and what plain attention in that dtype may be off by, twice."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dout
+    whole: tuple[Tensor, Tensor]  # out and lse over all keys, which the backward pass is given
+    results: tuple[Tensor, ...]  # as in NAMES; forward of the tile alone, backward under all keys
+    allowed: tuple[float, ...]
+    scale: float
+
+
+def _wanted(case: Case, spec: KernelSpec, shared: int, device: torch.device) -> _Wanted:
+    """Two key/value heads, each with as many query heads as in the model."""
+    g = torch.Generator().manual_seed(case.queries + case.keys)
+    dim, scale = spec.head_dim, spec.head_dim**-0.5
+
+    def random(tokens: int, heads: int) -> Tensor:
+        shape = (BATCH, tokens, heads, dim)
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(device, spec.dtype)
+
+    q, dout = random(case.queries, 2 * shared), random(case.queries, 2 * shared)
+    k, v, rest_k, rest_v = (random(tokens, 2) for tokens in (case.keys, case.keys, REST, REST))
+    wide = [x.double() for x in (q, k, v, rest_k, rest_v, dout)]
+    results, whole = _defined(case.mask, scale, *wide)
+    plain, _ = _defined(case.mask, scale, q, k, v, rest_k, rest_v, dout)
+    allowed = tuple(max(EXACT, 2 * _error(a, b)) for a, b in zip(plain, results, strict=True))
+    out, lse = whole
+    return _Wanted((q, k, v, dout), (out.to(spec.dtype), lse.float()), results, allowed, scale)
+
+
+def _defined(
+    mask: Mask, scale: float, q: Tensor, k: Tensor, v: Tensor, rest_k: Tensor, rest_v: Tensor, dout: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Attention by its definition, through autograd: independent of every line of the kernels.
+
+    (out and lse of the tile alone; its part of dq, dk, dv where its queries see the rest as well), (out, lse) of both.
+    """
+    groups = q.shape[2] // k.shape[2]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        keys, values, rest_k, rest_v = (x.repeat_interleave(groups, 2) for x in (*leaves[1:], rest_k, rest_v))
+        tile = torch.einsum("bshd,bthd->bhst", leaves[0], keys) * scale
+        offset = {Mask.FULL: k.shape[1], Mask.CAUSAL: 0, Mask.STRICT: -1}[mask] + k.shape[1] - q.shape[1]
+        seen = torch.ones(tile.shape[-2:], dtype=torch.bool, device=q.device).tril(offset)
+        tile = tile.masked_fill(~seen, -torch.inf)
+        others = torch.einsum("bshd,bthd->bhst", q, rest_k) * scale  # its queries' gradient is another tile's
+        scores = torch.cat([others, tile], -1)
+        whole = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), torch.cat([rest_v, values], 1))
+        dq, dk, dv = torch.autograd.grad(whole, leaves, dout)
+    out = torch.einsum("bhst,bthd->bshd", tile.softmax(-1).nan_to_num(0.0), values)
+    return (out.detach(), tile.logsumexp(-1).detach(), dq, dk, dv), (whole.detach(), scores.logsumexp(-1).detach())
+
+
+def _errors(kernel: Kernel, wants: Mapping[Case, _Wanted]) -> dict[str, tuple[float, float]]:
+    """Error and what is allowed, by case and result. A kernel that raises is off by infinity, and says why."""
+    errors: dict[str, tuple[float, float]] = {}
+    for case, want in wants.items():
+        q, k, v, dout = want.inputs
+        try:
+            made = forward_tile(kernel, q, k, v, case.mask, want.scale)
+            grads = backward_tile(kernel, dout, q, k, v, *want.whole, case.mask, want.scale)
+            found = [_error(a, b) for a, b in zip((*made, *grads), want.results, strict=True)]
+        except Exception as error:  # a package of somebody else's, which may raise anything
+            errors[f"{case}: {type(error).__name__}: {first_line(error)}"] = (float("inf"), 0.0)
+            continue
+        errors |= {f"{case} {n}": (e, a) for n, e, a in zip(NAMES, found, want.allowed, strict=True)}
+    return errors
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error; infinite where infinities, the lse of rows without a key, are not where they belong."""
+    if not torch.equal(got.isinf(), want.isinf()):
+        return float("inf")
+    return off(got.nan_to_num(posinf=0.0, neginf=0.0, nan=float("nan")), want.nan_to_num(posinf=0.0, neginf=0.0))

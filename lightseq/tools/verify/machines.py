@@ -1,0 +1,120 @@
+"""What every rank runs on and with, and whether that is the same on all of them."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import torch
+
+from lightseq.distributed.host_memory import host_memory
+from lightseq.memory.planner.breakdown import GIB
+from lightseq.tools.verify.report import Row, gathered, span, verdict
+from lightseq.training.git_info import digest
+from lightseq.training.metrics import hardware, versions
+
+# Asked of nvidia-smi, and the names of the answers.
+QUERIES: Final[Mapping[str, str]] = {
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "highest_sm_clock_mhz",
+    "temperature.gpu": "temperature_celsius",
+}
+SMI_SECONDS: Final = 20.0  # that nvidia-smi may take; with many GPUs it is slow to begin
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What one rank computes on. What the driver's tool does not tell is None."""
+    if device.type != "cuda":
+        memory = host_memory()
+        return hardware(device) | {"memory_bytes": memory.total, "free_bytes": memory.free}
+    p = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    known = {"memory_bytes": total, "free_bytes": free, "capability": f"{p.major}.{p.minor}"}
+    return hardware(device) | known | _from_driver(str(getattr(p, "uuid", "")))
+
+
+def _from_driver(uuid: str) -> dict[str, float | None]:
+    """Clocks and temperature by nvidia-smi, which not every container has."""
+    nothing: dict[str, float | None] = dict.fromkeys(QUERIES.values())
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return nothing
+    answers = done.stdout.strip().split(",")
+    if len(answers) != len(QUERIES):
+        return nothing
+    return {name: _number(answer) for name, answer in zip(QUERIES.values(), answers, strict=True)}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None
+
+
+def software(device: torch.device) -> dict[str, str]:
+    """Versions of all that could make two ranks compute differently. `source` stands for this package's own lines."""
+    found = versions() | {"source": digest()}
+    for package in ("lightseq", "flash-attn-3"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if device.type == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def machine_row(mine: Mapping[str, Any]) -> Row:
+    """Passes if all ranks have the same kind of device."""
+    everyone = gathered(dict(mine))
+    kinds = [{"device": _kind(x), "memory GiB": round(x["memory_bytes"] / GIB)} for x in everyone]
+    if everyone[0]["device"] == "cpu":  # whose memory hosts may have more or less of
+        kinds = [{"device": _kind(x)} for x in everyone]
+    parts = [f"{len(everyone)} x {_kind(everyone[0])}"]
+    for name, scale, unit, digits in (
+        ("memory_bytes", GIB, "GiB", 0),
+        ("free_bytes", GIB, "GiB free", 0),
+        ("sm_clock_mhz", 1, "MHz now", 0),
+        ("temperature_celsius", 1, "°C", 0),
+    ):
+        values = [x[name] / scale for x in everyone if x.get(name) is not None]
+        parts += [f"{span(values, digits)} {unit}"] if values else []
+    hosts = len({x["host"] for x in everyone})
+    parts.append(f"{hosts} host" + ("s" if hosts > 1 else ""))
+    return verdict("devices", differences(kinds), ", ".join(parts), {"ranks": everyone})
+
+
+def _kind(found: Mapping[str, Any]) -> str:
+    return str(found["device"]) if found["device"] != "cpu" else f"CPU ({found['machine']})"
+
+
+def software_row(mine: Mapping[str, str]) -> Row:
+    """Passes if all ranks have the same versions."""
+    everyone = gathered(dict(mine))
+    first = everyone[0]
+    named = ("torch", "cuda", "nccl", "transformers", "flash-attn-4", "flash-attn-3", "flash-attn", "lightseq")
+    shown = ", ".join(f"{name} {first[name]}" for name in named if name in first)
+    return verdict("software", differences(everyone), f"{shown}, source {first['source']}", {"ranks": everyone})
+
+
+def flags_row(flags: Mapping[str, Any]) -> Row:
+    """Passes if all ranks were given the same flags."""
+    everyone = gathered(dict(flags))
+    same = f"the same {len(flags)} on {len(everyone)} rank" + ("s" if len(everyone) > 1 else "")
+    return verdict("flags", differences(everyone), same)
+
+
+def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What any rank has otherwise than rank 0, and which ranks."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name in sorted({*theirs, *everyone[0]}):
+            a, b = theirs.get(name, "none"), everyone[0].get(name, "none")
+            if a != b:
+                found.setdefault((name, str(a), str(b)), []).append(rank)
+    return [
+        f"{name} is {a} on rank {', '.join(map(str, ranks))} and {b} on rank 0" for (name, a, b), ranks in found.items()
+    ]

@@ -1,0 +1,187 @@
+"""Moves known bytes between all pairs of ranks that share a sequence, looks at each of them, and takes the time."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.attention.passes import REGIONS
+from lightseq.comm.transport import Exchange, Receive, Send, Transport
+from lightseq.distributed.mesh import World
+from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, gathered, span, verdict
+
+OPENINGS, TURNS, PATTERN_BYTES = 4, 6, 1 << 16  # of an outbox; exchanges in each; that every pair moves in each
+PRIME: Final = 251  # the pattern's period: it fits no width that hardware moves bytes in
+TIMED_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
+REPEATS, TRIALS = 5, 3  # messages timed together; the fastest of so many counts
+SLOW: Final = 0.5  # a rank's share of the median over ranks, below which something is wrong with it
+
+
+class Wrong(NamedTuple):
+    src: int
+    exchange: int
+    bytes: int
+    place: int
+    got: int
+    want: int
+
+
+def transport_rows(transport: Transport, group: dist.ProcessGroup, world: World) -> list[Row]:
+    """Whether bytes arrive as they left, and how fast, between the ranks of a sequence and over all ranks."""
+    peers = dist.get_process_group_ranks(group)
+    return [_bytes_row(transport, group, peers, world), _speed_row(transport, group, peers, world)]
+
+
+def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:
+    name = f"transport {transport.name}"
+    if len(peers) == 1:
+        return Row(name, PASS, "a sequence lies on one rank: nothing travels")
+    found = _exchanges(transport, dist.get_rank(group), len(peers), world.device)
+    found = [w._replace(src=peers[w.src]) for w in found]
+    wrong = [
+        f"{w.bytes:,} of {PATTERN_BYTES:,} bytes from rank {w.src} to rank {rank} wrong in exchange {w.exchange}"
+        f" (byte {w.place} is {w.got}, not {w.want})"
+        for rank, theirs in enumerate(gathered(found))
+        for w in theirs
+    ]
+    count = OPENINGS * TURNS
+    moved = count * PATTERN_BYTES * len(peers) * (len(peers) - 1)
+    right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte right"
+    return verdict(name, wrong, right, {"bytes": moved, "exchanges": count})
+
+
+def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device) -> list[Wrong]:
+    """What arrived wrong on this rank. Regions are used in turn as attention does, without waiting in between."""
+    base = torch.arange(PATTERN_BYTES, device=device)
+
+    def pattern(src: int, dst: int, number: int) -> Tensor:
+        return ((base + 101 * src + 31 * dst + 7 * number) % PRIME).to(torch.uint8)
+
+    others = [r for r in range(ranks) if r != rank]
+    looked: list[tuple[int, int, Tensor]] = []
+
+    def move(number: int, mine: Tensor) -> None:
+        for dst in others:
+            mine[dst].copy_(pattern(rank, dst, number))
+        wanted = [pattern(src, rank, number) for src in others]
+
+        def look(received: Sequence[Tensor]) -> None:
+            looked.extend((src, number, _compare(a, b)) for src, a, b in zip(others, received, wanted, strict=True))
+
+        sends = [Send(dst, mine[dst]) for dst in others]
+        there = [transport.at(src, mine[rank]) for src in others]
+        if number % 2:  # read where it lies
+            transport.exchange(Exchange(sends, [Receive(*x, None) for x in zip(others, there, strict=True)], look))()
+        else:
+            rooms = [torch.empty_like(x) for x in wanted]
+            transport.exchange(Exchange(sends, [Receive(*x) for x in zip(others, there, rooms, strict=True)]))()
+            look(rooms)
+
+    for opening in range(OPENINGS):
+        with transport.outbox(REGIONS * ranks * PATTERN_BYTES) as outbox:
+            regions = outbox.memory[: REGIONS * ranks * PATTERN_BYTES].view(REGIONS, ranks, PATTERN_BYTES)
+            for turn in range(TURNS):
+                move(opening * TURNS + turn, regions[turn % REGIONS])
+    return [Wrong(src, number, *x) for src, number, y in looked if (x := y.tolist())[0]]
+
+
+def _compare(got: Tensor, want: Tensor) -> Tensor:
+    """How many bytes differ, the place of the first, and its values; the host does not wait."""
+    differs = got != want
+    place = differs.int().argmax().view(1)
+    return torch.cat([differs.sum().view(1), place, got.gather(0, place).long(), want.gather(0, place).long()])
+
+
+def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:
+    if world.size == 1:
+        return Row("bandwidth", PASS, "one rank: nothing travels")
+    everyone = gathered(_pair_speeds(transport, group, peers, world.device))
+    collected = gathered(_all_gather_speed(world))
+    figures = {
+        "pairs_gigabytes_per_second": {f"{s}->{d}": x for d, pairs in enumerate(everyone) for s, x in pairs.items()},
+        "all_gather_gigabytes_per_second": collected,
+    }
+    detail = f"all-gather over {world.size} ranks {min(collected):.1f} GB/s a rank"
+    pairs = [(x, src, dst) for dst, theirs in enumerate(everyone) for src, x in theirs.items()]
+    if not pairs:
+        return Row("bandwidth", PASS, detail, figures)
+    _, src, dst = min(pairs)
+    detail = f"pairs {span([x for x, *_ in pairs])} GB/s (lowest {src} to {dst}); {detail}"
+    slow = slow_ranks(everyone)
+    if slow:
+        status = FAIL if world.device.type == "cuda" else WARN  # processes that share cores take turns
+        return Row("bandwidth", status, "; ".join([*slow, detail]), figures | {"slow": slow})
+    return Row("bandwidth", PASS, detail, figures)
+
+
+def slow_ranks(everyone: Sequence[dict[int, float]]) -> list[str]:
+    """Ranks whose links, to and from them, give less than half of what the median rank's give.
+
+    `everyone` has, by the rank that receives, GB/s by the rank that sends.
+    """
+    shares = {}
+    for rank, mine in enumerate(everyone):
+        links = [*mine.values(), *(theirs[rank] for theirs in everyone if rank in theirs)]
+        if links:
+            shares[rank] = statistics.fmean(links)
+    usual = statistics.median(shares.values()) if shares else 0.0
+    return [
+        f"rank {r}'s links give {x:.1f} GB/s, the median rank's {usual:.1f}"
+        for r, x in shares.items()
+        if x < SLOW * usual
+    ]
+
+
+def _pair_speeds(
+    transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], device: torch.device
+) -> dict[int, float]:
+    """GB/s from every other rank of the sequence, while each of them is busy with one peer as well."""
+    rank, ranks, size = dist.get_rank(group), len(peers), TIMED_BYTES[device.type]
+    into = torch.empty(size, dtype=torch.uint8, device=device)
+    speeds = {}
+    for shift in range(1, ranks):
+        src, dst = (rank + shift) % ranks, (rank - shift) % ranks
+        with transport.outbox(size) as outbox:
+            mine = outbox.memory[:size]
+            asked = Exchange([Send(dst, mine)], [Receive(src, transport.at(src, mine), into)])
+            transport.exchange(asked)()
+            again = asked._replace(fresh=False)
+            seconds = _seconds(lambda again=again: transport.exchange(again)(), group, device)  # type: ignore[misc]
+        speeds[peers[src]] = size / seconds / 1e9
+    return speeds
+
+
+def _all_gather_speed(world: World) -> float:
+    """GB/s that this rank receives while all ranks gather what each of them holds, as FSDP does."""
+    size = min(TIMED_BYTES[world.device.type], (1 << 30) // world.size)
+    mine = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    whole = torch.empty(world.size * size, dtype=torch.uint8, device=world.device)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+    gather(whole, mine)
+    assert dist.group.WORLD is not None
+    seconds = _seconds(lambda: gather(whole, mine), dist.group.WORLD, world.device)
+    return (world.size - 1) * size / seconds / 1e9
+
+
+def _seconds(act: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Of one call, the fastest of some trials that all ranks begin together."""
+    best = float("inf")
+    for _ in range(TRIALS):
+        _settle(device)
+        dist.barrier(group)
+        _settle(device)
+        begin = time.perf_counter()
+        for _ in range(REPEATS):
+            act()
+        _settle(device)
+        best = min(best, (time.perf_counter() - begin) / REPEATS)
+    return best
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,123 @@
+"""What a checkpoint of a run is made of, and how the run waits for one that is being written when it ends."""
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lightseq.checkpoint import checkpoints, state_files
+from lightseq.checkpoint.saver import SaveError, Saver
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.environment import report_error, secrets
+from lightseq.distributed.mesh import World, leave
+from lightseq.models import adapters, weights
+from lightseq.training.engine import Engine
+from lightseq.training.setup import Inputs
+from lightseq.training.terminal import Terminal
+from lightseq.utils.masking import masked
+
+NOTED_SECONDS = 1.0  # of waiting for the save before
+PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
+
+
+class Saving:
+    """The checkpoints of one run, on one rank."""
+
+    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, terminal: Terminal) -> None:
+        self._config, self._inputs, self._world, self._engine = config, inputs, world, engine
+        self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
+        kept = (config.save_total_limit, config.keep_best)
+        self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
+        self._prepared = False
+        self._warned = False  # of saves that follow each other too closely
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save that was begun has failed here; the others will know once they have been asked."""
+        return self._saver.failed
+
+    def fail(self) -> None:
+        """Ends the run on every rank, once they have agreed that one of them failed. Raises SaveError."""
+        self._saver.wait()
+        raise SaveError("a checkpoint could not be saved on another rank")
+
+    def before_overwriting(self) -> None:
+        """To be called before weights change: they may still be on their way to the host."""
+        self._saver.before_overwriting()
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether what a save will copy is known, and was not before: where float16 overflows, the first steps are
+        skipped, and the optimizer has no state yet."""
+        always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
+        return not self._prepared and (always_known or bool(self._engine.optimizer.state))
+
+    def prepare(self) -> None:
+        self._prepared = True
+        tensors = self._engine.tensors()
+        note = self._saver.prepare(tensors) if tensors is not None else None
+        if note is not None and self._world.is_main:
+            self._terminal.note(note)
+
+    def save(self, step: int, eval_loss: float | None) -> Path:
+        self._wait_for_the_one_before(step)
+        facts = {checkpoints.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
+        facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.LOSS: eval_loss}
+        facts = masked(facts, secrets())
+        tensors = self._engine.tensors()
+        if tensors is None:
+            return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
+        return self._saver.save(step, facts, tensors, self._write_model)
+
+    def _wait_for_the_one_before(self, step: int) -> None:
+        """There is room for one save's copies; whoever saves faster than the disk writes is told so, once."""
+        begin = time.monotonic()
+        self._saver.wait()
+        waited = time.monotonic() - begin
+        if waited > NOTED_SECONDS and self._world.is_main and not self._warned:
+            self._warned = True
+            self._terminal.note(
+                f"warning: step {step} waited {waited:.1f} s to be saved, for the checkpoint before it was still being "
+                "written; save less often, or to a faster disk"
+            )
+
+    def _write_gathered(self, directory: Path) -> None:
+        whole = self._engine.whole_parameters()
+        try:
+            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+        finally:
+            for _ in whole:  # all ranks gather each of them, whether or not the disk takes it
+                pass
+
+    def _write_state(self, directory: Path) -> None:
+        self._engine.save_state(directory / checkpoints.STATE)
+
+    def _write_model(self, directory: Path, state: Path) -> None:
+        whole = state_files.whole_tensors(state, "model.")
+        if self._inputs.lora is not None:
+            base, rope = self._config.model_name_or_path, adapters.rope_of(self._config, self._inputs.model_config)
+            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
+        weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
+        try:
+            yield
+            self._saver.wait()
+        except SaveError as error:
+            if self._world.is_main:
+                self._terminal.close()
+            line = f"{error}; make room, and go on with --resume_from_checkpoint auto"
+            report_error(line, prints=self._world.is_main)
+            raise SystemExit(1) from error
+        except BaseException:
+            # A rank that fails alone leaves the others' threads to write: let them finish what they can.
+            if not self._saver.abandon(min(self._config.step_timeout / 2, PATIENCE_SECONDS)):
+                traceback.print_exc()
+                leave(1)
+            raise
+        self._saver.close()

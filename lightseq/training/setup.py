@@ -1,0 +1,315 @@
+"""Everything a run can refuse, looked at before any process waits for another and before anything is written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from warnings import filterwarnings
+
+import torch
+from transformers import PreTrainedConfig
+
+from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint.checkpoints import ANEW, Found
+from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.checkpoint.manifest import check_weights
+from lightseq.checkpoint.same_flags import check_flags
+from lightseq.checkpoint.same_model import check_same_model
+from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
+from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import BatchStream, open_examples, require_target
+from lightseq.data.examples import Examples
+from lightseq.data.packing import PackedExamples, open_packed
+from lightseq.data.sources import holds_rows
+from lightseq.data.tokenizer import ByteTokenizer
+from lightseq.data.tokens import Reading
+from lightseq.distributed.mesh import World, check_devices, check_sequence_size
+from lightseq.kernels import KernelSpec, select
+from lightseq.models import weights
+from lightseq.models.adapters import Lora, adapter_parameters, lora_of
+from lightseq.models.architecture import (
+    LENGTH_DEPENDENT_ROPE,
+    Architecture,
+    examine,
+    heads_of,
+    matrix_sizes,
+    rope_types,
+)
+from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.models.flops import total_parameters
+from lightseq.models.presets import Family
+from lightseq.modules.fp8 import check_fp8
+from lightseq.modules.tiled import check_layer_class
+from lightseq.training.metrics import check_mirror
+from lightseq.training.optimization import check_optimizer
+from lightseq.training.output_directory import check_output_dir
+from lightseq.utils.versions import UntestedVersionWarning, untested_versions
+
+UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's inputs, found and checked."""
+
+    model_config: PreTrainedConfig
+    weights: Path | None  # None: drawn from the seed
+    stream: BatchStream
+    eval_stream: BatchStream | None
+    total_steps: int
+    sequence_size: int
+    data_rank: int
+    resume_from: Path | None
+    deepspeed: DeepSpeedSettings | None  # None: FSDP2
+    notes: tuple[str, ...]  # what the user should know, said once
+    lora: Lora | None = None  # None: every weight trains
+    passed_over: tuple[Path, ...] = ()  # checkpoints later than the one resumed from, which are damaged
+    tokenizer: Path | None = None  # the directory whose tokenizer checkpoints get
+
+
+def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
+    """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
+    check_mirror(config.report_to)
+    check_optimizer(config.optim, world.device)
+    resume_from = found.path
+    check_output_dir(Path(config.output_dir), config, found, world)
+    model = find_model(config, family, world)
+    if model.lora and config.random_init and config.save_strategy != "no":
+        given = f"--lora_rank {config.lora_rank}"
+        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
+    data_ranks = world.size // model.sequence_size
+    deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
+    same: tuple[str, ...] = ()
+    if resume_from is not None:
+        checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
+        same = check_same_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
+    stream = BatchStream(
+        find_examples(config.data_path, model, config, world),
+        config.model_max_length,
+        config.per_device_train_batch_size,
+        data_ranks,
+        config.gradient_accumulation_steps,
+        epochs=None if config.max_steps else config.num_train_epochs,
+        seed=config.seed,
+        packed=config.packing != "none",
+    )
+    stream, resumed = _resumed(stream, resume_from)
+    eval_stream = None
+    if config.eval_data_path and config.eval_strategy != "no":
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        require_target(eval_examples, config.eval_data_path)
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    total_steps = config.max_steps or stream.steps
+    if resume_from is not None and total_steps < stream.first_step:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} is after step {stream.first_step}, and this run ends at step "
+            f"{total_steps}; give a larger --max_steps"
+        )
+    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+    trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
+    one_bytes, there = saved_bytes(trained, config), len(checkpoints.listed(Path(config.output_dir)))
+    epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
+    saves = saves_left(config, stream.first_step, total_steps, epochs_left)
+    room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
+    # Last, for it can take hours: everything else has been looked at.
+    directory = fetch(model, world, resume_from)
+    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
+    notes += unread(config) + ((room,) if room else ()) + never(config, stream, total_steps)
+    if resume_from is not None and total_steps == stream.first_step:
+        notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
+    return Inputs(
+        model.config,
+        directory,
+        stream,
+        eval_stream,
+        total_steps,
+        model.sequence_size,
+        world.rank // model.sequence_size,
+        resume_from,
+        deepspeed,
+        notes + model.warnings,
+        model.lora,
+        tuple(path for path, _ in found.passed_over),
+        tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+    )
+
+
+def unread(config: TrainConfig) -> tuple[str, ...]:
+    """What to say of --lazy_preprocess where no text waits to be tokenised; commands that are kept may have it."""
+    rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
+    if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
+        return ()
+    why = f"{', '.join(rows)} is no single file, and is tokenised beforehand"
+    return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
+
+
+def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+    """What was asked for and will not have come by the last step."""
+    found, first = [], stream.first_step
+    if total_steps == first:
+        return ()  # nothing to train, which is said
+    passed = {
+        "steps": total_steps // config.eval_steps - first // config.eval_steps,
+        "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),
+    }
+    if config.eval_strategy != "no" and not passed[config.eval_strategy] and not config.keep_best:
+        every = f"every {config.eval_steps} steps" if config.eval_strategy == "steps" else "at the end of an epoch"
+        found.append(f"warning: evaluations come {every}, and this run ends at step {total_steps} without one")
+    if config.warmup_steps > total_steps:
+        found.append(
+            f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}: the learning rate "
+            "never reaches its peak"
+        )
+    return tuple(found)
+
+
+def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
+    """The stream from where a checkpoint left it, however many sequences a step had then."""
+    if resume_from is None:
+        return stream, ()
+    facts = checkpoints.read_facts(resume_from)
+    data = facts.get(checkpoints.DATA)
+    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
+    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
+        raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
+    return stream.resumed(facts["step"], data, resume_from)
+
+
+def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
+    """What to say of steps to profile that are past: a run that was started again has the words of the first."""
+    if config.profile_steps is None:
+        return ()
+    if config.profile_memory and device.type != "cuda":
+        raise ValueError("--profile_memory records a GPU's allocations, and there is none here; leave it out")
+    first, last = config.profile_steps
+    if first > total_steps:
+        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
+    said = f"warning: --profile_steps {first}:{last}: the run goes on after step {first_step}; nothing is profiled"
+    return (said,) if last <= first_step else ()
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
+
+    config: PreTrainedConfig
+    weights: Path | str | None
+    tokenizer: str | None
+    sequence_size: int
+    warnings: tuple[str, ...]
+    lora: Lora | None = None
+
+
+def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
+    check_devices(world)
+    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
+    source = resolve(family, config.model_name, config.random_init)
+    model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
+    check_layers(config, examine(model_config, config.model_max_length))
+    _check_kernel(config, model_config, world.device)
+    if config.packing != "none":
+        _check_packing(config.packing, model_config)
+    check_fp8(config.fp8, config.fp8_emulate, matrix_sizes(model_config), world.device)
+    tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
+    context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
+    filterwarnings("ignore", category=UntestedVersionWarning)  # the run says it in a line of its own
+    said = [*untested_versions(), *_warnings(config, context, sequence_size)]
+    warnings = tuple(f"warning: {warning}" for warning in said)
+    lora = lora_of(config, model_config)
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
+
+
+def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
+    for rope in sorted(rope_types(model_config) & LENGTH_DEPENDENT_ROPE):
+        raise ValueError(
+            f"--packing {packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with one; "
+            "give another --rope_scaling"
+        )
+    found = examine(model_config)
+    if not found.passes_documents:
+        raise ValueError(
+            f"--packing {packing}: the layers of {found.name} hand no packed documents on to attention; leave it out"
+        )
+
+
+def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
+    eager = config.fp8 is not None and not config.torch_compile
+    casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
+    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
+    areas = (
+        f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
+        "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
+        "--schedule out, or take striped or ulysses"
+    )
+    return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
+
+
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
+    length, words = config.model_max_length, model.config.vocab_size
+    opened = open_examples if config.packing == "none" else open_packed
+    limit = config.max_train_samples if path == config.data_path else None
+    reading = Reading(config.text_column, limit, Path(config.data_cache).expanduser())
+    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, reading)
+
+
+def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
+    """Every example once, in order."""
+    packed = isinstance(examples, PackedExamples)
+    return BatchStream(
+        examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
+    )
+
+
+def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Path | None:
+    """The directory of a model's weights; None if they are drawn from the seed.
+
+    Raises ValueError where a manifest beside them tells that they are damaged, unless they have been `looked_at`.
+    """
+    directory = weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+    if world.is_main and directory is not None and directory != looked_at:
+        check_weights(directory)
+    return directory
+
+
+def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
+    """Where the tokenizer lies that the model is trained with: with its weights, or where `--tokenizer` says."""
+    named = model.tokenizer
+    if named == ByteTokenizer.name or named is None:
+        return None
+    if named == str(model.weights):
+        return directory
+    return Path(named) if Path(named).is_dir() else weights.download_tokenizer(named)
+
+
+def check_layers(config: TrainConfig, found: Architecture) -> None:
+    """Raises ValueError for what the flags ask of layers that are not made for it."""
+    if config.tile_layers:
+        check_layer_class(found.layer_class)
+    if config.remat_policy in KEEPING_MLP and not found.gated_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} keeps gate and up of an MLP of plain linears, and {found.layer_class} has "
+            "another; give --remat attention"
+        )
+    if config.remat_policy in KEEPING_MLP and not found.can_keep_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} does not make an MLP's output again, and {found.layer_class} needs it in "
+            "the backward pass, for a norm behind it, say; give --remat attention"
+        )
+    if config.remat_policy == KEEP_LINEARS and not found.plain_projections:
+        raise ValueError(
+            f"--remat {KEEP_LINEARS} keeps what four linears without bias give around attention, and "
+            f"{found.layer_class} has others; give --remat attention+mlp"
+        )
+    asked = config.fsdp_transformer_layer_cls_to_wrap
+    if asked is not None and asked != found.layer_class:
+        raise ValueError(
+            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are "
+            f"{found.layer_class}; give that, or leave it out"
+        )
+
+
+def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype = getattr(torch, config.compute_dtype)
+    dim, packed = heads_of(model_config).dim, config.packing != "none"
+    select(config.kernel_name, KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed))
