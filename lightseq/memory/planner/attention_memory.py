@@ -23,7 +23,7 @@ from lightseq.comm.transport import Outbox
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
-from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.algorithms import make_schedule, ulysses_ranks
 from lightseq.schedule.auto import Choice
 
 TOKENS = 512  # of a chunk in the run that is counted
@@ -44,9 +44,7 @@ def attention_memory(
     choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
 ) -> AttentionMemory:
     """Of the rank that takes most."""
-    ulysses = world if choice.schedule == "ulysses" else choice.ulysses_size or 1
-    if choice.schedule == "usp" and choice.ulysses_size is None:
-        ulysses = world // 2
+    ulysses = ulysses_ranks(choice.schedule, world, choice.ulysses_size)
     places = world // ulysses
     if places <= MOST_PLACES:
         return _counted(choice, world, heads, kv_heads, dim, element, keep_gathered)
