@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightseq.attention.executor import attention_backward, attention_forward
+from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
@@ -73,9 +73,9 @@ def _counted(
     for rank in sorted({0, world // 2, world - 1}):
         carrier = _Counting()
         with _Live() as forward:
-            attention_forward(q, k, v, table, rank, kernel, carrier, 1.0, kept)
+            Executor(table, rank, kernel, carrier, 1.0).forward(q, k, v, kept)
         with _Live() as backward:
-            attention_backward(out, kept or (q, k, v), out, lse, table, rank, kernel, carrier, 1.0)
+            Executor(table, rank, kernel, carrier, 1.0).backward(out, kept or (q, k, v), out, lse)
         found.append((carrier.largest, forward.peak + (kept.memory.nbytes if kept else 0), backward.peak))
     return AttentionMemory(*(max(column) / local for column in zip(*found, strict=True)))
 
