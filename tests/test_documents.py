@@ -20,7 +20,7 @@ from lightseq.attention.context import AttentionConfig, SequenceContext, make_co
 from lightseq.attention.operator import attention
 from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.select import _order
+from lightseq.kernels.selection import _order
 from lightseq.kernels.tile import Lengths
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
 from lightseq.schedule.auto import Choice, packed_choice, refusal

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightseq.kernels import launches
 from lightseq.kernels.launches import Launch, Launches, addresses
-from lightseq.kernels.merge import merge
+from lightseq.kernels.lse_merge import merge
 
 BATCH, LENGTH = 2, 3
 WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row

@@ -70,7 +70,7 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
 
     with ExitStack() as stack:
         transport = stack.enter_context(_symmetric(folder))
-        for module in ("launches", "merge"):
+        for module in ("launches", "lse_merge"):
             kernels = sys.modules[f"lightseq.kernels.{module}"]
             stack.enter_context(patch.object(kernels, "fused_kernels", lambda *_: PREPARED))
         for _ in range(3):

@@ -13,7 +13,7 @@ from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
 from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
 from lightseq.kernels import KernelSpec, Selection, select
-from lightseq.kernels.select import unfit
+from lightseq.kernels.selection import unfit
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, packed_choice
 from lightseq.schedule.cost import AttentionShape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
-from lightseq.kernels.merge import merge_into
+from lightseq.kernels.lse_merge import merge_into
 from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
 from lightseq.schedule.table import Mask
 
