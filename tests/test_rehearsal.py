@@ -128,8 +128,8 @@ def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: di
 OUT_OF_MEMORY = """
 import sys, torch
 import llama3
-from lightseq.training import endings
-from lightseq.training import trainer
+from lightseq.training import errors as endings
+from lightseq.training import loop as trainer
 from lightseq.training import command
 endings.RANK_0_SECONDS = 1.0
 def fail(self, step):

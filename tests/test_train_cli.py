@@ -486,7 +486,7 @@ def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: 
 KILLED = """
 import os, signal, sys
 import llama2
-from lightseq.training import trainer
+from lightseq.training import loop as trainer
 from lightseq.training import command
 step = trainer.Trainer._step
 def dying(self, index):
