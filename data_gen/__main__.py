@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data_gen.output import up_to, write
-from data_gen.sources import Skipped, expand, texts_of
-from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
+from data_gen.output import limit_tokens, write
+from data_gen.sources import SkippedTexts, expand_sources, read_texts
+from data_gen.synthetic import KINDS, Synthetic, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
-from lightseq.data.corpus import batches
-from lightseq.data.progress import with_bar
+from lightseq.data.progress import progress_bar
+from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
 from lightseq.utils.formatting import first_line
 
@@ -68,10 +68,10 @@ def parser() -> argparse.ArgumentParser:
 
 def make_synthetic(arguments: argparse.Namespace) -> str:
     spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
-    check(spec)
+    check_spec(spec)
     about: dict[str, object] = {"tokenizer": None, "source": f"synthetic {spec.kind}", "seed": spec.seed, "skipped": {}}
     extra = {"needle_depth": needle_depths(spec)} if spec.kind == "needle" else {}
-    drawn = with_bar((document(spec, index) for index in range(spec.documents)), spec.documents)
+    drawn = progress_bar((draw_document(spec, index) for index in range(spec.documents)), spec.documents)
     return write(arguments.output, drawn, spec.vocab_size, lambda: about, extra, arguments.force)
 
 
@@ -79,19 +79,19 @@ def make_text(arguments: argparse.Namespace) -> str:
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max_tokens {arguments.max_tokens} is no size; give 1 or more, or leave it out")
     tokenizer = load_tokenizer(arguments.tokenizer)
-    sources = expand(arguments.sources)
-    skipped = Skipped()
+    sources = expand_sources(arguments.sources)
+    skipped = SkippedTexts()
 
     def texts() -> Iterator[str]:
         for source in sources:
-            yield from texts_of(source, arguments.column, skipped)
+            yield from read_texts(source, arguments.column, skipped)
 
     def about() -> Mapping[str, object]:
         origin = " ".join(arguments.sources)
         return {"tokenizer": tokenizer.name, "source": origin, "seed": None, **skipped.facts()}
 
-    encoded = (ids for batch in batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
-    tokenised = with_bar(up_to(arguments.max_tokens, encoded))
+    encoded = (ids for batch in tokenizer_batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
+    tokenised = progress_bar(limit_tokens(arguments.max_tokens, encoded))
     try:
         closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
     finally:  # where every file is unreadable, this says why there is nothing to write

@@ -6,11 +6,11 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lightseq.data.tokens import IntArray, write_token_directory, written_whole
+from lightseq.data.token_directory import IntArray, atomic_write, write_token_directory
 from lightseq.utils.formatting import plural
 
 
-def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
+def limit_tokens(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
     """Stops at max_tokens exactly, by cutting the last document."""
     left = max_tokens
     for ids in documents:
@@ -41,7 +41,7 @@ def write_pickle(
     path: Path, documents: Iterable[IntArray], extra: Mapping[str, object], force: bool
 ) -> tuple[int, int]:
     """The form of the original experiments, `{'input_ids': [[...], ...]}`; it is held in memory whole."""
-    with written_whole(path, force) as partial:
+    with atomic_write(path, force) as partial:
         input_ids = [ids.tolist() for ids in documents]
         if not input_ids:
             raise ValueError(f"no document to write to {path}; the sources hold no text")

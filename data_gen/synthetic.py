@@ -25,7 +25,7 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SyntheticKind:
     help: str
     draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
     least_length: int = 2
@@ -66,13 +66,15 @@ def _draw_needle_position(generator: Generator, length: int) -> int:
     return int(generator.integers(0, length - 3))  # the pair ends before the question, which is the last two tokens
 
 
-KINDS: Mapping[str, Kind] = {
-    "uniform": Kind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
-    "zipf": Kind("independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf),
-    "copy": Kind(
+KINDS: Mapping[str, SyntheticKind] = {
+    "uniform": SyntheticKind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
+    "zipf": SyntheticKind(
+        "independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf
+    ),
+    "copy": SyntheticKind(
         "uniform ids, and the second half repeats the first: learnt by looking half a document back", draw_copy
     ),
-    "needle": Kind(
+    "needle": SyntheticKind(
         "a key and its value, both from the upper half of the vocabulary, stand at a random depth in uniform ids "
         "of the lower half; the document ends with the key and the value again (depths: needle_depth in the output)",
         draw_needle,
@@ -82,7 +84,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def check(spec: Synthetic) -> None:
+def check_spec(spec: Synthetic) -> None:
     kind = KINDS[spec.kind]
     least = {"documents": 1, "length": kind.least_length, "vocab_size": kind.least_vocab_size, "seed": 0}
     for name, smallest in least.items():
@@ -96,7 +98,7 @@ def generator_of(spec: Synthetic, index: int) -> Generator:
     return np.random.default_rng((spec.seed, index))
 
 
-def document(spec: Synthetic, index: int) -> Ids:
+def draw_document(spec: Synthetic, index: int) -> Ids:
     return KINDS[spec.kind].draw(generator_of(spec, index), spec.length, spec.vocab_size)
 
 

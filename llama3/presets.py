@@ -100,7 +100,7 @@ ALIASES: Final[Mapping[str, str]] = {
 }
 
 
-def grown(name: str) -> Mapping[str, object] | None:
+def scaled_preset(name: str) -> Mapping[str, object] | None:
     """`scaled-all-S` and `scaled-n_layers-S`: Llamas of any size S, to see which is the largest that a GPU holds.
 
     `all` is 256·S wide, with 8·S layers and 8·S heads of 32; `n_layers` is Llama-3-8B with 32 + 8·(S - 1) layers. The

@@ -34,7 +34,7 @@ from lightseq import hf
 from lightseq.attention import executor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
-from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
+from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.mesh import World, make_meshes
@@ -614,7 +614,7 @@ def remat(rank: int) -> None:
         assert expected.any(), name
         assert torch.equal(gradients["attention"][name], expected), name
         assert torch.equal(gradients["full"][name], expected), name
-        for policy in KEEPING_MLP:
+        for policy in STORES_MLP:
             assert (gradients[policy][name] - expected).norm() <= 1e-5 * expected.norm(), (policy, name)
 
 
@@ -635,7 +635,7 @@ def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
     alone: None, monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], units: list[int]
 ) -> None:
     come: list[int] = []
-    monkeypatch.setattr("lightseq.parallelize.Ahead", lambda groups, _: come.append(len(groups)))
+    monkeypatch.setattr("lightseq.parallelize.WeightPrefetch", lambda groups, _: come.append(len(groups)))
     prepared("attention", **techniques)
     assert come == units
 

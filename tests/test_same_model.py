@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import NemotronConfig, PreTrainedConfig
 
-from lightseq.checkpoint.checkpoints import FACTS
+from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.same_flags import check_flags
 from lightseq.checkpoint.same_model import check_same_model
 from lightseq.cli import BOTH
@@ -73,7 +73,7 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
     scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)
     changed = model(yarn["rope_scaling"])
-    adapters.save([], tmp_path, lora, "base", None, adapters.rope_of(scaled, changed))
+    adapters.save([], tmp_path, lora, "base", None, adapters.changed_rope(scaled, changed))
     assert check_same_model(tmp_path, scaled, changed, lora) == ()
     with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, this run has 99\.0; "):
         check_same_model(tmp_path, scaled, changed, other)
@@ -90,7 +90,7 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
 
 def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is_refused(tmp_path: Path) -> None:
     def saved(**config: Any) -> Path:
-        (tmp_path / FACTS).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
+        (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
         return tmp_path
 
     assert check_flags(saved(), replace(CONFIG, max_steps=9, schedule="ring", output_dir="p")) == ()
@@ -106,5 +106,5 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
     ):
         check_flags(saved(optim="sgd"), CONFIG)
     assert check_flags(saved(optim="sgd"), replace(CONFIG, deepspeed="d.json"))
-    (tmp_path / FACTS).write_text(json.dumps({"step": 3}))
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
     assert check_flags(tmp_path, CONFIG) == (), "older checkpoints do not say"

@@ -27,7 +27,7 @@ from lightseq.cli import BOTH
 from lightseq.comm import transport as comm
 from lightseq.config.command_line import parse
 from lightseq.data import shard_batch
-from lightseq.data.tokens import write_token_directory
+from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.memory import offload

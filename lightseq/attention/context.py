@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
-from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
+from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.select import unfit
@@ -162,7 +162,7 @@ def make_context(
     if device.type == "cuda" and transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
-        keep_compiled_kernels()
+        cache_compiled_kernels()
     carrier = make_transport(transport, group, device)
     chosen = _choose(world, shape, plain(carrier.name), gpus_per_host or world, asked, keep_gathered)
     table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)

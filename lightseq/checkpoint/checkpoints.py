@@ -25,69 +25,71 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from lightseq.checkpoint import manifest, randomness, state_files
-from lightseq.distributed.mesh import World, agree
+from lightseq.distributed.mesh import World, on_all_ranks
 from lightseq.utils.formatting import first_line
 
-STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
+STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 # After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-LEFT = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
+LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
 NEWEST = ("True", "auto")  # what asks for the newest one
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint that a run goes on from, and what is wrong with the later ones, which it does not take."""
 
     path: Path | None
-    passed_over: tuple[tuple[Path, str], ...] = ()
+    damaged: tuple[tuple[Path, str], ...] = ()
 
 
-ANEW = Found(None)
+FRESH_START = ResumePoint(None)
 
 
-def listed(output_dir: Path) -> list[Path]:
+def list_checkpoints(output_dir: Path) -> list[Path]:
     """Those of a run, oldest first; whether they are still whole is not looked at."""
     found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and _is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def find(output_dir: Path, asked: str | None, world: World) -> Found:
+def find_checkpoint(output_dir: Path, asked: str | None, world: World) -> ResumePoint:
     """The checkpoint that --resume_from_checkpoint names, each file of it read. Every rank calls it.
 
     Ends the run with one line if there is none that is whole; with `auto`, only where there are some.
     """
     if asked is None:
-        return ANEW
+        return FRESH_START
     if asked not in NEWEST:
-        agree(world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one"))
-        broken = _complaint(Path(asked), world)
-        agree(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
-        return Found(Path(asked))
-    passed_over: tuple[tuple[Path, str], ...] = ()
-    candidates = agree(world, lambda: listed(output_dir))
+        on_all_ranks(
+            world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one")
+        )
+        broken = _damage(Path(asked), world)
+        on_all_ranks(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
+        return ResumePoint(Path(asked))
+    damaged: tuple[tuple[Path, str], ...] = ()
+    candidates = on_all_ranks(world, lambda: list_checkpoints(output_dir))
     for path in reversed(candidates):
-        broken = _complaint(path, world)
+        broken = _damage(path, world)
         if broken is None:
-            return Found(path, passed_over)
-        passed_over += ((path, broken),)
+            return ResumePoint(path, damaged)
+        damaged += ((path, broken),)
     line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
-    if passed_over:
-        why = "; ".join(f"{path.name}: {broken}" for path, broken in passed_over)
+    if damaged:
+        why = "; ".join(f"{path.name}: {broken}" for path, broken in damaged)
         line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
-    agree(world, lambda: _require(asked == "auto" and not passed_over, line))
-    return ANEW
+    on_all_ranks(world, lambda: _require(asked == "auto" and not damaged, line))
+    return FRESH_START
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Returns whether it is one, maybe damaged. Other programs and people use the name, too."""
-    return any((path / name).is_file() for name in (FACTS, manifest.MANIFEST)) or (path / STATE).is_dir()
+    return any((path / name).is_file() for name in (TRAINER_STATE, manifest.MANIFEST)) or (path / STATE).is_dir()
 
 
 def is_written_by_run(path: Path) -> bool:
     """Returns whether a run wrote the directory, as the manifest or the facts in it show."""
-    for read in (manifest.read, read_facts):
+    for read in (manifest.read, read_trainer_state):
         with suppress(ValueError, OSError):
             read(path)
             return True
@@ -104,16 +106,16 @@ def _require(holds: bool, line: str) -> None:
         raise ValueError(f"--resume_from_checkpoint {line}")
 
 
-def _complaint(path: Path, world: World) -> str | None:
+def _damage(path: Path, world: World) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; each reads a share of its files."""
     found: list[str | None] = [None] * world.size
-    dist.all_gather_object(found, manifest.complaint(path, world.rank, world.size))
+    dist.all_gather_object(found, manifest.find_damage(path, world.rank, world.size))
     return next((line for line in found if line is not None), None)
 
 
 def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
     """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
-    facts = read_facts(directory)
+    facts = read_trainer_state(directory)
     saved, saved_ranks = facts.get("engine"), facts.get("ranks")
     if saved == engine and (engine is None or saved_ranks == ranks):
         return
@@ -125,29 +127,29 @@ def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
     )
 
 
-def best(output_dir: Path) -> Path | None:
+def best_checkpoint(output_dir: Path) -> Path | None:
     """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
-    losses = {path: _eval_loss(path) for path in listed(output_dir)}
+    losses = {path: _eval_loss(path) for path in list_checkpoints(output_dir)}
     known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
     return min(known, key=lambda path: known[path]) if known else None
 
 
 def _eval_loss(path: Path) -> float:
     try:
-        loss = read_facts(path).get(LOSS)
+        loss = read_trainer_state(path).get(LOSS)
     except (ValueError, OSError):  # a damaged one is the best of nothing
         return math.nan
     return float(loss) if isinstance(loss, int | float) else math.nan
 
 
-def prune(output_dir: Path, keep: int | None, keep_best: bool) -> None:
-    """Of the checkpoints the newest `keep` stay, and with `keep_best` the one of the lowest evaluation loss."""
-    kept = best(output_dir) if keep_best else None
-    own = [path for path in listed(output_dir) if is_written_by_run(path)]
-    for old in own[: -keep if keep else 0]:
+def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
+    """Of the checkpoints the newest `retain` stay, and with `retain_best` the one of the lowest evaluation loss."""
+    kept = best_checkpoint(output_dir) if retain_best else None
+    own = [path for path in list_checkpoints(output_dir) if is_written_by_run(path)]
+    for old in own[: -retain if retain else 0]:
         if old != kept:
             set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
-    sweep(output_dir)
+    remove_leftovers(output_dir)
 
 
 def set_aside(path: Path, why: str) -> Path:
@@ -159,7 +161,7 @@ def set_aside(path: Path, why: str) -> Path:
     return path.rename(aside)
 
 
-def make_room(path: Path) -> None:
+def clear_path(path: Path) -> None:
     """Gives the name of a checkpoint, or of an unfinished one, to the save that is about to take it."""
     if not path.exists():
         return
@@ -169,23 +171,23 @@ def make_room(path: Path) -> None:
         set_aside(path, DELETED if is_written_by_run(path) else OTHER)
 
 
-def sweep(output_dir: Path, also: str = DELETED) -> None:
+def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
     """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish.
 
     What cannot be removed, for another host reads it, say, is left for the next time.
     """
     for left in output_dir.glob("checkpoint-*"):
-        name = LEFT.fullmatch(left.name)
+        name = LEFTOVER.fullmatch(left.name)
         if name is not None and name[2] in (DELETED, also):
             _remove_own(left)
 
 
-def remove_all(output_dir: Path) -> None:
+def remove_checkpoints(output_dir: Path) -> None:
     """Removes every checkpoint that a run wrote there, also unfinished and damaged ones."""
     for path in output_dir.glob("checkpoint-*"):
         if NAME.fullmatch(path.name) and is_written_by_run(path):
             _remove_own(set_aside(path, DELETED))
-        elif LEFT.fullmatch(path.name):
+        elif LEFTOVER.fullmatch(path.name):
             _remove_own(path)
 
 
@@ -221,24 +223,24 @@ def _holds_files(path: Path) -> bool:
     return not path.is_dir() or any(not found.is_dir() for found in path.rglob("*"))
 
 
-def read_facts(directory: Path) -> dict[str, Any]:
+def read_trainer_state(directory: Path) -> dict[str, Any]:
     """Raises ValueError where they are no facts."""
     try:
-        facts = json.loads((directory / FACTS).read_text())
+        facts = json.loads((directory / TRAINER_STATE).read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{directory / FACTS} is damaged; name another checkpoint") from error
+        raise ValueError(f"{directory / TRAINER_STATE} is damaged; name another checkpoint") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
-        raise ValueError(f"{directory / FACTS} does not say after which step it was; name another checkpoint")
+        raise ValueError(f"{directory / TRAINER_STATE} does not say after which step it was; name another checkpoint")
     return facts
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Fills weights and the state that was made, each rank its own part. Raises ValueError for another model's."""
-    reader = state_files.Reader(directory / STATE)
-    saved = state_files.shapes(reader)
+    reader = state_files.TensorReader(directory / STATE)
+    saved = state_files.tensor_shapes(reader)
     if _before_the_first_update(directory, saved):
         optimizer.state.clear()
-    tensors = tensors_of(model, optimizer)
+    tensors = state_tensors(model, optimizer)
     _check_fit(directory, saved, tensors)
     try:
         dcp.load(tensors, storage_reader=reader)
@@ -257,13 +259,13 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
 
 def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
     """Whether the optimizer had no state yet: float16 skips the first steps, and a signal may end a run after them."""
-    optim = (read_facts(directory).get("config") or {}).get("optim", "sgd")
+    optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
     return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
 
 
 def restore_randomness(directory: Path, world: World) -> None:
     """Random states go on where this rank's were; on another number of ranks there is no such place."""
-    if read_facts(directory).get("ranks") == world.size:
+    if read_trainer_state(directory).get("ranks") == world.size:
         randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
 
 
@@ -282,7 +284,7 @@ def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, 
         )
 
 
-def tensors_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything that a run changes, by name; parameters that are tied appear once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}

@@ -59,13 +59,13 @@ def read(directory: Path) -> dict[str, File]:
     return files
 
 
-def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
+def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with a checkpoint, None if nothing is. Only one of so many shares of its files is read."""
     try:
         files = read(directory)
     except ValueError as error:
         return str(error)
-    return _first_complaint(directory, {name: files[name] for name in sorted(files)[share::shares]})
+    return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares]})
 
 
 def check_weights(directory: Path) -> None:
@@ -75,18 +75,18 @@ def check_weights(directory: Path) -> None:
     except ValueError:
         return  # no checkpoint's; others call files so, too
     tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
-    if wrong := _first_complaint(directory, tensors):
+    if wrong := _first_damage(directory, tensors):
         remedy = f"take another copy, or remove {MANIFEST} if this was meant"
         raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
 
 
-def _first_complaint(directory: Path, files: Mapping[str, File]) -> str | None:
+def _first_damage(directory: Path, files: Mapping[str, File]) -> str | None:
     with ThreadPoolExecutor(READERS) as readers:
-        complaints = readers.map(lambda name: _complaint(directory, name, files[name]), files)
+        complaints = readers.map(lambda name: _damage(directory, name, files[name]), files)
         return next((line for line in complaints if line is not None), None)
 
 
-def _complaint(directory: Path, name: str, should: File) -> str | None:
+def _damage(directory: Path, name: str, should: File) -> str | None:
     path = directory / name
     try:
         length = path.stat().st_size

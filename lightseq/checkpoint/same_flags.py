@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 
@@ -17,7 +17,7 @@ SAME_STATE: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 
 def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
     """What to say of changed flags. Raises ValueError for an optimizer that has no use for the state that was saved."""
-    then, now = read_facts(resume_from).get("config"), config.to_json()
+    then, now = read_trainer_state(resume_from).get("config"), config.to_json()
     if not isinstance(then, dict):
         return ()  # older checkpoints do not say
     changed = [name for name in LEARNING if name in then and then[name] != now[name]]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters
-from lightseq.models.adapters import Lora, read_object
+from lightseq.models.adapters import Lora, read_json_object
 
 CONFIG = "config.json"
 # What changes the arithmetic and no shape. Of a context's length the frequencies tell.
@@ -37,7 +37,7 @@ def check_same_model(
 def _of_model(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
     if not (directory / CONFIG).is_file():
         return
-    read = read_object(directory / CONFIG)
+    read = read_json_object(directory / CONFIG)
     kind = read.get("model_type", model.model_type)
     if kind != model.model_type:
         yield "model_type", kind, model.model_type
@@ -60,7 +60,7 @@ def _of_adapter(
     targets = saved.get("target_modules", lora.targets)
     if set(targets) != set(lora.targets):
         yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
-    both = adapters.read_rope(directory), adapters.rope_of(config, model)
+    both = adapters.read_rope(directory), adapters.changed_rope(config, model)
     before, now = (_plain((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
     if not _alike(before, now):
         yield "rope_parameters", before, now
@@ -69,7 +69,7 @@ def _of_adapter(
 def _another_base(directory: Path, config: TrainConfig) -> tuple[str, ...]:
     """A directory may have moved, so that another name is no error."""
     before = _adapter_config(directory).get("base_model_name_or_path")
-    now = adapters.base_of(config.model_name_or_path)
+    now = adapters.base_model_name(config.model_name_or_path)
     if before in (None, now):
         return ()
     return (f"warning: {directory} was trained beside the weights of {before}, and goes on beside those of {now}",)
@@ -77,7 +77,7 @@ def _another_base(directory: Path, config: TrainConfig) -> tuple[str, ...]:
 
 def _adapter_config(directory: Path) -> Mapping[str, Any]:
     path = directory / adapters.CONFIG
-    return read_object(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _alike(before: Any, now: Any) -> bool:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.checkpoint import checkpoints, manifest, randomness, state_files
-from lightseq.checkpoint.checkpoints import FACTS, PARTIAL, STATE
+from lightseq.checkpoint.checkpoints import PARTIAL, STATE, TRAINER_STATE
 from lightseq.checkpoint.manifest import File
 from lightseq.distributed.mesh import World, free_host_memory, set_device
-from lightseq.distributed.watchdog import Unanswered
+from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.memory.staging import Staging, local_bytes
 from lightseq.utils.formatting import first_line
 
@@ -34,17 +34,23 @@ class SaveError(Exception):
     """A checkpoint could not be written; the same line on every rank."""
 
 
-class Saver:
+class CheckpointSaver:
     """Saves one run. `patience_seconds` is the longest that ranks may differ in writing their parts."""
 
     def __init__(
-        self, output_dir: Path, world: World, keep: int | None, keep_best: bool, beside: bool, patience_seconds: float
+        self,
+        output_dir: Path,
+        world: World,
+        retain: int | None,
+        retain_best: bool,
+        in_background: bool,
+        patience_seconds: float,
     ) -> None:
-        self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, keep, keep_best
+        self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, retain, retain_best
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_seconds))
-        self._staging = Staging(world.device) if beside else None
+        self._staging = Staging(world.device) if in_background else None
         self._thread: threading.Thread | None = None
-        self._error: SaveError | Unanswered | None = None
+        self._error: SaveError | RankNotResponding | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
         """Makes room for copies; where a host has none, the training waits for each save, which the line says."""
@@ -85,13 +91,13 @@ class Saver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._together(staging.finish)  # before all that can fail: the next update waits for it
+                self._on_all_ranks(staging.finish)  # before all that can fail: the next update waits for it
             self._on_main(lambda: _empty(partial / STATE))
-            hashes = self._together(lambda: write_state(partial / STATE))
+            hashes = self._on_all_ranks(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
             return {f"{STATE}/{name}": digest for found in hashes for name, digest in found.items()}
 
-        return self._start(step, facts, write, beside=staging is not None)
+        return self._start(step, facts, write, in_background=staging is not None)
 
     def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
         """Saves what an engine writes itself, part after part, on every rank, while the training waits."""
@@ -99,11 +105,11 @@ class Saver:
         def write(partial: Path) -> Hashes:
             self._on_main(lambda: _empty(partial / STATE))
             for write_part in parts:
-                self._together(functools.partial(write_part, partial))
+                self._on_all_ranks(functools.partial(write_part, partial))
             return {}
 
         self.wait()
-        return self._start(step, facts, write, beside=False)
+        return self._start(step, facts, write, in_background=False)
 
     @property
     def failed(self) -> bool:
@@ -112,7 +118,7 @@ class Saver:
     def wait(self) -> None:
         """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed.
 
-        Raises Unanswered where ranks could not agree on whether it did.
+        Raises RankNotResponding where ranks could not agree on whether it did.
         """
         if self._thread is not None:
             self._thread.join()
@@ -120,7 +126,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def abandon(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Gives a save that was begun some time to end; whether it did."""
         if self._thread is not None:
             self._thread.join(seconds)
@@ -129,7 +135,7 @@ class Saver:
     def close(self) -> None:
         dist.destroy_process_group(self._group)
 
-    def _start(self, step: int, facts: dict[str, Any], write: Callable[[Path], Hashes], beside: bool) -> Path:
+    def _start(self, step: int, facts: dict[str, Any], write: Callable[[Path], Hashes], in_background: bool) -> Path:
         final = self._output_dir / f"checkpoint-{step}"
         states = randomness.capture(self._world.device)
 
@@ -140,10 +146,10 @@ class Saver:
             except SaveError as error:
                 self._error = SaveError(f"{final} could not be saved: {error}")
             except Exception as error:  # the ranks' connection, most likely, with the rank behind it
-                self._error = Unanswered(f"{final} could not be saved")
+                self._error = RankNotResponding(f"{final} could not be saved")
                 self._error.__cause__ = error
 
-        if beside:
+        if in_background:
             self._thread = threading.Thread(target=run, name="saving", daemon=True)
             self._thread.start()
         else:
@@ -158,8 +164,8 @@ class Saver:
         try:
             hashes = write(partial)
             states_file = partial / STATE / randomness.file_of(self._world.rank)
-            self._together(lambda: states_file.write_text(json.dumps(states)))
-            self._on_main(lambda: (partial / FACTS).write_text(json.dumps(facts) + "\n"))
+            self._on_all_ranks(lambda: states_file.write_text(json.dumps(states)))
+            self._on_main(lambda: (partial / TRAINER_STATE).write_text(json.dumps(facts) + "\n"))
             files = self._read_back(partial, hashes)
             self._on_main(lambda: self._publish(partial, final, files))
         except SaveError:
@@ -169,7 +175,7 @@ class Saver:
 
     def _read_back(self, partial: Path, hashes: Hashes) -> dict[str, File]:
         """Every file as the disk gives it back, each by one of the ranks. Raises SaveError if one is another."""
-        names = self._together(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
+        names = self._on_all_ranks(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
         mine = names[self._world.rank :: self._world.size]
 
         def check() -> dict[str, File]:
@@ -178,20 +184,20 @@ class Saver:
                 raise OSError(f"{wrong[0]} is not on the disk as it was written")
             return found
 
-        return {name: file for found in self._together(check) for name, file in found.items()}
+        return {name: file for found in self._on_all_ranks(check) for name, file in found.items()}
 
     def _publish(self, partial: Path, final: Path, files: Mapping[str, File]) -> None:
         manifest.write(partial, files)
         manifest.sync([*(path for path in partial.rglob("*")), partial])
-        checkpoints.make_room(final)
+        checkpoints.clear_path(final)
         partial.rename(final)
         manifest.sync([self._output_dir])
         checkpoints.prune(self._output_dir, self._keep, self._keep_best)
 
     def _on_main(self, do: Callable[[], object]) -> None:
-        self._together(lambda: do() if self._world.is_main else None)
+        self._on_all_ranks(lambda: do() if self._world.is_main else None)
 
-    def _together(self, do: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, do: Callable[[], T]) -> list[T]:
         """What `do` returned on every rank. Raises SaveError on all of them if it failed on any."""
         error, result = None, None
         try:
@@ -208,5 +214,5 @@ class Saver:
 
 
 def _empty(directory: Path) -> None:
-    checkpoints.make_room(directory.parent)
+    checkpoints.clear_path(directory.parent)
     directory.mkdir(parents=True)

@@ -32,7 +32,7 @@ from lightseq.utils.formatting import first_line
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 
 
-class Hashed:
+class HashingFile:
     """A file that hashes what is written to it, in order."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
@@ -56,7 +56,7 @@ class Hashed:
         return getattr(self._file, name)
 
 
-class _HashingFiles(FileSystem):
+class _HashingFileSystem(FileSystem):
     """Files whose hashes are known by name as soon as they are closed."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _HashingFiles(FileSystem):
         hashed = None
         try:
             with Path(path).open("wb") as file:
-                hashed = Hashed(file)
+                hashed = HashingFile(file)
                 yield cast(io.IOBase, hashed)
         except OSError as error:
             self.failure = error
@@ -79,17 +79,17 @@ class _HashingFiles(FileSystem):
         self.written[Path(path).name.removesuffix(".tmp")] = hashed.hexdigest()
 
 
-class Writer(dcp.FileSystemWriter):
+class HashingWriter(dcp.FileSystemWriter):
     """Knows afterwards which files this rank wrote, with their SHA-256. Much goes into several files at a time."""
 
     def __init__(self, directory: Path) -> None:
         # Nothing is on a device any more; copying ahead would wait for what the device does for others.
         super().__init__(directory, per_thread_copy_ahead=0)
-        self.fs: _HashingFiles = _HashingFiles()
+        self.fs: _HashingFileSystem = _HashingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def write_part(part: SavePlan) -> list[WriteResult]:
-            return super(Writer, self).write_data(part, planner).wait()
+            return super(HashingWriter, self).write_data(part, planner).wait()
 
         with ThreadPoolExecutor(THREADS) as threads:
             results = list(threads.map(write_part, _parts(plan)))
@@ -125,7 +125,7 @@ def _bytes_of(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
-class Reader(dcp.FileSystemReader):
+class TensorReader(dcp.FileSystemReader):
     """Reads tensors, and runs nothing. Raises ValueError for an index that is none, or that points elsewhere."""
 
     def __init__(self, directory: Path) -> None:
@@ -143,7 +143,7 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | N
 
     Raises OSError on the rank whose disk failed it, RuntimeError on the others.
     """
-    writer = Writer(directory)
+    writer = HashingWriter(directory)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # on all ranks alike
@@ -154,14 +154,14 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | N
     return writer.written
 
 
-def shapes(reader: Reader) -> dict[str, list[int]]:
+def tensor_shapes(reader: TensorReader) -> dict[str, list[int]]:
     """Of every tensor, by name."""
     return {name: list(stored.size) for name, stored in _stored(reader).items()}
 
 
-def whole_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors whose names begin with `prefix`, one after the other, whole, by the rest of the name."""
-    reader = Reader(directory)
+    reader = TensorReader(directory)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     for name, stored in _stored(reader).items():
         if name.startswith(prefix):
@@ -172,5 +172,5 @@ def whole_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(prefix), tensor
 
 
-def _stored(reader: Reader) -> dict[str, TensorStorageMetadata]:
+def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
     return cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)  # read_index has looked

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightseq.data import pickles
-from lightseq.data.pickles import MALFORMED, Name, Recipe
+from lightseq.data.pickles import PICKLE_ERRORS, PickledGlobal, PickledObject
 from lightseq.utils.formatting import first_line, is_plain_name
 
 INDEX: Final = ".metadata"
@@ -48,7 +48,7 @@ def read_index(directory: Path) -> Metadata:
         found = pickles.load(path, _check_name)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; name another checkpoint") from error
-    except (*MALFORMED, OSError) as error:
+    except (*PICKLE_ERRORS, OSError) as error:
         raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
     try:
         return _rebuild(found, directory)
@@ -79,7 +79,7 @@ def _rebuild(found: Any, directory: Path) -> Metadata:
 
 def _fields(value: Any, name: str, *keys: str) -> list[Any]:
     """Returns attributes of an object that the index describes, None for those it does not have."""
-    if type(value) is not Recipe or value.name != name:
+    if type(value) is not PickledObject or value.name != name:
         raise ValueError(f"is no index of tensors: there is something else in the place of a {name.rpartition('.')[2]}")
     state = _checked(value.state, dict)
     return [state.get(key) for key in keys]
@@ -92,7 +92,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _size(value: Any) -> torch.Size:
-    if type(value) is not Recipe or value.name != "torch.Size" or len(value.arguments) != 1:
+    if type(value) is not PickledObject or value.name != "torch.Size" or len(value.arguments) != 1:
         raise ValueError("is no index of tensors: there is something else in the place of a size")
     numbers = _checked(value.arguments[0], tuple)
     if len(numbers) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
@@ -114,7 +114,7 @@ def _place(value: Any) -> _StorageInfo:
 
 
 def _tensor(name: str, value: Any) -> TensorStorageMetadata:
-    if type(value) is not Recipe or value.name != f"{OF_METADATA}.TensorStorageMetadata":
+    if type(value) is not PickledObject or value.name != f"{OF_METADATA}.TensorStorageMetadata":
         raise ValueError(f"says of {name} that it is no tensor")
     properties, size, chunks = _fields(value, value.name, "properties", "size", "chunks")
     shape = _size(size)
@@ -134,10 +134,10 @@ def _chunk(value: Any, shape: torch.Size, name: str) -> ChunkStorageMetadata:
 
 def _dtype(properties: Any) -> torch.dtype:
     """The rest of the properties is deprecated, and contiguous in what is written here."""
-    if type(properties) is not Recipe or properties.name != f"{OF_METADATA}.TensorProperties":
+    if type(properties) is not PickledObject or properties.name != f"{OF_METADATA}.TensorProperties":
         raise ValueError("has a tensor without properties")
     state = _checked(properties.state, tuple)
-    if not state or type(state[0]) is not Name or state[0].text not in DTYPES:
+    if not state or type(state[0]) is not PickledGlobal or state[0].text not in DTYPES:
         raise ValueError("has a tensor of an unknown dtype")
     return DTYPES[state[0].text]
 

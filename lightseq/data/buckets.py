@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from lightseq.data.batches import Batch
 
-MOST_LENGTHS: Final = 8
-MUCH_PADDING: Final = 1 / 3  # of all positions, from which on something should be done about it
+MAX_BUCKETS: Final = 8
+PADDING_WARNING_SHARE: Final = 1 / 3  # of all positions, from which on something should be done about it
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns `longest` and its halves, each rounded up to a multiple; rising, at most MOST_LENGTHS."""
-    halves = (-(-longest // (multiple << i)) * multiple for i in range(MOST_LENGTHS))
+    """Returns `longest` and its halves, each rounded up to a multiple; rising, at most MAX_BUCKETS."""
+    halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
     return tuple(sorted({min(longest, half) for half in halves}))
 
 
-def shorten(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
+def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
     """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
 
     With several data ranks all ranks call it together. They agree on the host, and wait for no GPU.

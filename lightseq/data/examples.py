@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
-from lightseq.data.tokens import META, IntArray, TokenDirectory, open_token_directory
+from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
-STORIES = 5  # documents that a note names
-CHUNK = 1 << 24  # tokens looked through at once
-Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
+MAX_NAMED = 5  # documents that a note names
+SCAN_TOKENS = 1 << 24  # tokens looked through at once
+IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return found
 
 
-def first_windows(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def window_offsets(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """The index of each document's first window, and the number of windows."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
 
 
-def place_of(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
+def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
     """The document that a window is of, and where in it the window starts."""
     if not 0 <= index < first[-1]:
         raise IndexError(index)
@@ -104,7 +104,7 @@ class WindowExamples:
         return window_sizes(np.diff(self.source.offsets), self.length)
 
     def __getitem__(self, index: int) -> Example:
-        document, start = place_of(self.first_window, index, self.length)
+        document, start = locate_window(self.first_window, index, self.length)
         here = slice(start, start + self.length + 1)  # with the target past the border
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
@@ -116,15 +116,15 @@ def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
     """Raises ValueError naming the first document with an id outside the vocabulary, if the meta data knows of one."""
     if source.meta["max_token_id"] < vocab_size:
         return
-    for start in range(0, len(source.tokens), CHUNK):
-        outside = np.flatnonzero(source.tokens[start : start + CHUNK] >= vocab_size)
+    for start in range(0, len(source.tokens), SCAN_TOKENS):
+        outside = np.flatnonzero(source.tokens[start : start + SCAN_TOKENS] >= vocab_size)
         if outside.size:
             document = int(np.searchsorted(source.offsets, start + outside[0], side="right")) - 1
             check_ids(source.document(document), vocab_size, f"{source.path} document {document}")
     check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
 
 
-def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
     if source.targets is None or not first[-1]:
         return np.zeros(len(first) - 1, np.int64)
@@ -137,15 +137,15 @@ def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], len
     return np.bincount(np.repeat(np.arange(len(windows)), windows), counts[::2] == 0, len(windows)).astype(np.int64)
 
 
-def targetless(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
+def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
     """What to say of windows without a target: how many they are, and which documents have most of them."""
-    barren = windows_without_target(source, first, length)
+    barren = count_targetless_windows(source, first, length)
     if not barren.any():
         return ()
     rows = {prompt["document"]: prompt["row"] for prompt in source.meta.get("longest_prompts", ())}
-    most = [document for document in np.argsort(-barren, kind="stable")[:STORIES].tolist() if barren[document]]
+    most = [document for document in np.argsort(-barren, kind="stable")[:MAX_NAMED].tolist() if barren[document]]
     shown = "; ".join(f"{rows.get(i, f'document {i}')}: {int(barren[i]):,}" for i in most)
-    more = "; …" if int((barren > 0).sum()) > STORIES else ""
+    more = "; …" if int((barren > 0).sum()) > MAX_NAMED else ""
     windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)
 
@@ -154,19 +154,19 @@ def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
     source = open_token_directory(path)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
-    first = first_windows(sizes, length)
+    first = window_offsets(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
     if not first[-1]:
         raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
-    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless(source, first, length)))
+    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless_notes(source, first, length)))
 
 
 @dataclass(frozen=True)
 class SequenceExamples:
     """One example a sequence, cut at the length."""
 
-    sequences: Sequence[Aligned]
+    sequences: Sequence[IdsAndLabels]
     length: int
     notes: tuple[str, ...]
 
@@ -178,9 +178,9 @@ class SequenceExamples:
         return window(ids, labels, 0, self.length)
 
 
-def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> SequenceExamples:
+def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -> SequenceExamples:
     """Leaves out what has no target, and counts that and what the length cuts off."""
-    kept: list[Aligned] = []
+    kept: list[IdsAndLabels] = []
     short = targetless = cut_sequence_count = cut_token_count = 0
     for ids, labels in pairs:
         if len(ids) < 2:
@@ -211,10 +211,10 @@ def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> Sequence
 
 
 def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
-    def checked() -> Iterator[Aligned]:
+    def checked() -> Iterator[IdsAndLabels]:
         for index, (ids, labels) in enumerate(read_pickle(path)):
             check_ids(ids, vocab_size, f"{path} sequence {index}")
             check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
             yield ids, labels
 
-    return cut_sequences(path, checked(), length)
+    return truncate_sequences(path, checked(), length)

@@ -15,7 +15,7 @@ from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
-FACTS: Final = "batch_facts"  # the keyword under which a batch carries what `batch_facts` returns
+BATCH_FACTS: Final = "batch_facts"  # the keyword under which a batch carries what `batch_facts` returns
 
 
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
@@ -53,7 +53,7 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
             module.register_forward_pre_hook(_check_labels, with_kwargs=True)
             # Before the hook with which FSDP casts the output: it gives another tensor.
             module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_end_pass, layers), always_call=True)
+        module.register_forward_hook(partial(_check_pass, layers), always_call=True)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -85,7 +85,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
             raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
         kwargs["attention_mask"] = None
     documents = kwargs.get("documents")
-    facts = kwargs.pop(FACTS, None)
+    facts = kwargs.pop(BATCH_FACTS, None)
     if facts is not None and facts.shape == (4,):  # not where somebody cut the batch into smaller ones
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
@@ -149,7 +149,7 @@ def _forward_pass(model: nn.Module) -> ForwardPass:
 
 
 @torch.compiler.disable
-def _end_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
+def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
     """Refuses a pass in which a layer's attention did not run over all ranks. Runs after an exception too, then without
     an output."""
     context, state = model.sequence_context, _forward_pass(model)
@@ -250,11 +250,11 @@ def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> Non
         )
     _forward_pass(model).loss = None
     inner = transformers_model(model)
-    if getattr(inner.loss_function, "func", None) is not _loss_of_shares:  # somebody may have set another since
-        inner.loss_function = partial(_loss_of_shares, inner, inner.loss_function)
+    if getattr(inner.loss_function, "func", None) is not _sharded_loss:  # somebody may have set another since
+        inner.loss_function = partial(_sharded_loss, inner, inner.loss_function)
 
 
-def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The model's own loss function, of labels that are shifted and of a divisor that is the whole batch's."""
     for name in ("shift_labels", "num_items_in_batch"):
         if kwargs.get(name) is None:
@@ -263,12 +263,12 @@ def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *arg
                 "its loss; pass all that shard_batch gives, or use another model"
             )
     loss = loss_function(*args, **kwargs)
-    _note_loss(model, loss)
+    _record_loss(model, loss)
     return loss
 
 
 @torch.compiler.disable
-def _note_loss(model: nn.Module, loss: Tensor) -> None:
+def _record_loss(model: nn.Module, loss: Tensor) -> None:
     _forward_pass(model).loss = (loss, _version(loss))
 
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightseq.data.corpus import Skipped, left_out
 from lightseq.data.examples import Example, check_ids, window
-from lightseq.data.sources import rows_of, text_in
+from lightseq.data.sources import get_text, read_rows
 from lightseq.data.targets import EMPTY
+from lightseq.data.token_cache import SkippedRows, skipped_notes
+from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import Tokenizer
-from lightseq.data.tokens import Reading
 
 
 @dataclass(frozen=True)
-class TextExamples:
+class LazyTextExamples:
     """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
 
     texts: Sequence[tuple[str, str]]  # where each stands, and what it says
@@ -34,9 +34,13 @@ class TextExamples:
         return window(ids, ids, 0, self.length)
 
 
-def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading) -> TextExamples:
-    rows = ((where, text_in(row, reading.text_column, where)) for where, row in rows_of(path, reading.limit))
-    texts, skipped = list[tuple[str, str]](), Skipped()
+def open_lazy_texts(
+    path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
+) -> LazyTextExamples:
+    rows = (
+        (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
+    )
+    texts, skipped = list[tuple[str, str]](), SkippedRows()
     for where, text in rows:
         if text:
             texts.append((where, text))
@@ -45,7 +49,7 @@ def open_lazily(path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, 
     if not texts:
         raise ValueError(f"{path} holds no text")
     cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
-    notes = (*left_out(str(path), skipped.facts()), cut)
-    examples = TextExamples(texts, tokenizer, length, vocab_size, notes)
+    notes = (*skipped_notes(str(path), skipped.facts()), cut)
+    examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
     examples[0]  # a tokenizer too large for the model shows here, not hours later
     return examples

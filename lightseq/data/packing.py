@@ -13,27 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import open_examples
-from lightseq.data.buckets import MUCH_PADDING
+from lightseq.data.buckets import PADDING_WARNING_SHARE
 from lightseq.data.examples import (
-    Aligned,
     Example,
     Examples,
+    IdsAndLabels,
     SequenceExamples,
     WindowExamples,
-    first_windows,
-    place_of,
+    locate_window,
     window,
     window_counts,
+    window_offsets,
     window_sizes,
 )
+from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import Tokenizer
-from lightseq.data.tokens import Reading
 from lightseq.utils.formatting import plural
 
-WHOLE = 1 << 62  # a length that cuts nothing
+NO_LIMIT = 1 << 62  # a length that cuts nothing
 
 
-class Windows(Examples, Protocol):
+class SizedExamples(Examples, Protocol):
     """Examples none of which crosses a document, and how long each is, without reading any."""
 
     @property
@@ -41,10 +41,10 @@ class Windows(Examples, Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceWindows:
+class InMemoryWindows:
     """Windows of sequences held in memory; the first token of each is a target of the one before."""
 
-    sequences: Sequence[Aligned]
+    sequences: Sequence[IdsAndLabels]
     length: int
     notes: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class SequenceWindows:
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> Example:
-        sequence, start = place_of(self._first, index, self.length)
+        sequence, start = locate_window(self._first, index, self.length)
         return window(*self.sequences[sequence], start, self.length)
 
     @cached_property
@@ -65,14 +65,14 @@ class SequenceWindows:
 
     @cached_property
     def _first(self) -> NDArray[np.int64]:
-        return first_windows(self._sizes, self.length)
+        return window_offsets(self._sizes, self.length)
 
 
 @dataclass(frozen=True)
 class PackedExamples:
     """Each example is some windows side by side: `order[first[i] : first[i + 1]]`."""
 
-    windows: Windows
+    windows: SizedExamples
     order: NDArray[np.int64]
     first: NDArray[np.int64]
     notes: tuple[str, ...]
@@ -126,14 +126,14 @@ def open_packed(
     tokenizer: str | Tokenizer | None = None,
     lazy: bool = False,
     progress: bool = True,
-    reading: Reading | None = None,
+    read_options: ReadOptions | None = None,
 ) -> PackedExamples:
     """Opens what `open_examples` opens. Raises ValueError where lengths are not known beforehand."""
-    first_cut = WHOLE if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
-    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, reading)
-    windows: Windows
+    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
+    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
+    windows: SizedExamples
     if isinstance(opened, SequenceExamples):
-        windows = SequenceWindows(opened.sequences, length, opened.notes)
+        windows = InMemoryWindows(opened.sequences, length, opened.notes)
         documents = windows._sizes
     elif isinstance(opened, WindowExamples):
         windows, documents = opened, np.diff(opened.source.offsets)
@@ -154,7 +154,7 @@ def _notes(
     kept = int((documents > 1).sum())
     packed = f"{plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens"
     notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
-    if empty >= MUCH_PADDING * sequences * length:
+    if empty >= PADDING_WARNING_SHARE * sequences * length:
         notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
     split = documents > length + 1
     if split.any():

@@ -15,10 +15,10 @@ from typing import IO, Any, Final, NoReturn, cast
 
 import numpy as np
 
-from lightseq.data.tokens import IntArray
+from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import first_line
 
-MALFORMED = (  # what reading raises for bytes that are no pickle
+PICKLE_ERRORS = (  # what reading raises for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
@@ -44,14 +44,14 @@ DECIMAL: Final = re.compile(rb"([0-9]{1,18})\n")
 
 
 @dataclass(frozen=True)
-class Name:
+class PickledGlobal:
     """A class or function that a pickle names. It is not looked up."""
 
     text: str
 
 
 @dataclass(eq=False)
-class Recipe:
+class PickledObject:
     """What a pickle would build an object from: what it calls, with which arguments, and the state it sets."""
 
     name: str
@@ -59,7 +59,7 @@ class Recipe:
     state: Any = None
 
 
-class _Machine:
+class _PickleMachine:
     """The stack and the memo of one pickle. Dict keys are strings or recipes, whose hashes cost the same for each."""
 
     def __init__(self, data: mmap.mmap, check_name: Callable[[str, str], None]) -> None:
@@ -124,23 +124,23 @@ class _Machine:
                 self._stack.append(self._named(*self._pop(2)))
             case "REDUCE" | "NEWOBJ":
                 called, arguments = self._pop(2)
-                if type(called) is Name and type(arguments) is tuple:
-                    self._stack.append(Recipe(called.text, arguments))
+                if type(called) is PickledGlobal and type(arguments) is tuple:
+                    self._stack.append(PickledObject(called.text, arguments))
                 else:
                     raise pickle.UnpicklingError("it calls what is no class or function")
             case "BUILD":
                 (state,) = self._pop(1)
-                self._top(Recipe).state = state
+                self._top(PickledObject).state = state
             case "PERSID" | "BINPERSID":
                 raise pickle.UnpicklingError("it asks for an object outside the file")
         if name not in ("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"):
             raise pickle.UnpicklingError(f"its opcode {name} builds no plain list, dict, string or number")
 
-    def _named(self, module: Any, name: Any) -> Name:
+    def _named(self, module: Any, name: Any) -> PickledGlobal:
         if type(module) is not str or type(name) is not str:
             raise pickle.UnpicklingError("it names a class by what is no string")
         self._check_name(module, name)
-        return Name(f"{module}.{name}")
+        return PickledGlobal(f"{module}.{name}")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
@@ -167,7 +167,7 @@ class _Machine:
 
 def _fill(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in (str, Recipe):
+        if type(key) not in (str, PickledObject):
             raise pickle.UnpicklingError(f"a key of a dict is a {type(key).__name__}, and only strings are read")
         target[key] = value
     return target
@@ -188,7 +188,7 @@ def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
     called, so a hostile file can waste memory in proportion to its length and do no more.
     """
     with _mapped(path) as data:
-        return _Machine(data, check_name).run()
+        return _PickleMachine(data, check_name).run()
 
 
 def load_plain_pickle(path: Path) -> Any:
@@ -198,7 +198,7 @@ def load_plain_pickle(path: Path) -> Any:
             if _is_simple(data):  # as most are; the machine takes eight times as long
                 return _PlainUnpickler(file).load()
         return load(path, _refuse_name)
-    except (*MALFORMED, OSError) as error:
+    except (*PICKLE_ERRORS, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
         ) from error

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 T = TypeVar("T")
 
 
-def with_bar(
+def progress_bar(
     items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
 ) -> Iterator[T]:
     """The items, counted under a bar where there is a terminal and progress is wanted."""

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.tokens import IntArray
-from lightseq.models.hub import unreachable
+from lightseq.data.token_directory import IntArray
+from lightseq.models.hub import hub_error
 from lightseq.utils.formatting import first_line
 
-Turns = list[dict[str, Any]]
-Part = tuple[str, bool]  # of a text, and whether it is a target
-Targets = NDArray[np.bool_]
+Messages = list[dict[str, Any]]
+TextPart = tuple[str, bool]  # of a text, and whether it is a target
+TargetMask = NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     def end(self) -> tuple[int, ...]: ...
 
     @property
-    def chat_template(self) -> Callable[[Turns, bool], str] | None: ...
+    def chat_template(self) -> Callable[[Messages, bool], str] | None: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]: ...
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -69,7 +69,7 @@ class ByteTokenizer:
     vocab_size: int = 257
     end_of_document: int = 256
     begin: tuple[int, ...] = ()
-    chat_template: Callable[[Turns, bool], str] | None = None
+    chat_template: Callable[[Messages, bool], str] | None = None
     fingerprint: str = "byte"
 
     @property
@@ -89,14 +89,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
         return [self.encode(text) if whole else self.encode_part(text) for text in texts]
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
-        return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
+        return [_concatenate([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-def no_tokenizer(vocab_size: int) -> Tokenizer:
+def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
     """What stands in its place where rows are ids already: a vocabulary, which nothing asks for ids."""
     return ByteTokenizer(name="", vocab_size=vocab_size, fingerprint=f"ids below {vocab_size}")
 
@@ -119,10 +119,10 @@ class PretrainedTokenizer:
         return (self.backend.eos_token_id,) if self.backend.eos_token_id is not None else ()
 
     @property
-    def chat_template(self) -> Callable[[Turns, bool], str] | None:
+    def chat_template(self) -> Callable[[Messages, bool], str] | None:
         return self._render if getattr(self.backend, "chat_template", None) else None
 
-    def _render(self, turns: Turns, asks: bool) -> str:
+    def _render(self, turns: Messages, asks: bool) -> str:
         return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks))
 
     @property
@@ -151,16 +151,16 @@ class PretrainedTokenizer:
         closed = [ids if not whole or tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in found]
         return [np.asarray(ids, dtype=np.int64) for ids in closed]
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
         """As if in one piece, as readers of a prompt get it; an id that reaches into a target is one."""
         if not texts:
             return []
         if not self.backend.is_fast:
-            return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+            return [_concatenate([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
         whole = ["".join(text for text, _ in parts) for parts in texts]
         found = self.backend(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
-            (np.asarray(ids, dtype=np.int64), _reaching(np.asarray(spans).reshape(-1, 2), parts))
+            (np.asarray(ids, dtype=np.int64), _target_mask(np.asarray(spans).reshape(-1, 2), parts))
             for ids, spans, parts in zip(found["input_ids"], found["offset_mapping"], texts, strict=True)
         ]
 
@@ -168,12 +168,12 @@ class PretrainedTokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
-def _joined(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, Targets]:
+def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetMask]:
     ids = np.concatenate([ids for ids, _ in pieces])
     return ids, np.concatenate([np.full(len(ids), target) for ids, target in pieces])
 
 
-def _reaching(spans: NDArray[np.integer[Any]], parts: tuple[Part, ...]) -> Targets:
+def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -> TargetMask:
     """Which of the ids, by their characters, reach into a part that is a target."""
     found, end = np.zeros(len(spans), dtype=np.bool_), 0
     for text, target in parts:
@@ -187,7 +187,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """`byte`, or whatever AutoTokenizer knows: a local directory or a hub id. Code that ships with it is never run."""
     if name == "byte":
         return ByteTokenizer()
-    if not Path(name).exists() and (reason := unreachable(name, "tokenizer_config.json")):
+    if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
         raise ValueError(
             f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
             "the network, or give a directory, or byte"

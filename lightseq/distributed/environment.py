@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightseq.utils.masking import is_secret_name
-from lightseq.utils.quiet import silence
+from lightseq.utils.quiet import silence_loggers
 
 # What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
@@ -30,7 +30,7 @@ def secrets() -> tuple[str, ...]:
     return tuple(value for name, value in os.environ.items() if is_secret_name(name))
 
 
-def launcher_patience() -> float | None:
+def launcher_shutdown_seconds() -> float | None:
     """Returns the seconds after which torch's launcher kills ranks that it has passed a signal on to.
 
     None where another launcher, or none, started this process.
@@ -43,7 +43,7 @@ def launcher_patience() -> float | None:
 
 def launcher_note() -> tuple[str, ...]:
     """Returns a line on what a signal to torch's launcher would cost, with the remedy; none where it costs nothing."""
-    patience = launcher_patience()
+    patience = launcher_shutdown_seconds()
     if patience is None:
         return ()
     passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
@@ -83,7 +83,7 @@ def set_up_process() -> None:
 
     A library call never does: a process of the user's is left as it is.
     """
-    silence()
+    silence_loggers()
     use_large_pages()
     lock_pages_on_all_threads()
 
@@ -109,7 +109,7 @@ def lock_pages_on_all_threads() -> None:
         os.environ[name] = f"{given},{ours}" if given else ours
 
 
-def keep_compiled_kernels() -> None:
+def cache_compiled_kernels() -> None:
     """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
     that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
     with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait

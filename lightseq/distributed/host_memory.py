@@ -10,14 +10,14 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-class Bytes(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Of a host's memory."""
 
     total: int
     free: int
 
 
-class Names(NamedTuple):
+class CgroupFiles(NamedTuple):
     """What a version of cgroups calls a group's limit, what it has taken, and the page cache that it can give back."""
 
     limit: str
@@ -25,17 +25,17 @@ class Names(NamedTuple):
     cache: str  # a line of memory.stat
 
 
-V1: Final = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2: Final = Names("memory.max", "memory.current", "inactive_file")
+V1: Final = CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
-def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Bytes:
+def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
     """What the machine has, or less where a container or a batch system allows less: beyond that the kernel kills."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, taken in _limits(membership, cgroups):
         total, free = min(total, limit), min(free, limit - taken)
-    return Bytes(total, max(0, free))
+    return MemoryBytes(total, max(0, free))
 
 
 def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
@@ -50,7 +50,7 @@ def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
         yield limit, taken - sum(int(size) for name, size in lines if name == names.cache)
 
 
-def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, Names]]:
+def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:
     """From the process's own group up to the root: a container sees its own as the root, under any name."""
     try:
         lines = membership.read_text().splitlines()

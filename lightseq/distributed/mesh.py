@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightseq.distributed.environment import keep_compiled_kernels, report_error
+from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
-from lightseq.distributed.rendezvous import Meeting
+from lightseq.distributed.rendezvous import RendezvousMonitor
 from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")
-LET_GO_SECONDS = 0.1
+GLOO_RELEASE_SECONDS = 0.1
 FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
 
 
@@ -72,19 +72,19 @@ def use_host_cores(world: World) -> None:
         torch.set_num_threads(share)
 
 
-def ready_for_deepspeed(world: World) -> None:
+def set_deepspeed_environment(world: World) -> None:
     """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
 
 
 @contextmanager
-def start(timeout_seconds: float) -> Iterator[World]:
+def init_distributed(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process.
 
     The timeout is of whatever ranks do together from then on; who has not joined after half of it is named.
     """
-    keep_compiled_kernels()
+    cache_compiled_kernels()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -92,7 +92,7 @@ def start(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
-    with Meeting(rank, size, timeout_seconds / 2, restarts, leave) as meeting:
+    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as meeting:
         store = _store(timeout)
         meeting.at(store)
         dist.init_process_group(
@@ -113,7 +113,7 @@ def start(timeout_seconds: float) -> Iterator[World]:
     finally:
         # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
         # its group may live on in torch's caches, which leaves nobody to wait for it.
-        time.sleep(LET_GO_SECONDS)
+        time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
 
 
@@ -121,12 +121,12 @@ def _store(timeout: timedelta) -> dist.Store:
     """Where the processes meet; a launcher that starts them again keeps it. Waits for none of them to come."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    address, port = _told("MASTER_ADDR"), int(_told("MASTER_PORT"))
+    address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
     holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return dist.TCPStore(address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
 
 
-def _told(name: str) -> str:
+def _require_env(name: str) -> str:
     if name not in os.environ:
         words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
         report_error(words)
@@ -134,7 +134,7 @@ def _told(name: str) -> str:
     return os.environ[name]
 
 
-def agree(world: World, prepare: Callable[[], T]) -> T:
+def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
     """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
 
     The lowest rank that refused prints its one line. `prepare` waits for no other rank, or
@@ -163,24 +163,24 @@ def set_device(world: World) -> None:
         torch.cuda.set_device(world.device)
 
 
-def first_to(do: str) -> bool:
+def is_first_to(do: str) -> bool:
     """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
     return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
 
 
-def has_done(do: str) -> None:
-    """Tells the ranks that were not `first_to` do this that it is done."""
+def mark_done(do: str) -> None:
+    """Tells the ranks that were not `is_first_to` do this that it is done."""
     dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
 
 
 def wait_until_done(do: str, seconds: float) -> None:
-    """Until who was `first_to` do this has done it, or for so long."""
+    """Until who was `is_first_to` do this has done it, or for so long."""
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
     while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
         time.sleep(0.1)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Ends this process at once: to take leave properly, others would have to answer, who may be waiting for it."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -192,7 +192,7 @@ def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
     return share * host_memory().free / world.local_size
 
 
-def for_layers(free: float, state: float) -> float:
+def host_bytes_for_layers(free: float, state: float) -> float:
     """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
     return FREE_SHARE * max(0.0, free - state)
 

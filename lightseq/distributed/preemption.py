@@ -27,12 +27,12 @@ class StopRequest:
         self._answer: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
-    def ask(self, failed: bool) -> None:
+    def begin_poll(self, failed: bool) -> None:
         """Begins to ask all ranks whether one got a signal so far, or something failed there; once in every step."""
         said = torch.tensor([self._asked, failed], dtype=torch.int32)
         self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
 
-    def agreed(self) -> tuple[str | None, bool]:
+    def poll_result(self) -> tuple[str | None, bool]:
         """The name of the signal that any rank got, and whether anything failed on any; the same on every rank.
 
         What it was when each rank asked. Waits for the other hosts, for no GPU.

@@ -18,11 +18,13 @@ STORE = "the store that the ranks meet in"
 ANSWER_SECONDS = 5.0  # at most, that a rank which waits takes to say so
 
 
-class Meeting:
+class RendezvousMonitor:
     """Lasts as long as its `with`. After `seconds` the first rank to be tired of it calls the roll."""
 
-    def __init__(self, rank: int, size: int, seconds: float, restarts: int, leave: Callable[[int], object]) -> None:
-        self._rank, self._size, self._seconds, self._leave = rank, size, seconds, leave
+    def __init__(
+        self, rank: int, size: int, seconds: float, restarts: int, exit_process: Callable[[int], object]
+    ) -> None:
+        self._rank, self._size, self._seconds, self._exit_process = rank, size, seconds, exit_process
         self._prefix = f"meeting {restarts}"
         self._interval, self._patience = min(1.0, seconds / 20), min(ANSWER_SECONDS, seconds / 2)
         self._until = time.monotonic() + seconds
@@ -30,7 +32,7 @@ class Meeting:
         self._thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
         self._store: dist.Store | None = None  # None: nobody has answered at its address yet
 
-    def __enter__(self) -> "Meeting":
+    def __enter__(self) -> "RendezvousMonitor":
         if self._size > 1:
             self._thread.start()
             threading.Thread(target=self._guard, name="meeting's guard", daemon=True).start()
@@ -88,7 +90,7 @@ class Meeting:
         report_error(text, prints=first)
         if self._store is not None:  # with this process it may end, or all others may: let them hear of it first
             time.sleep(self._patience)
-        self._leave(STATUS)
+        self._exit_process(STATUS)
 
 
 def verdict(missing: list[int], size: int, seconds: float) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Moment:
+class DeviceTimestamp:
     """Now, in the device's work where there is a GPU, else on the clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -17,10 +17,10 @@ class Moment:
             self._event.record()
 
     @property
-    def has_come(self) -> bool:
+    def has_passed(self) -> bool:
         return self._event is None or self._event.query()
 
-    def seconds_until(self, later: "Moment") -> float:
+    def seconds_until(self, later: "DeviceTimestamp") -> float:
         """Waits for the device to get there."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
@@ -33,16 +33,16 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: list[tuple[Moment, Moment]] = []
+        self._laps: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []
 
     @contextmanager
     def lap(self) -> Iterator[None]:
-        begin = Moment(self._device)
+        begin = DeviceTimestamp(self._device)
         yield
-        self._laps.append((begin, Moment(self._device)))
+        self._laps.append((begin, DeviceTimestamp(self._device)))
 
     def seconds(self) -> float:
         """The mean of the laps that are over and were not asked for before; 0 if there are none."""
-        over = [lap for lap in self._laps if lap[1].has_come]
+        over = [lap for lap in self._laps if lap[1].has_passed]
         self._laps = self._laps[len(over) :]
         return sum(begin.seconds_until(end) for begin, end in over) / len(over) if over else 0.0

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
-from lightseq.distributed.mesh import World, leave
+from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import STATUS
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
@@ -32,12 +32,12 @@ SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
 PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
 
-class Unanswered(Exception):
+class RankNotResponding(Exception):
     """What could not be done, in a few words, because another rank did not answer; the watchdog says which, and why."""
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Where a rank says it is: `number` grows as long as the rank lives, `seconds` tells how long it is there."""
 
     rank: int
@@ -92,7 +92,7 @@ class Watchdog:
         """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
         self._at = (self._at[0] if step is None else step, phase, time.monotonic())
 
-    def follow(self, progress: Callable[[], int]) -> None:
+    def follow_progress(self, progress: Callable[[], int]) -> None:
         """Within a phase this number grows as long as the main thread goes on: a phase may take hours."""
         self._progress = progress
 
@@ -158,18 +158,18 @@ class Watchdog:
                           "or its host is unreachable")  # fmt: skip
                 return
 
-    def _here(self, number: int) -> Beat:
+    def _here(self, number: int) -> Heartbeat:
         step, phase, since = self._at
         if (progress := self._progress()) != self._counted[0]:
             self._counted = (progress, time.monotonic())
         seconds = time.monotonic() - max(since, self._counted[1])
-        return Beat(self._world.rank, self._host, number, step, phase, seconds)
+        return Heartbeat(self._world.rank, self._host, number, step, phase, seconds)
 
-    def _publish(self, here: Beat) -> None:
+    def _publish(self, here: Heartbeat) -> None:
         if (store := self._store) is not None:  # the guard gives one up that does not answer
             store.set(f"beat {here.rank}", json.dumps(asdict(here)))
 
-    def _judge(self, here: Beat) -> str | None:
+    def _judge(self, here: Heartbeat) -> str | None:
         """What is wrong, in the words of whoever saw it first; None as long as all is well."""
         late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
         if self._store is None:
@@ -183,14 +183,14 @@ class Watchdog:
         text = verdict(beats, silent)
         return self._store.compare_set("verdict", "", text).decode()
 
-    def _read_beats(self) -> list[Beat]:
+    def _read_beats(self) -> list[Heartbeat]:
         assert self._store is not None
         keys = [f"beat {rank}" for rank in range(self._world.size)]
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
-        return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
+        return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
-    def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
+    def _silent(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
         """Ranks that beat no more, or never did."""
         now, patience = time.monotonic(), SILENT_BEATS * self._interval
         if self._error is None:
@@ -206,7 +206,7 @@ class Watchdog:
         ]
         if (seconds := now - self._began) > patience:  # all have met before, so that they begin within moments
             missing = set(range(self._world.size)) - {beat.rank for beat in beats}
-            silent += [Beat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
+            silent += [Heartbeat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
         return silent
 
     def _give_up(self, text: str) -> None:
@@ -215,7 +215,7 @@ class Watchdog:
         An error of this rank is shown besides, for it may be its own; the stacks hold it in any case.
         """
         remedy = ""
-        if isinstance(self._error, Unanswered):
+        if isinstance(self._error, RankNotResponding):
             text, remedy = f"{self._error}: {text}", "; go on with --resume_from_checkpoint auto"
         elif self._error is not None and not PEER_GONE.search(str(self._error)):
             traceback.print_exception(self._error)
@@ -231,7 +231,7 @@ class Watchdog:
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
         report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
         time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
-        leave(STATUS)
+        exit_process(STATUS)
 
     def _write_stacks(self, text: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ class Watchdog:
             faulthandler.dump_traceback(file)
 
 
-def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:
+def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     """One line that names the rank to look at."""
     if silent:
         names = ", ".join(map(str, silent))

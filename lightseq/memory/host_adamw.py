@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from lightseq.distributed.tensors import local_part
 from lightseq.memory.pinned import PinnedMemory
-from lightseq.memory.streamed_update import Piece, change_on
+from lightseq.memory.streamed_update import Piece, update_pieces
 
 PIECE = 1 << 25  # weights: the pieces in flight are a GiB of the GPU
 STATES = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
 
 
-def update_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
+def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
     """From now on the `step()` of torchao's AdamW8bit computes on `device` what waits on the host, and what does not.
 
     Its state and its checkpoints stay what they are. Gradients count times its `gradient_scale`, and stay what they are
@@ -50,7 +50,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
             state["step"] += 1
             change = partial(_change, settings, scale, state["step"].to(device, copy=True))
             pieces += _pieces(parameter, state, size, change)
-    change_on(device, pieces)
+    update_pieces(device, pieces)
 
 
 def _new_state(optimizer: Any, parameter: Tensor, pinned: PinnedMemory | None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightseq.memory.pinned import PinnedMemory, plain
+from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
 IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another's are leaving or coming back
@@ -27,7 +27,7 @@ def layers_in_flight(tile_layers: bool) -> int:
     return 1 if tile_layers else IN_FLIGHT
 
 
-class HostMemory:
+class HostBufferPool:
     """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'.
 
     Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
@@ -36,11 +36,11 @@ class HostMemory:
     def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self.counts_only, self._made = counts_only, dict[int, Tensor]()
-        self._make = PinnedMemory().empty if pinned else plain
+        self._make = PinnedMemory().empty if pinned else empty_pageable
         self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # rising in size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def acquire(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """A flat buffer, or None where that would pass the limit."""
         free = self._free[dtype]
         place = bisect_left(free, elements, key=len)  # the smallest that will do, so that larger tensors find room too
@@ -61,11 +61,11 @@ class HostMemory:
             self._made[size] = self._make((size,), torch.uint8)
         return self._made[size].view(dtype)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)
 
 
-class Kept:
+class OffloadedTensor:
     """A tensor on the host. `leaving` is the original, for as long as it may still be read; `back` the copy of it."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
@@ -75,7 +75,7 @@ class Kept:
         self.back: Tensor | None = None
 
 
-class Stayed:
+class OnDeviceTensor:
     """A tensor that did not leave: when it is read, the layer below comes back."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
@@ -87,7 +87,7 @@ class _Layer:
 
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
         self.index, self.shared, self.stays = index, shared, stays  # shared: the storages that are not its own
-        self.kept: dict[tuple, Kept] = {}
+        self.stored: dict[tuple, OffloadedTensor] = {}
         self.left: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
         self.coming = self.awaited = self.over = False
@@ -101,9 +101,9 @@ class Offload:
     for seconds.
     """
 
-    def __init__(self, device: torch.device, memory: HostMemory, in_flight: int = IN_FLIGHT) -> None:
+    def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
         self._in_flight = in_flight
-        self.kept_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
+        self.offloaded_bytes = self.on_device_bytes = 0  # of the forward pass that ran last, or runs
         self.memory, self._device = memory, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
@@ -120,40 +120,40 @@ class Offload:
             layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
-    def keep(self, tensor: Tensor) -> Kept | Stayed | Tensor:
+    def store(self, tensor: Tensor) -> OffloadedTensor | OnDeviceTensor | Tensor:
         """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer."""
         layer = self._running
         if layer is None or not self._may_leave(tensor, layer):
             return tensor
         if layer.stays:
-            return Stayed(layer, tensor)
+            return OnDeviceTensor(layer, tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in layer.kept:
-            host = self.memory.take(tensor.numel(), tensor.dtype)
+        if key not in layer.stored:
+            host = self.memory.acquire(tensor.numel(), tensor.dtype)
             if host is None:
-                self.stayed_bytes += tensor.nbytes
-                return Stayed(layer, tensor)
-            self.kept_bytes += tensor.nbytes
+                self.on_device_bytes += tensor.nbytes
+                return OnDeviceTensor(layer, tensor)
+            self.offloaded_bytes += tensor.nbytes
             tensor = tensor.detach()
-            layer.kept[key] = Kept(layer, tensor, host)
+            layer.stored[key] = OffloadedTensor(layer, tensor, host)
             with self._beside():
-                layer.kept[key].host.copy_(_flat(tensor), non_blocking=True)
+                layer.stored[key].host.copy_(_flat(tensor), non_blocking=True)
             layer.left = self._event()
-        return layer.kept[key]
+        return layer.stored[key]
 
-    def fetch(self, kept: Kept | Stayed | Tensor) -> Tensor:
+    def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
         """The tensor, on the device; what the layer before it kept begins to come back. Raises RuntimeError if gone."""
-        if isinstance(kept, Tensor):
-            return kept
-        layer = kept.layer
+        if isinstance(stored, Tensor):
+            return stored
+        layer = stored.layer
         if not layer.awaited and not layer.over:
             self._begin_backward(layer)
-        if isinstance(kept, Stayed):
-            return kept.tensor
+        if isinstance(stored, OnDeviceTensor):
+            return stored.tensor
         if layer.over:
             raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
-        assert kept.back is not None
-        return kept.back
+        assert stored.back is not None
+        return stored.back
 
     def _begin_backward(self, layer: _Layer) -> None:
         for later in self._layers[layer.index + 1 :]:
@@ -172,51 +172,51 @@ class Offload:
         if index == 0:
             for old in self._layers:
                 self._release(old)
-            self._layers, self.kept_bytes, self.stayed_bytes = [], 0, 0
+            self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
         self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, stays)
         self._layers.append(self._running)
-        self._let_go(index - self._in_flight)
+        self._drop_original(index - self._in_flight)
         try:
-            with saved_tensors_hooks(self.keep, self.fetch):
+            with saved_tensors_hooks(self.store, self.fetch):
                 return forward(*args, **kwargs)
         finally:
             self._running = None
 
     def _after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._let_go(len(self._layers) - self._in_flight)
+            self._drop_original(len(self._layers) - self._in_flight)
         return forward(*args, **kwargs)
 
-    def _let_go(self, index: int) -> None:
+    def _drop_original(self, index: int) -> None:
         """Of what a layer kept."""
         if index < 0:
             return
         _wait_for(self._layers[index].left)  # on the device; only then may its memory be somebody else's
-        for kept in self._layers[index].kept.values():
-            kept.leaving = None
+        for stored in self._layers[index].stored.values():
+            stored.leaving = None
 
     def _bring(self, layer: _Layer) -> None:
         """Starts the way back of all that a layer kept."""
         if layer.coming:
             return
         layer.coming = True
-        for kept in layer.kept.values():
-            kept.back, kept.leaving = kept.leaving, None
-            if kept.back is not None:  # never freed
+        for stored in layer.stored.values():
+            stored.back, stored.leaving = stored.leaving, None
+            if stored.back is not None:  # never freed
                 continue
-            kept.back = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=kept.device)
+            stored.back = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
             with self._beside():
-                _flat(kept.back).copy_(kept.host, non_blocking=True)
+                _flat(stored.back).copy_(stored.host, non_blocking=True)
         layer.returned = self._event()
 
     def _release(self, layer: _Layer) -> None:
         if layer.over:
             return
         layer.over = True
-        for kept in layer.kept.values():
-            self.memory.give_back(kept.host)  # the side stream is done with it before more
-            kept.leaving = kept.back = None
+        for stored in layer.stored.values():
+            self.memory.release(stored.host)  # the side stream is done with it before more
+            stored.leaving = stored.back = None
 
     def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:
         here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES

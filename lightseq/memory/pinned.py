@@ -27,7 +27,7 @@ class PinnedMemory:
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """A new buffer, of zeros. Raises CannotPin where the host does not lock as much."""
-        return self.lock_new(plain(shape, dtype))
+        return self.lock_new(empty_pageable(shape, dtype))
 
     def lock_new(self, buffer: Tensor) -> Tensor:
         """Locks one without values, which become zeros. Raises CannotPin where the host does not lock as much.
@@ -45,14 +45,14 @@ class PinnedMemory:
             self._locked.append(buffer)
         return buffer
 
-    def keep(self, used: Iterable[Tensor]) -> None:
+    def retain_only(self, used: Iterable[Tensor]) -> None:
         """Lets go of all buffers but these: FSDP2 copies a shard that it pads."""
         places = {tensor.data_ptr() for tensor in used}
         _unlock([buffer for buffer in self._locked if buffer.data_ptr() not in places])
         self._locked[:] = [buffer for buffer in self._locked if buffer.data_ptr() in places]
 
 
-def plain(shape: Shape, dtype: torch.dtype) -> Tensor:
+def empty_pageable(shape: Shape, dtype: torch.dtype) -> Tensor:
     """A buffer that is not locked."""
     return torch.empty(shape, dtype=dtype)
 

@@ -19,8 +19,8 @@ from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
 from lightseq.kernels.checkpoint_context import Results, checkpointed, let_go, runs_again
 from lightseq.memory.offload import Offload
-from lightseq.modules.mlp import KEEPING_MLP_OP
-from lightseq.modules.projections import KEEPING_LINEAR_OP
+from lightseq.modules.mlp import STORED_MLP_OP
+from lightseq.modules.projections import STORED_LINEAR_OP
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 Forward = Callable[..., Tensor]
@@ -31,7 +31,7 @@ def apply_remat(
 ) -> None:
     """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
     under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept, and under
-    `attention+linears` what its projections do, which `keep_projections` has told.
+    `attention+linears` what its projections do, which `store_projections` has told.
 
     The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
     is for a forward that torch.compile shall see; `offload` takes what is kept.
@@ -41,10 +41,10 @@ def apply_remat(
         return
     options: dict[str, Any] = {}
     if not compiled:
-        options["context_fn"] = _again_contexts if policy == "full" else partial(_keep_contexts, offload)
+        options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
     elif policy != "full":
         # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_results)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _store_results)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
@@ -85,7 +85,7 @@ def checkpoint_groups(
         *others, last_again = (layer.forward for layer in group)
         group[0].forward = partial(_run_group, others, last, last_again)  # type: ignore[method-assign]
         for layer in group[1:]:
-            layer.forward = _hand_on  # type: ignore[method-assign, assignment]
+            layer.forward = _identity  # type: ignore[method-assign, assignment]
 
 
 def _run_group(
@@ -131,33 +131,33 @@ class _Group(torch.autograd.Function):
         return hidden.grad, None, None
 
 
-def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return hidden
 
 
-def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = op in (ATTENTION_OP, KEEPING_MLP_OP, KEEPING_LINEAR_OP)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    stored = op in (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)
+    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _again_contexts() -> Contexts:
+def _recompute_contexts() -> Contexts:
     return checkpointed(None, runs_again()), checkpointed(None, again=True)
 
 
-def _keep_contexts(offload: Offload | None) -> Contexts:
+def _storing_contexts(offload: Offload | None) -> Contexts:
     """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
-    kept: deque[list[Any]] = deque()
-    keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
+    stored: deque[list[Any]] = deque()
+    store: Callable[[Tensor], Any] = offload.store if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
 
-    def keeping(compute: Callable[[], Results]) -> Results:
+    def storing(compute: Callable[[], Results]) -> Results:
         results = compute()
-        kept.append([keep(x.detach()) for x in results])
+        stored.append([store(x.detach()) for x in results])
         return results
 
     def taking(_compute: Callable[[], Results]) -> Results:
-        if not kept:
+        if not stored:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
-        return tuple(fetch(x).detach() for x in kept.popleft())
+        return tuple(fetch(x).detach() for x in stored.popleft())
 
-    return checkpointed(keeping, runs_again()), checkpointed(taking, again=True)
+    return checkpointed(storing, runs_again()), checkpointed(taking, again=True)

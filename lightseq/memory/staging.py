@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightseq.memory.pinned import PinnedMemory, plain
+from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
 SMALL_BYTES = 1 << 20  # on the host: copied at once
 
@@ -81,7 +81,7 @@ class Staging:
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         found = self._buffers.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            make = self._pinned.empty if tensor.device.type == "cuda" else plain
+            make = self._pinned.empty if tensor.device.type == "cuda" else empty_pageable
             found = self._buffers[name] = make(tensor.shape, tensor.dtype)
         return found
 

@@ -39,7 +39,7 @@ class _Slot:
         self.left: torch.cuda.Event | None = None  # when the piece that was here last is on the host again
 
 
-def change_on(device: torch.device, pieces: Sequence[Piece]) -> None:
+def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
     """Changes every piece on the device, and returns once the host has the results.
 
     Copies run beside the computing where the host's memory is page-locked. On CPU the same happens one after another.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-class Ahead:
+class WeightPrefetch:
     """For `units` of neighbouring layers, in the model's order, each of which `fully_shard` was given as one list."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:

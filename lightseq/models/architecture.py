@@ -56,7 +56,7 @@ class Architecture:
     head: int  # weights of the LM head, tied or not
 
     @property
-    def can_keep_mlp(self) -> bool:
+    def can_store_mlp(self) -> bool:
         """Whether a checkpoint may keep the gate and up of its MLPs and make no product of them again."""
         return self.gated_mlp and self.mlp_is_last
 
@@ -145,16 +145,16 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return None if window is None else int(window)
 
 
-def examine(config: PreTrainedConfig, length: int | None = None) -> Architecture:
+def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
     """The architecture behind a config. Raises ValueError for one that cannot be trained here, at a length if given."""
     facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
-    found = _examine(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+    found = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
     _check_window(found.name, found.window, length or 1)
     return found
 
 
 @lru_cache(maxsize=64)
-def _examine(kind: Any, text: str) -> Architecture:
+def _inspect(kind: Any, text: str) -> Architecture:
     try:
         config = kind.from_dict(json.loads(text))
         if config.num_hidden_layers > MOST_LAYERS:
@@ -171,7 +171,7 @@ def _examine(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} has a bias in its head, which the loss over chunks leaves out; use another model")
     _check_parts(model, layers)
     try:
-        heads, passes_documents, ends, mlp_is_last = _run(model, layers, head)
+        heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers, head)
     except ValueError:
         raise
     except Exception as error:  # of the model's own code, again
@@ -220,7 +220,9 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(f"{name} has buffers that cannot be computed anew, {', '.join(left[:3])}; use another model")
 
 
-def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tuple[Heads, bool, list[nn.Linear], bool]:
+def _run_on_meta(
+    model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear
+) -> tuple[Heads, bool, list[nn.Linear], bool]:
     """Runs the model once on the meta device. Returns what attention is called with in every layer, whether packed
     documents reach it, the linear that each layer runs last, and whether no layer saves anything behind its MLP.
     """
@@ -244,7 +246,7 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tupl
         kinds: Any = getattr(rope, "rope_type", None)  # of some the frequencies depend on numbers, which are not here
         rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attending_by(model, probe), _saved_behind_mlps(layers) as saved, _head_alone(model, head):
+    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, _plain_head_required(model, head):
         model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -254,7 +256,7 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tupl
 
 
 @contextmanager
-def _saved_behind_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
+def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
     """How many tensors each layer saves for its backward pass once its MLP has run, or at all if it has none."""
     since: list[Tensor] = []
     counts: list[int] = []
@@ -273,7 +275,7 @@ def _saved_behind_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
     model.set_attn_implementation(PROBE)
     yield
@@ -281,7 +283,7 @@ def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Itera
 
 
 @contextmanager
-def _head_alone(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
+def _plain_head_required(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
     """Raises ValueError unless the logits of a pass are the head's product with the layers' output and nothing else.
 
     The loss takes the head's weight and that output.

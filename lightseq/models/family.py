@@ -11,35 +11,39 @@ from typing import Any, Final
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
-from lightseq.models.architecture import examine, heads_of
-from lightseq.models.hub import unreachable
-from lightseq.models.presets import Family
+from lightseq.models.architecture import heads_of, inspect_architecture
+from lightseq.models.hub import hub_error
+from lightseq.models.presets import ModelFamily
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
-REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
+WITH_ORIGINAL_LENGTH: Final = (
+    "llama3",
+    "yarn",
+    "longrope",
+)  # keep the length they start from beside the one they reach
 FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
 
     config: PreTrainedConfig
     weights: Path | str | None
 
 
-def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Source:
+def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
     """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
     name, directory = model_name_or_path, Path(model_name_or_path)
     if family.preset(name) is not None:
         if not random_init:
             remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
             raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
-        return Source(preset_config(family, name), None)
+        return ModelSource(preset_config(family, name), None)
     if random_init and name in family.aliases:
-        return Source(preset_config(family, family.aliases[name]), None)
+        return ModelSource(preset_config(family, family.aliases[name]), None)
     if (directory / "config.json").is_file():
-        return Source(_read_config(directory), None if random_init else directory)
+        return ModelSource(_read_config(directory), None if random_init else directory)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
             f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
@@ -52,10 +56,10 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
     _check_hub(family, name)
-    return Source(_read_config(name), None if random_init else name)
+    return ModelSource(_read_config(name), None if random_init else name)
 
 
-def preset_config(family: Family, preset: str) -> LlamaConfig:
+def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
     """A fresh config of a preset; changing it changes no other."""
     arguments: dict[str, Any] = dict(family.preset(preset) or {})
     assert arguments, preset
@@ -69,7 +73,7 @@ def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     if "rope_type" in rope:
         _check_rope_type(rope, name)
     try:
-        heads = examine(config).heads
+        heads = inspect_architecture(config).heads
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if heads.key_value < 1 or heads.query % heads.key_value:
@@ -106,7 +110,7 @@ def apply_rope(
         if rope_scaling is None and rope_theta > current["rope_theta"]:
             context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
-    if rope_scaling is not None and rope["rope_type"] in REACHING:
+    if rope_scaling is not None and rope["rope_type"] in WITH_ORIGINAL_LENGTH:
         # A length over a context is seldom a binary fraction: the product may lie just below the length.
         reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
@@ -124,7 +128,7 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
 
     `before` is the model as it was, where --rope_scaling was given: that it covered more is said for any length.
     """
-    covered, had = positions(config), positions(before) if before is not None else 0
+    covered, had = covered_positions(config), covered_positions(before) if before is not None else 0
     if length <= covered and had <= covered:
         return None
     if had > covered:
@@ -137,10 +141,10 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
     return f"{beyond}; {remedy}, or give {covered} or less"
 
 
-def positions(config: PreTrainedConfig) -> int:
+def covered_positions(config: PreTrainedConfig) -> int:
     """How many the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
-    factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
+    factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
     return round(config.max_position_embeddings * factor)
 
 
@@ -177,7 +181,7 @@ def _scaled_rope(
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in REACHING:
+    if rope["rope_type"] in WITH_ORIGINAL_LENGTH:
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 
@@ -202,8 +206,8 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     return check_config(config, f"--model_name_or_path {source}")
 
 
-def _check_hub(family: Family, hub_id: str) -> None:
-    reason = unreachable(hub_id, "config.json")
+def _check_hub(family: ModelFamily, hub_id: str) -> None:
+    reason = hub_error(hub_id, "config.json")
     if reason is None:
         return
     if hub_id in family.aliases:
@@ -216,8 +220,8 @@ def _check_hub(family: Family, hub_id: str) -> None:
     )
 
 
-def _unknown_name(family: Family, name: str) -> str:
-    other: Family | None = import_module(family.sibling).FAMILY if family.sibling else None
+def _unknown_name(family: ModelFamily, name: str) -> str:
+    other: ModelFamily | None = import_module(family.sibling).FAMILY if family.sibling else None
     if other is not None and other.preset(name) is not None:
         return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
     known = [*family.presets, *(other.presets if other else ())]

@@ -10,8 +10,8 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP, POLICIES
-from lightseq.models.architecture import examine
+from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
+from lightseq.models.architecture import inspect_architecture
 
 # Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
 # by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
@@ -33,18 +33,18 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 
 def matmul_parameters(config: PreTrainedConfig) -> int:
     """N, the weights every token is multiplied by: the layers' linears and the LM head, tied or not; no lookup."""
-    found = examine(config)
+    found = inspect_architecture(config)
     return found.layer_linears + found.head
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
     """Every parameter, counted once: N, the biases, the norms, and the embeddings unless they are the LM head too."""
-    return examine(config).total
+    return inspect_architecture(config).total
 
 
 def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
     """Causal attention of one sequence over all layers, forward: QKᵀ and PV are 4·S²·H·D, half of which is masked."""
-    found = examine(config)
+    found = inspect_architecture(config)
     return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
 
 
@@ -80,9 +80,9 @@ def recompute_flops(
     and the projections to q, k and v once more, for attention's backward pass. MLPs are taken to run over tiles.
     """
     assert remat in POLICIES, remat
-    found = examine(config)
-    repeated = 0 if remat in ("none", KEEP_LINEARS) else found.layer_linears - found.ending_linears
-    if remat == KEEP_MLP:
+    found = inspect_architecture(config)
+    repeated = 0 if remat in ("none", STORE_LINEARS) else found.layer_linears - found.ending_linears
+    if remat == STORE_MLP:
         repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
     lasts = ceil(found.layers / group) if group > 1 else 0
     attended = found.layers - lasts if remat == "full" else 0  # layers whose attention is computed again
@@ -91,25 +91,25 @@ def recompute_flops(
         repeated += found.ending_linears + (found.layers + attended) * projections
     if group > 1:
         attended += found.layers
-        repeated += found.layer_linears - lasts * unread_weights(config, remat, tiled)
+        repeated += found.layer_linears - lasts * skipped_matmul_weights(config, remat, tiled)
     attention = attention_forward_flops(config, length) * attended // found.layers
     return sequences * (2 * repeated * length + round(attention_share * attention))
 
 
 def projection_weights(config: PreTrainedConfig) -> int:
     """Of one layer: those that make q, k and v."""
-    heads = examine(config).heads
+    heads = inspect_architecture(config).heads
     weights: int = config.hidden_size * heads.dim * (heads.query + 2 * heads.key_value)
     return weights
 
 
-def unread_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
+def skipped_matmul_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
     """Of the last layer of a group that runs again: weights of linears whose products are not made, for nobody reads
     them. Over tiles it ends with attention, else without its MLP, unless a checkpoint keeps gate and up."""
-    found = examine(config)
+    found = inspect_architecture(config)
     if tiled:
         return found.layer_linears // found.layers - projection_weights(config)
-    ends_early = found.can_keep_mlp and remat in ("attention", "full")
+    ends_early = found.can_store_mlp and remat in ("attention", "full")
     return 3 * config.hidden_size * config.intermediate_size if ends_early else 0
 
 

@@ -7,15 +7,15 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from lightseq.utils.formatting import first_line
 
-SECONDS: Final = 10.0  # that it may take to answer
+TIMEOUT_SECONDS: Final = 10.0  # that it may take to answer
 
 
-def unreachable(hub_id: str, file: str) -> str | None:
+def hub_error(hub_id: str, file: str) -> str | None:
     """Why the hub does not answer for a repository, of which a file is not in the cache either; None where it does."""
     if try_to_load_from_cache(hub_id, file) is not None:  # the file, or that the repository is known to lack it
         return None
     try:
-        get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=SECONDS)
+        get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=TIMEOUT_SECONDS)
     except EntryNotFoundError:
         return None  # it answers; what lacks the file is another's to say
     except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one

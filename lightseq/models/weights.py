@@ -25,21 +25,21 @@ from lightseq.utils.formatting import first_line, is_plain_name
 SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
-ADAPTER = ".lora_"  # in the names of parameters that no model has by itself
+LORA_INFIX = ".lora_"  # in the names of parameters that no model has by itself
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 
-Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
+FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
 
 
 def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
-    local, place = part_and_place(parameter)
+    local, place = local_part_and_slices(parameter)
     if local.numel():
         local.copy_(read(place))
 
 
-def part_and_place(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def local_part_and_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """What this rank holds of a parameter, sharing its memory, and where in the whole that lies."""
     data = parameter.detach()
     if isinstance(data, DTensor):
@@ -50,7 +50,7 @@ def part_and_place(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape that a parameter has on all ranks together; ZeRO-3 leaves an empty tensor with a note of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -80,7 +80,7 @@ def materialize(
             return torch.empty_like(like, device=device)
         new = torch.empty_like(like, device=parameters_on(like) if parameters_on else device)
         if made is not None:
-            made(part_and_place(new)[0])
+            made(local_part_and_slices(new)[0])
         return new
 
     (root or model)._apply(empty)
@@ -101,24 +101,26 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
 
 
-def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The model's parameters by the names they are stored under: without adapters, and what these wrap as before."""
-    found = ((name, p) for name, p in model.named_parameters() if ADAPTER not in name)
+    found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
     return {name.replace(".base_layer.", "."): p for name, p in found}
 
 
-def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
+def initialize(
+    model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
+) -> None:
     """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
 
     Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
     parameter's own).
     """
-    for name, parameter in own_parameters(model).items():
+    for name, parameter in base_parameters(model).items():
         fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
 
 
 def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
-    shape, device = whole_shape(parameter), device or parameter.device
+    shape, device = global_shape(parameter), device or parameter.device
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if len(shape) == 1:
@@ -131,7 +133,7 @@ def named_generator(name: str, seed: int, device: torch.device) -> torch.Generat
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
+def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:
     """Reads each rank's part of every parameter from a local directory or, one download a host, from the hub.
 
     Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
@@ -139,7 +141,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
     tied = model.config.tie_word_embeddings
-    parameters = own_parameters(model)
+    parameters = base_parameters(model)
     aliases = {"lm_head.weight"} if tied else set()
     extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
@@ -154,15 +156,15 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
             part = opened[file].get_slice(name)
-            if tuple(part.get_shape()) != whole_shape(parameter):
-                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(whole_shape(parameter))}")
+            if tuple(part.get_shape()) != global_shape(parameter):
+                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(global_shape(parameter))}")
             fill(parameter, part.__getitem__)
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
     """Raises ValueError where the files hold a head that differs from the embeddings, to which the config ties it."""
     embeddings = model.get_input_embeddings().weight
-    name = next(name for name, parameter in own_parameters(model).items() if parameter is embeddings)
+    name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
     with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
         head, table = one.get_slice("lm_head.weight"), other.get_slice(name)
         same = head.get_shape() == table.get_shape() and all(
@@ -176,7 +178,7 @@ def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: 
         )
 
 
-def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill = fill) -> None:
+def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: FillParameter = fill) -> None:
     """`load`, with what is wrong with the files said as a refusal of a flag's value."""
     try:
         load(model, source, fill)
@@ -231,7 +233,7 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, whole in whole_parameters(model) if parameters is None else parameters:
+    for name, whole in full_parameters(model) if parameters is None else parameters:
         if main:
             pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
@@ -248,7 +250,7 @@ def save_pretrained(
             copy_tokenizer(tokenizer_from, directory)
 
 
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter (tied ones once), gathered from all ranks; each rank goes through all of them."""
     for name, parameter in model.named_parameters():
         data = parameter.detach()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Linear(NamedTuple):
+class LinearWeights(NamedTuple):
     """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without adapter A and B are None.
 
     One product of [x, scale · x Aᵀ] and [W, B]. Added to what is rounded already, so small a part as an adapter's at
@@ -25,14 +25,14 @@ class Linear(NamedTuple):
     def forward(self, x_NI: Tensor, out: Tensor | None = None) -> Tensor:
         if self.a is None or self.b is None:
             return torch.mm(x_NI, self.weight.T, out=out)
-        return torch.mm(_joined(x_NI, self.low(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)
+        return torch.mm(_joined(x_NI, self.adapter_output(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)
 
-    def low(self, x_NI: Tensor) -> Tensor:
+    def adapter_output(self, x_NI: Tensor) -> Tensor:
         """What the adapter makes of its input within its rank (N, R)."""
         assert self.a is not None
         return (x_NI @ self.a.T).mul_(self.scale)
 
-    def low_gradient(self, dy_NO: Tensor) -> Tensor:
+    def adapter_output_gradient(self, dy_NO: Tensor) -> Tensor:
         """The gradient of x Aᵀ (N, R)."""
         assert self.b is not None
         return (dy_NO @ self.b).mul_(self.scale)
@@ -42,7 +42,7 @@ class Linear(NamedTuple):
         return [x for x in (self.weight, self.a, self.b) if x is not None]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], scale: float) -> "Linear":
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
         """The one that has these `tensors`."""
         weight, *low = tensors
         a, b = low or (None, None)
@@ -52,9 +52,13 @@ class Linear(NamedTuple):
         self, dy_NO: Tensor, x_NI: Tensor, of_x: bool, of_tensors: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of its input, and of its `tensors` in order, as far as they are wanted."""
-        makers = (lambda: dy_NO.T @ x_NI, lambda: self.low_gradient(dy_NO).T @ x_NI, lambda: dy_NO.T @ self.low(x_NI))
+        makers = (
+            lambda: dy_NO.T @ x_NI,
+            lambda: self.adapter_output_gradient(dy_NO).T @ x_NI,
+            lambda: dy_NO.T @ self.adapter_output(x_NI),
+        )
         found = [make() if wanted else None for make, wanted in zip(makers, of_tensors, strict=False)]
-        return gradient_of_input([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
+        return input_gradient([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
 
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -64,51 +68,51 @@ def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
     return torch.cat([x, y, y.new_zeros(shape)] if shape[dim] else [x, y], dim)
 
 
-def gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Tensor) -> Tensor:
+def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor) -> Tensor:
     """Of linears that share their input, `into` which it is written; an adapter's part joins its weight's here too."""
     for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
-            left, right = _joined(left, linear.low_gradient(dy_NO), 1), _joined(right, linear.a, 0)
+            left, right = _joined(left, linear.adapter_output_gradient(dy_NO), 1), _joined(right, linear.a, 0)
         into.addmm_(left, right, beta=float(i > 0))
     return into
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is one that `linear_of` takes: without bias, as it is or with a single adapter without dropout."""
+    """Whether it is one that `linear_weights` takes: without bias, as it is or with one adapter without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
         module = module.base_layer
     return type(module) is nn.Linear and module.bias is None
 
 
-def linear_of(module: Any, dtype: torch.dtype) -> Linear:
+def linear_weights(module: Any, dtype: torch.dtype) -> LinearWeights:
     """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
     if isinstance(module, nn.Linear):
-        return Linear(module.weight)
+        return LinearWeights(module.weight)
     (name,) = module.lora_A
     a, b = module.lora_A[name].weight.to(dtype), module.lora_B[name].weight.to(dtype)
-    return Linear(module.base_layer.weight, a, b, module.scaling[name])
+    return LinearWeights(module.base_layer.weight, a, b, module.scaling[name])
 
 
-def adapted(x_NI: Tensor, linear: Linear) -> Tensor:
+def lora_linear(x_NI: Tensor, linear: LinearWeights) -> Tensor:
     """`linear.forward` that gradients flow through, but for the weight's where that does not train."""
-    y_NO: Tensor = _Adapted.apply(x_NI, *linear)
+    y_NO: Tensor = _LoraLinear.apply(x_NI, *linear)
     return y_NO
 
 
-class _Adapted(torch.autograd.Function):
+class _LoraLinear(torch.autograd.Function):
     """Left to itself, autograd would make the joined weight's gradient whole to cut the adapter's part out of it."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x_NI, weight, a, b)
         ctx.scale = scale
-        return Linear(weight, a, b, scale).forward(x_NI)
+        return LinearWeights(weight, a, b, scale).forward(x_NI)
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, a, b = ctx.saved_tensors
         of_x, *of_tensors, _ = ctx.needs_input_grad
-        dx_NI, found = Linear(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
+        dx_NI, found = LinearWeights(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
         return dx_NI, *found, None

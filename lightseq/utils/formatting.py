@@ -14,7 +14,7 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
-def four_digits(value: float) -> str:
+def four_significant_digits(value: float) -> str:
     """As many in every row of a table: 124.0 below 93.27."""
     return f"{value:#,.4g}".removesuffix(".")
 

@@ -25,15 +25,17 @@ def is_secret_name(name: str) -> bool:
     return NAMES.search(name) is not None and NOT_NAMES.search(name) is None
 
 
-def masked(value: Any, known: Collection[str] = ()) -> Any:
+def mask_secrets(value: Any, known: Collection[str] = ()) -> Any:
     """The same plain value without secrets; `known` are those of the environment."""
     if isinstance(value, dict):
         return {
-            masked(name, known): MASK if isinstance(x, str) and x and is_secret_name(str(name)) else masked(x, known)
+            mask_secrets(name, known): MASK
+            if isinstance(x, str) and x and is_secret_name(str(name))
+            else mask_secrets(x, known)
             for name, x in value.items()
         }
     if isinstance(value, list | tuple):
-        return [masked(x, known) for x in value]
+        return [mask_secrets(x, known) for x in value]
     if not isinstance(value, str):
         return value
     for secret in sorted(known, key=len, reverse=True):

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 NOISY = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
 
 
-def silence() -> None:
+def silence_loggers() -> None:
     """Lets only errors of these loggers through. For processes that lightseq starts."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silenced_loggers() -> Iterator[None]:
     """Silences them inside the block. For processes of the user's own."""
     levels = {name: logging.getLogger(name).level for name in NOISY}
-    silence()
+    silence_loggers()
     try:
         yield
     finally:

@@ -17,19 +17,26 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from lightseq.data.examples import STORIES, WindowExamples, check_ids, open_windows
-from lightseq.data.progress import with_bar
-from lightseq.data.sources import IN_FOLDERS, Named, identity, passed_over, rows_of
-from lightseq.data.targets import Kind, encode, kind_of
-from lightseq.data.tokenizer import Targets, Tokenizer
-from lightseq.data.tokens import META, IntArray, Reading, clear_partials, fits, write_token_directory
+from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
+from lightseq.data.progress import progress_bar
+from lightseq.data.sources import FOLDER_SUFFIXES, NamedRow, ignored_files, read_rows, source_identity
+from lightseq.data.targets import RowFormat, detect_row_format, encode_samples
+from lightseq.data.token_directory import (
+    META,
+    IntArray,
+    ReadOptions,
+    matches_schema,
+    remove_partials,
+    write_token_directory,
+)
+from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.utils.formatting import plural
 
 T = TypeVar("T")
-BATCH: Final = 256  # rows that a tokenizer gets at once
-HEAD_START: Final = 0.5  # seconds
-VERSION: Final = 3  # of what these modules make of a row
-TOLD: Final = {  # in meta.json, besides what any token directory has
+TOKENIZER_ROWS: Final = 256  # rows that a tokenizer gets at once
+HEAD_START_SECONDS: Final = 0.5  # seconds
+CACHE_VERSION: Final = 3  # of what these modules make of a row
+META_FIELDS: Final = {  # in meta.json, besides what any token directory has
     "tokenizer": (str, type(None)),
     "kind": str,
     "skipped": {str: int},
@@ -40,7 +47,7 @@ TOLD: Final = {  # in meta.json, besides what any token directory has
 
 
 @dataclass
-class Skipped:
+class SkippedRows:
     """Rows that were left out: counted by reason, the first few by name; and padding that was."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -49,7 +56,7 @@ class Skipped:
 
     def add(self, reason: str, where: str) -> None:
         self.counts[reason] += 1
-        if len(self.rows) < STORIES:
+        if len(self.rows) < MAX_NAMED:
             self.rows.append(f"{where}: {reason}")
 
     def facts(self) -> dict[str, object]:
@@ -63,56 +70,57 @@ class LongestPrompts:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, document: int, where: str, targets: Targets) -> None:
+    def add(self, document: int, where: str, targets: TargetMask) -> None:
         edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # a first token is nobody's target
         if longest := int(np.diff(edges).max()) - 1:
             row = {"document": document, "row": where, "tokens": longest}
-            self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:STORIES]
+            self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:MAX_NAMED]
 
 
 def open_rows(
-    source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool
+    source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
 ) -> WindowExamples:
     """Windows of the rows' tokens, from the cache where they are. Raises ValueError naming the row that is wrong."""
-    directory = tokenised(source, vocab_size, tokenizer, reading, progress)
+    directory = ensure_tokenized(source, vocab_size, tokenizer, read_options, progress)
     examples = open_windows(directory, length, vocab_size)
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
-    if wrong := [key for key, shape in TOLD.items() if not fits(meta.get(key), shape)]:
+    if wrong := [key for key, shape in META_FIELDS.items() if not matches_schema(meta.get(key), shape)]:
         raise ValueError(
             f"{directory / META} is corrupt: {wrong[0]} is missing or wrong; remove {directory}, and it is made again"
         )
     alone = "" if meta["tokenizer"] else ", by no tokenizer"
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
-    notes += left_out(str(source), meta)
-    notes += _not_read(str(source), meta)
+    notes += skipped_notes(str(source), meta)
+    notes += _unread_notes(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
     return dataclasses.replace(examples, notes=(*notes, *examples.notes))
 
 
-def kind_and_rows(source: str | Path, column: str, limit: int | None = None) -> tuple[Kind, Iterator[Named]]:
+def format_and_rows(source: str | Path, column: str, limit: int | None = None) -> tuple[RowFormat, Iterator[NamedRow]]:
     """What the first row tells, and all of them. Raises ValueError where there is none, or none of a known kind."""
-    rows = rows_of(source, limit)
+    rows = read_rows(source, limit)
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{source} holds no row, so nothing to predict")
-    return kind_of(list(first[1]), column, first[0]), itertools.chain([first], rows)
+    return detect_row_format(list(first[1]), column, first[0]), itertools.chain([first], rows)
 
 
-def left_out(source: str, meta: Mapping[str, Any]) -> list[str]:
+def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
-    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > STORIES else ''})"
+    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
     return [f"{source}: left out: {counts}{shown}"] if counts else []
 
 
-def _not_read(source: str, meta: Mapping[str, Any]) -> list[str]:
+def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     """What to say of a folder's other files, and of padding."""
     said = []
     if files := meta["passed_over"]["files"]:
-        shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > STORIES else "")
+        shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > MAX_NAMED else "")
         said.append(
-            f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, {' and '.join(IN_FOLDERS)} are read"
+            f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, "
+            f"{' and '.join(FOLDER_SUFFIXES)} are read"
         )
     if meta["padding"]["rows"]:
         padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
@@ -120,32 +128,40 @@ def _not_read(source: str, meta: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def tokenised(source: str | Path, vocab_size: int, tokenizer: Tokenizer, reading: Reading, progress: bool) -> Path:
+def ensure_tokenized(
+    source: str | Path, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
+) -> Path:
     """The token directory of a source; of several processes that want the same one, one writes and the others wait.
 
     Those that show no bar let the one that does go first.
     """
     about: dict[str, Any] = {
-        "rows": identity(source),
+        "rows": source_identity(source),
         "tokenizer": tokenizer.fingerprint,
-        "column": reading.text_column,
+        "column": read_options.text_column,
     }
-    about |= {"limit": reading.limit, "version": VERSION}
+    about |= {"limit": read_options.limit, "version": CACHE_VERSION}
     fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    directory = reading.cache / fingerprint
+    directory = read_options.cache / fingerprint
     if not directory.exists():
-        time.sleep(0 if progress else HEAD_START)
-        with _locked(reading.cache, fingerprint):
+        time.sleep(0 if progress else HEAD_START_SECONDS)
+        with _lock(read_options.cache, fingerprint):
             if not directory.exists():
-                clear_partials(directory)
+                remove_partials(directory)
                 _write(
-                    directory, source, vocab_size, tokenizer, reading, {**about, "fingerprint": fingerprint}, progress
+                    directory,
+                    source,
+                    vocab_size,
+                    tokenizer,
+                    read_options,
+                    {**about, "fingerprint": fingerprint},
+                    progress,
                 )
     return directory
 
 
 @contextmanager
-def _locked(cache: Path, fingerprint: str) -> Iterator[None]:
+def _lock(cache: Path, fingerprint: str) -> Iterator[None]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         held = (cache / f"{fingerprint}.lock").open("w")
@@ -163,13 +179,13 @@ def _write(
     source: str | Path,
     vocab_size: int,
     tokenizer: Tokenizer,
-    reading: Reading,
+    read_options: ReadOptions,
     made: Mapping[str, Any],
     progress: bool,
 ) -> None:
-    kind, rows = kind_and_rows(source, reading.text_column, reading.limit)
-    skipped = Skipped()
-    prompts, others = LongestPrompts(), passed_over(source)
+    kind, rows = format_and_rows(source, read_options.text_column, read_options.limit)
+    skipped = SkippedRows()
+    prompts, others = LongestPrompts(), ignored_files(source)
 
     def about() -> dict[str, object]:
         return {
@@ -179,32 +195,32 @@ def _write(
             "kind": kind.name,
             **skipped.facts(),
             "padding": dict(skipped.padding),
-            "passed_over": {"files": len(others), "first": others[:STORIES]},
+            "passed_over": {"files": len(others), "first": others[:MAX_NAMED]},
             "longest_prompts": prompts.rows,
             "made": made,
         }
 
-    documents = _documents(rows, kind, vocab_size, tokenizer, skipped, prompts)
-    shown = with_bar(documents, progress=progress)
+    documents = _tokenize(rows, kind, vocab_size, tokenizer, skipped, prompts)
+    shown = progress_bar(documents, progress=progress)
     try:
         write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
     except ValueError as error:
         if skipped.counts and "no document to write" in str(error):
-            said = left_out(str(source), skipped.facts())[0]
+            said = skipped_notes(str(source), skipped.facts())[0]
             raise ValueError(f"{source} has nothing to learn from; {said}") from error
         raise
 
 
-def _documents(
-    rows: Iterable[Named],
-    kind: Kind,
+def _tokenize(
+    rows: Iterable[NamedRow],
+    kind: RowFormat,
     vocab_size: int,
     tokenizer: Tokenizer,
-    skipped: Skipped,
+    skipped: SkippedRows,
     prompts: LongestPrompts,
-) -> Iterator[tuple[IntArray, Targets | None]]:
+) -> Iterator[tuple[IntArray, TargetMask | None]]:
     written = itertools.count()
-    for batch in batches(rows):
+    for batch in tokenizer_batches(rows):
         read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
             if sample.skipped is not None:
@@ -212,7 +228,7 @@ def _documents(
             if sample.padding:
                 skipped.padding.update(rows=1, tokens=sample.padding)
         kept = [(where, sample) for where, sample in read if sample.skipped is None]
-        encoded = encode([sample for _, sample in kept], kind, tokenizer)
+        encoded = encode_samples([sample for _, sample in kept], kind, tokenizer)
         for (where, _), (ids, targets) in zip(kept, encoded, strict=True):
             check_ids(ids, vocab_size, where)
             if len(ids) < 2:
@@ -226,8 +242,8 @@ def _documents(
                 yield ids, targets
 
 
-def batches(items: Iterable[T]) -> Iterator[list[T]]:
+def tokenizer_batches(items: Iterable[T]) -> Iterator[list[T]]:
     """Of as many as a tokenizer gets at once, to share among the cores."""
     iterator = iter(items)
-    while batch := list(itertools.islice(iterator, BATCH)):
+    while batch := list(itertools.islice(iterator, TOKENIZER_ROWS)):
         yield batch
