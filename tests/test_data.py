@@ -146,7 +146,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "token id -5" in refusal(negative, 4, 99)
     assert "labels 0 holds the token id 99" in refusal(labels, 4, 99)
     assert f"{text} line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte")
-    cached = {"lazy": False, "reading": ReadOptions(cache=tmp_path / "cache")}
+    cached = {"lazy": False, "read_options": ReadOptions(cache=tmp_path / "cache")}
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 

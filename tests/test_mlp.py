@@ -329,7 +329,7 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
     tile_mlps([nn.Linear(2, 2)])  # a layer without an MLP
 
 
-@pytest.mark.parametrize("name", ["gated_mlp", "keeping_gated_mlp"])
+@pytest.mark.parametrize("name", ["gated_mlp", "gated_mlp_stored"])
 def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
