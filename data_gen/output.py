@@ -1,4 +1,4 @@
-"""How documents are written: a token directory, or a pickle of lists where the path ends in .pkl."""
+"""Output of data_gen: a token directory, or a pickle of lists where the path ends in .pkl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightseq.utils.formatting import plural
 
 
 def limit_tokens(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
-    """Stops at max_tokens exactly, by cutting the last document."""
+    """Yields documents up to exactly `max_tokens` tokens; the last one is cut."""
     left = max_tokens
     for ids in documents:
         yield ids if left is None else ids[:left]
@@ -27,7 +27,7 @@ def write(
     extra: Mapping[str, object],
     force: bool,
 ) -> str:
-    """Writes what is asked for and returns the closing line; `extra` goes into either kind, `about` into meta.json."""
+    """Writes documents and returns the closing line. `extra` goes into either format, `about` only into meta.json."""
     if path.suffix == ".pkl":
         count, tokens = write_pickle(path, documents, extra, force)
         kind = "lists"
@@ -40,7 +40,10 @@ def write(
 def write_pickle(
     path: Path, documents: Iterable[IntArray], extra: Mapping[str, object], force: bool
 ) -> tuple[int, int]:
-    """The form of the original experiments, `{'input_ids': [[...], ...]}`; it is held in memory whole."""
+    """Writes `{'input_ids': [[...], ...]}`, the format of the original experiments, and returns documents and tokens.
+
+    All documents are held in memory.
+    """
     with atomic_write(path, force) as partial:
         input_ids = [ids.tolist() for ids in documents]
         if not input_ids:

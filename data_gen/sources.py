@@ -1,4 +1,4 @@
-"""Where texts come from: files, folders, globs, Hugging Face data sets and Python's own standard library."""
+"""Text sources of data_gen: files, folders, globs, Hugging Face data sets and Python's standard library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 @dataclass
 class SkippedTexts(token_cache.SkippedRows):
-    """What was left out: counted by reason, the first few unreadable files and rows with their whole story."""
+    """Rows and files that were left out, counted by reason, with messages for the first few unreadable ones."""
 
     told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     cut_short: list[str] = field(default_factory=list)  # files of which the rest could not be read
@@ -33,7 +33,7 @@ class SkippedTexts(token_cache.SkippedRows):
 
     @property
     def stories(self) -> list[str]:
-        """Each reason has its own few: a file that breaks off is said beside any number of bad rows."""
+        """Returns the messages, a few per reason, so that a truncated file shows beside any number of bad rows."""
         return [story for stories in self.told.values() for story in stories]
 
     def facts(self) -> dict[str, object]:
@@ -44,7 +44,10 @@ class SkippedTexts(token_cache.SkippedRows):
 
 
 def expand_sources(sources: Sequence[str]) -> list[Path | str]:
-    """Files in the order given, each source's own in name order; data sets of the hub stay names, to be streamed."""
+    """Returns the files of all sources in the given order, sorted by name within a source; hub data sets stay names.
+
+    Raises ValueError for a source without files.
+    """
     found: list[Path | str] = []
     for source in sources:
         files = [source] if source.startswith(HUB_PREFIX) else _files(source)
@@ -68,14 +71,16 @@ def _files(source: str) -> Sequence[Path]:
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:
-    """Files in name order, hidden ones and what lies in hidden folders (.git, .venv) aside."""
+    """Returns files in name order, without hidden ones and those in hidden folders (.git, .venv)."""
     files = (path for path in sorted(folder.rglob(pattern)) if path.is_file())
     return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def read_texts(source: Path | str, column: str, skipped: SkippedTexts) -> Iterator[str]:
-    """The texts of one file or data set. Rows and files that cannot be read are counted; a data set that cannot is an
-    error."""
+    """Yields the texts of one file or data set.
+
+    Counts rows and files that cannot be read; raises ValueError for a data set that cannot.
+    """
     streamed = ((where, get_text(row, column, where)) for where, row in read_rows(source))
     for where, text in streamed if isinstance(source, str) else _readable(source, column, skipped):
         if text:
@@ -107,7 +112,7 @@ def _readable(path: Path, column: str, skipped: SkippedTexts) -> Iterator[tuple[
 
 
 def _text_or_none(row: Row | bytes, column: str, where: str, skipped: SkippedTexts) -> str | None:
-    """None for a row that is counted as unreadable: those after it may be sound."""
+    """Returns None for an unreadable row, which is counted: later rows may be fine."""
     try:
         return get_text(parse_row(row, where) if isinstance(row, bytes) else row, column, where)
     except ValueError as error:

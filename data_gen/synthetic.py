@@ -1,4 +1,4 @@
-"""Synthetic documents with a structure that is known: what each kind means and how it is drawn."""
+"""Synthetic documents with a known structure: what each kind means and how it is drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Generator = np.random.Generator
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Document i depends on the seed and on i alone, so a larger set begins with the smaller one."""
+    """Settings of a synthetic data set.
+
+    Document i depends only on the seed and i, so a larger set begins with a smaller one.
+    """
 
     kind: str
     documents: int
@@ -103,6 +106,6 @@ def draw_document(spec: Synthetic, index: int) -> Ids:
 
 
 def needle_depths(spec: Synthetic) -> list[float]:
-    """Where each document's key stands: 0 at the start, 1 right before the question."""
+    """Returns the relative position of each document's key: 0 at the start, 1 right before the question."""
     positions = (_draw_needle_position(generator_of(spec, index), spec.length) for index in range(spec.documents))
     return [round(position / max(1, spec.length - 4), 4) for position in positions]

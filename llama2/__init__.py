@@ -1,4 +1,4 @@
-"""What is true of the Llama 2 family alone: its published architectures and the hub ids that have them."""
+"""Llama 2: its published architectures and their hub ids."""
 
 from lightseq.models.presets import ModelFamily
 

@@ -1,4 +1,4 @@
-"""Trains a Llama 2 across ranks.
+"""Training script of Llama 2 across ranks.
 
 python3 -m torch.distributed.run --nproc_per_node=4 llama2/train.py --help
 """

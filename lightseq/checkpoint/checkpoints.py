@@ -1,10 +1,10 @@
-"""What a checkpoint is: a run as it was after a step, beside the model as a Hugging Face directory.
+"""Checkpoint directories of a run: naming, discovery, retention and restoring.
 
 checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
-states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits
-in a line; manifest.json the SHA-256 of every file. A directory of that name was whole when it got it.
+states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json holds what
+fits in a line; manifest.json holds the SHA-256 of every file. A directory gets this name only when it is complete.
 
-Only what a run wrote is removed: a directory counts as such by its manifest or its facts, not by its name.
+Only directories that a run wrote are ever removed. The manifest or trainer_state.json identifies them, not the name.
 """
 
 import itertools
@@ -38,7 +38,7 @@ NEWEST = ("True", "auto")  # what asks for the newest one
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from, and what is wrong with the later ones, which it does not take."""
+    """The checkpoint that a run resumes from, and later ones that are damaged, with the damage."""
 
     path: Path | None
     damaged: tuple[tuple[Path, str], ...] = ()
@@ -48,15 +48,15 @@ FRESH_START = ResumePoint(None)
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Those of a run, oldest first; whether they are still whole is not looked at."""
+    """Returns the checkpoints of a run, oldest first, without checking that they are complete."""
     found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and _is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
 def find_checkpoint(output_dir: Path, asked: str | None, world: World) -> ResumePoint:
-    """The checkpoint that --resume_from_checkpoint names, each file of it read. Every rank calls it.
+    """Returns the checkpoint that --resume_from_checkpoint names, after reading every file of it. Every rank calls it.
 
-    Ends the run with one line if there is none that is whole; with `auto`, only where there are some.
+    Ends the run with one line if no checkpoint is complete; with `auto`, only if there are any at all.
     """
     if asked is None:
         return FRESH_START
@@ -83,12 +83,12 @@ def find_checkpoint(output_dir: Path, asked: str | None, world: World) -> Resume
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Returns whether it is one, maybe damaged. Other programs and people use the name, too."""
+    """Returns whether a directory is a checkpoint, maybe a damaged one. Other programs and people use the name too."""
     return any((path / name).is_file() for name in (TRAINER_STATE, manifest.MANIFEST)) or (path / STATE).is_dir()
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Returns whether a run wrote the directory, as the manifest or the facts in it show."""
+    """Returns whether a run wrote the directory, as its manifest or trainer state shows."""
     for read in (manifest.read, read_trainer_state):
         with suppress(ValueError, OSError):
             read(path)
@@ -97,7 +97,7 @@ def is_written_by_run(path: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Returns whether a save began to write the directory: it starts with an empty one, and then makes STATE."""
+    """Returns whether a save began to write the directory: it starts empty, and then STATE is made."""
     return not path.is_symlink() and ((path / STATE).is_dir() or not _holds_files(path))
 
 
@@ -107,7 +107,7 @@ def _require(holds: bool, line: str) -> None:
 
 
 def _damage(path: Path, world: World) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank; each reads a share of its files."""
+    """Returns the damage of a checkpoint, equal on all ranks, each of which reads a share of its files."""
     found: list[str | None] = [None] * world.size
     dist.all_gather_object(found, manifest.find_damage(path, world.rank, world.size))
     return next((line for line in found if line is not None), None)
@@ -128,7 +128,7 @@ def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
 
 
 def best_checkpoint(output_dir: Path) -> Path | None:
-    """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
+    """Returns the checkpoint with the lowest evaluation loss, the first of equals. A NaN loss does not count."""
     losses = {path: _eval_loss(path) for path in list_checkpoints(output_dir)}
     known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
     return min(known, key=lambda path: known[path]) if known else None
@@ -143,7 +143,7 @@ def _eval_loss(path: Path) -> float:
 
 
 def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
-    """Of the checkpoints the newest `retain` stay, and with `retain_best` the one of the lowest evaluation loss."""
+    """Removes all but the newest `retain` checkpoints and, with `retain_best`, the one of the lowest eval loss."""
     kept = best_checkpoint(output_dir) if retain_best else None
     own = [path for path in list_checkpoints(output_dir) if is_written_by_run(path)]
     for old in own[: -retain if retain else 0]:
@@ -153,7 +153,7 @@ def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a file or directory, and returns its new name, which nothing had before."""
+    """Renames a file or directory to an unused name, which it returns."""
     aside = path.with_name(path.name + why)
     taken = (path.with_name(f"{path.name}{why}-{number}") for number in itertools.count(2))
     while aside.exists():
@@ -162,7 +162,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def clear_path(path: Path) -> None:
-    """Gives the name of a checkpoint, or of an unfinished one, to the save that is about to take it."""
+    """Frees the name of a checkpoint, or of an unfinished one, for the save that is about to use it."""
     if not path.exists():
         return
     if path.name.endswith(PARTIAL) and _is_unfinished(path):
@@ -172,9 +172,9 @@ def clear_path(path: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
-    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish.
+    """Removes directories marked as deleted and, with PARTIAL, unfinished saves of an earlier run.
 
-    What cannot be removed, for another host reads it, say, is left for the next time.
+    A directory that cannot be removed, for example because another host reads it, is left for the next time.
     """
     for left in output_dir.glob("checkpoint-*"):
         name = LEFTOVER.fullmatch(left.name)
@@ -183,7 +183,7 @@ def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
 
 
 def remove_checkpoints(output_dir: Path) -> None:
-    """Removes every checkpoint that a run wrote there, also unfinished and damaged ones."""
+    """Removes every checkpoint that a run wrote, including unfinished and damaged ones."""
     for path in output_dir.glob("checkpoint-*"):
         if NAME.fullmatch(path.name) and is_written_by_run(path):
             _remove_own(set_aside(path, DELETED))
@@ -192,9 +192,9 @@ def remove_checkpoints(output_dir: Path) -> None:
 
 
 def _remove_own(path: Path) -> None:
-    """Removes what a run wrote in a directory: the files that its manifest names, and all of it where it has none.
+    """Removes the files of a directory that its manifest names, or all of them if it has none.
 
-    What somebody else put there stays, under the checkpoint's name. Of a link only the link goes.
+    Other files stay, under the checkpoint's name. Of a link only the link is removed.
     """
     if path.is_symlink():
         with suppress(OSError):
@@ -224,7 +224,7 @@ def _holds_files(path: Path) -> bool:
 
 
 def read_trainer_state(directory: Path) -> dict[str, Any]:
-    """Raises ValueError where they are no facts."""
+    """Returns the contents of trainer_state.json. Raises ValueError if it is damaged."""
     try:
         facts = json.loads((directory / TRAINER_STATE).read_text())
     except (ValueError, RecursionError) as error:
@@ -235,7 +235,7 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fills weights and the state that was made, each rank its own part. Raises ValueError for another model's."""
+    """Restores this rank's part of weights and optimizer state. Raises ValueError if they are another model's."""
     reader = state_files.TensorReader(directory / STATE)
     saved = state_files.tensor_shapes(reader)
     if _before_the_first_update(directory, saved):
@@ -258,13 +258,13 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
 
 
 def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
-    """Whether the optimizer had no state yet: float16 skips the first steps, and a signal may end a run after them."""
+    """Returns whether the optimizer had no state yet: float16 skips the first steps, and a run may end after them."""
     optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
     return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
 
 
 def restore_randomness(directory: Path, world: World) -> None:
-    """Random states go on where this rank's were; on another number of ranks there is no such place."""
+    """Restores this rank's random states, if the number of ranks has not changed."""
     if read_trainer_state(directory).get("ranks") == world.size:
         randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
 
@@ -285,7 +285,7 @@ def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, 
 
 
 def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a run changes, by name; parameters that are tied appear once."""
+    """Returns every tensor that training changes, by name; tied parameters appear once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for parameter, state in optimizer.state.items():

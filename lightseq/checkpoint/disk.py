@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a run fit on its disk, reckoned before the first is written."""
+"""Disk space that the checkpoints of a run need, checked before the first is written."""
 
 import math
 import shutil
@@ -9,13 +9,13 @@ from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
 
 def saved_bytes(parameters: int, config: TrainConfig) -> int:
-    """Of one checkpoint: float32 weights and the optimizer's state, and the weights in the precision that computes."""
+    """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
     element = 4 if config.compute_dtype == "float32" else 2
     return int(parameters * (MASTER_BYTES * (1 + moments_of(config)) + element))
 
 
 def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:
-    """Checkpoints that a run will yet write; the last step is always saved."""
+    """Returns how many checkpoints a run will still write; the last step is always saved."""
     if config.save_strategy == "no" or done >= total:
         return 0
     if config.save_strategy == "epoch":
@@ -24,10 +24,9 @@ def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -
 
 
 def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config: TrainConfig) -> str | None:
-    """What the checkpoints that a run will hold at once take: a warning, if not all find room. Raises ValueError if not
-    even one does.
+    """Returns a note on the disk space of the checkpoints that exist at once, a warning if it is too little.
 
-    `there` checkpoints lie in the directory, which may have yet to be made.
+    Raises ValueError if not even one checkpoint fits. The directory holds `there` checkpoints and may not exist yet.
     """
     if not saves:
         return None

@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, how long each is and its SHA-256, so that damage is found before it is read."""
+"""Manifest of a checkpoint: its files with lengths and SHA-256, so that damage is found before it is read."""
 
 import hashlib
 import json
@@ -14,27 +14,27 @@ READERS = 4  # files that a rank reads at a time
 
 @dataclass(frozen=True)
 class File:
-    """What a file should be."""
+    """Expected length and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 def describe(path: Path) -> File:
-    """A file as the disk gives it back."""
+    """Returns length and SHA-256 of a file as the disk returns it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return File(path.stat().st_size, digest)
 
 
 def describe_all(directory: Path, names: Sequence[str]) -> dict[str, File]:
-    """Files of a directory as the disk gives them back, some at a time: a hash is as much work as to read."""
+    """Describes files of a directory in parallel, since hashing takes as long as reading."""
     with ThreadPoolExecutor(READERS) as readers:
         return dict(zip(names, readers.map(lambda name: describe(directory / name), names), strict=True))
 
 
 def files_below(directory: Path) -> list[str]:
-    """Every file of a checkpoint but the manifest, by its path in it."""
+    """Returns the relative path of every file of a checkpoint except the manifest."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -45,7 +45,10 @@ def write(directory: Path, files: Mapping[str, File]) -> None:
 
 
 def read(directory: Path) -> dict[str, File]:
-    """Raises ValueError for a manifest that is missing, malformed, or that names a file outside the directory."""
+    """Returns the files of a manifest by name.
+
+    Raises ValueError if it is missing, malformed, or names a file outside the directory.
+    """
     path = directory / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +63,7 @@ def read(directory: Path) -> dict[str, File]:
 
 
 def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is. Only one of so many shares of its files is read."""
+    """Returns the damage of a checkpoint or None. Reads only share number `share` of `shares` of its files."""
     try:
         files = read(directory)
     except ValueError as error:
@@ -69,7 +72,7 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def check_weights(directory: Path) -> None:
-    """Raises ValueError for tensors other than a manifest beside them, if there is one, says that were written."""
+    """Raises ValueError if tensors differ from what a manifest beside them says, if there is one."""
     try:
         files = read(directory)
     except ValueError:
@@ -102,7 +105,7 @@ def _damage(directory: Path, name: str, should: File) -> str | None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Files and directories are on the disk, not only on their way there."""
+    """Flushes files and directories to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The random states of a process, as plain numbers that a file can hold."""
+"""Random states of a process, as plain numbers that a file can hold."""
 
 import json
 import random
@@ -14,7 +14,7 @@ def file_of(rank: int) -> str:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Of Python, numpy and torch, on the CPU and on the device. Waits for no device."""
+    """Returns the random states of Python, numpy and torch, on the CPU and the device. Does not wait for the device."""
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937", kind
@@ -28,7 +28,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(path: Path, device: torch.device) -> None:
-    """Goes on where the process that wrote the file was; without such a file, nothing changes."""
+    """Restores random states from a file; without the file, nothing changes."""
     if not path.is_file():
         return
     try:

@@ -1,4 +1,4 @@
-"""Which flags a resumed run has otherwise than the one that saved its checkpoint, and which it may not."""
+"""Flags that a resumed run changed since its checkpoint was saved."""
 
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ SAME_STATE: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 
 
 def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
-    """What to say of changed flags. Raises ValueError for an optimizer that has no use for the state that was saved."""
+    """Returns notes on changed flags. Raises ValueError if the optimizer cannot use the saved state."""
     then, now = read_trainer_state(resume_from).get("config"), config.to_json()
     if not isinstance(then, dict):
         return ()  # older checkpoints do not say

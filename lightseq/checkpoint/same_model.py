@@ -1,4 +1,4 @@
-"""Whether a run has the model that a checkpoint was trained in: names and shapes of tensors alone do not tell."""
+"""Check that a run has the model of its checkpoint; names and shapes of tensors alone do not show it."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ ROUNDED = 1e-4  # of a number that a command line gives: some digits fewer are n
 def check_same_model(
     directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None
 ) -> tuple[str, ...]:
-    """Raises ValueError naming what a run that resumes `directory` has otherwise; what it should know, else."""
+    """Returns notes on the model of a resumed run. Raises ValueError naming the first setting that differs."""
     differences = _of_adapter(directory, config, model, lora) if lora else _of_model(directory, model)
     if (difference := next(differences, None)) is not None:
         name, before, now = difference
@@ -67,7 +67,7 @@ def _of_adapter(
 
 
 def _another_base(directory: Path, config: TrainConfig) -> tuple[str, ...]:
-    """A directory may have moved, so that another name is no error."""
+    """Returns a warning if an adapter's base model has another name; its directory may have moved."""
     before = _adapter_config(directory).get("base_model_name_or_path")
     now = adapters.base_model_name(config.model_name_or_path)
     if before in (None, now):
@@ -89,5 +89,5 @@ def _alike(before: Any, now: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Without what is left out as often as it is written."""
+    """Drops entries of a mapping that are None, which configs may also leave out."""
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value

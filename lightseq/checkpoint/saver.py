@@ -1,8 +1,8 @@
-"""Writes checkpoints while the training goes on: copies first, then files, checked, under a name that says so.
+"""Checkpoint writing beside the training: tensors are copied first, then written, verified and renamed.
 
-A thread on every rank writes what was copied; the ranks' threads agree after each part, over a process group of their
-own, so that what fails on one of them fails on all. The directory gets the name of a checkpoint when every file has
-been read back as it was written; only then are older ones deleted.
+A thread on every rank writes the copies. The threads agree after each part, over their own process group, so that a
+failure on one rank fails on all. The directory gets a checkpoint's name when every file reads back as it was written;
+only then are older ones deleted.
 """
 
 import functools
@@ -31,11 +31,11 @@ Hashes = Mapping[str, str]
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written; the same line on every rank."""
+    """A checkpoint could not be written; the message is equal on all ranks."""
 
 
 class CheckpointSaver:
-    """Saves one run. `patience_seconds` is the longest that ranks may differ in writing their parts."""
+    """Saver of one run's checkpoints. Ranks may differ by `patience_seconds` in writing their parts."""
 
     def __init__(
         self,
@@ -53,7 +53,10 @@ class CheckpointSaver:
         self._error: SaveError | RankNotResponding | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
-        """Makes room for copies; where a host has none, the training waits for each save, which the line says."""
+        """Allocates host memory for copies.
+
+        If a host has too little, training waits for each save, which the returned line says.
+        """
         self.wait()  # for a save that came before the first update
         if self._staging is None:
             return None
@@ -70,7 +73,7 @@ class CheckpointSaver:
         )
 
     def before_overwriting(self) -> None:
-        """To be called before weights change: they may still be on their way to the host."""
+        """Waits until weights may change: they may still be on their way to the host."""
         if self._staging is not None:
             self._staging.before_overwriting()
 
@@ -81,7 +84,10 @@ class CheckpointSaver:
         tensors: dict[str, Tensor],
         write_model: Callable[[Path, Path], None],
     ) -> Path:
-        """Begins to save, once the save before has ended. `write_model` is rank 0's; it is given the whole state."""
+        """Starts a save once the previous one has ended.
+
+        Only rank 0 calls `write_model`, with the directory and its state.
+        """
         self.wait()
         staging = self._staging
         copies = staging.begin(tensors) if staging is not None else tensors
@@ -100,7 +106,7 @@ class CheckpointSaver:
         return self._start(step, facts, write, in_background=staging is not None)
 
     def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
-        """Saves what an engine writes itself, part after part, on every rank, while the training waits."""
+        """Saves what an engine writes itself, in parts, on every rank, while training waits."""
 
         def write(partial: Path) -> Hashes:
             self._on_main(lambda: _empty(partial / STATE))
@@ -116,9 +122,9 @@ class CheckpointSaver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed.
+        """Waits until nothing is being written. Raises SaveError, the same on all ranks, if that failed.
 
-        Raises RankNotResponding where ranks could not agree on whether it did.
+        Raises RankNotResponding if the ranks could not agree on whether it did.
         """
         if self._thread is not None:
             self._thread.join()
@@ -127,7 +133,7 @@ class CheckpointSaver:
             raise self._error
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Gives a save that was begun some time to end; whether it did."""
+        """Waits for a running save at most `seconds`. Returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
@@ -174,7 +180,7 @@ class CheckpointSaver:
             raise
 
     def _read_back(self, partial: Path, hashes: Hashes) -> dict[str, File]:
-        """Every file as the disk gives it back, each by one of the ranks. Raises SaveError if one is another."""
+        """Returns every file as the disk returns it, each read by one rank. Raises SaveError if one differs."""
         names = self._on_all_ranks(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
         mine = names[self._world.rank :: self._world.size]
 
@@ -198,7 +204,7 @@ class CheckpointSaver:
         self._on_all_ranks(lambda: do() if self._world.is_main else None)
 
     def _on_all_ranks(self, do: Callable[[], T]) -> list[T]:
-        """What `do` returned on every rank. Raises SaveError on all of them if it failed on any."""
+        """Returns the results of `do` on every rank. Raises SaveError on all of them if it failed on any."""
         error, result = None, None
         try:
             result = do()

@@ -1,6 +1,6 @@
-"""Tensors that ranks hold together as files of torch.distributed.checkpoint, read without running what a file says.
+"""Distributed tensors in files of torch.distributed.checkpoint, read without executing anything in them.
 
-What is written is hashed on its way. The index of such files is read by tensor_index.py.
+Files are hashed while they are written. tensor_index.py reads their index.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class HashingFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """Files whose hashes are known by name as soon as they are closed."""
+    """File system that knows the hash of each file by name once it is closed."""
 
     def __init__(self) -> None:
         self.written: dict[str, str] = {}
@@ -80,7 +80,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """Knows afterwards which files this rank wrote, with their SHA-256. Much goes into several files at a time."""
+    """Checkpoint writer that records this rank's files with their SHA-256. Large states go to several files at once."""
 
     def __init__(self, directory: Path) -> None:
         # Nothing is on a device any more; copying ahead would wait for what the device does for others.
@@ -103,7 +103,7 @@ class HashingWriter(dcp.FileSystemWriter):
 
 
 def _parts(plan: SavePlan) -> list[SavePlan]:
-    """What one rank writes, for files about as large as each other."""
+    """Splits one rank's plan into parts of about equal size, one per file."""
     sizes = {item.index: _bytes_of(item) for item in plan.items}
     parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
     if len(parts) == 1:
@@ -126,7 +126,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads tensors, and runs nothing. Raises ValueError for an index that is none, or that points elsewhere."""
+    """Checkpoint reader that executes nothing. Raises ValueError for an invalid index."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -139,9 +139,9 @@ class TensorReader(dcp.FileSystemReader):
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Mapping[str, str]:
-    """Every rank's part of the tensors; the files that this rank wrote, with their SHA-256.
+    """Writes every rank's part of the tensors. Returns this rank's files with their SHA-256.
 
-    Raises OSError on the rank whose disk failed it, RuntimeError on the others.
+    Raises OSError on the rank whose disk failed, RuntimeError on the others.
     """
     writer = HashingWriter(directory)
     try:
@@ -155,12 +155,12 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | N
 
 
 def tensor_shapes(reader: TensorReader) -> dict[str, list[int]]:
-    """Of every tensor, by name."""
+    """Returns the shape of every tensor by name."""
     return {name: list(stored.size) for name, stored in _stored(reader).items()}
 
 
 def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors whose names begin with `prefix`, one after the other, whole, by the rest of the name."""
+    """Yields the whole tensors whose names begin with `prefix`, by the rest of the name."""
     reader = TensorReader(directory)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     for name, stored in _stored(reader).items():

@@ -1,7 +1,7 @@
-"""The index of a directory of tensors, rebuilt from plain values and checked against the files that it names.
+"""Index of a directory of tensors, rebuilt from plain values and checked against the files that it names.
 
 torch.distributed.checkpoint writes it as a pickle of its own classes. Nothing that the pickle names is imported or
-called: its objects are recipes, whose contents are copied into torch's classes if they have exactly the expected types.
+called: the contents of its objects are copied into torch's classes if they have exactly the expected types.
 """
 
 import math
@@ -42,7 +42,7 @@ MOST_DIMENSIONS: Final = 64  # as many as torch has
 
 
 def read_index(directory: Path) -> Metadata:
-    """Raises ValueError for an index that is none, or that says of its files what is not so."""
+    """Returns the index. Raises ValueError if it is invalid or does not match its files."""
     path = directory / INDEX
     try:
         found = pickles.load(path, _check_name)
@@ -78,7 +78,7 @@ def _rebuild(found: Any, directory: Path) -> Metadata:
 
 
 def _fields(value: Any, name: str, *keys: str) -> list[Any]:
-    """Returns attributes of an object that the index describes, None for those it does not have."""
+    """Returns attributes of an object that the index describes, None for those it lacks."""
     if type(value) is not PickledObject or value.name != name:
         raise ValueError(f"is no index of tensors: there is something else in the place of a {name.rpartition('.')[2]}")
     state = _checked(value.state, dict)
@@ -133,7 +133,7 @@ def _chunk(value: Any, shape: torch.Size, name: str) -> ChunkStorageMetadata:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The rest of the properties is deprecated, and contiguous in what is written here."""
+    """Returns the dtype from a tensor's properties; the others are deprecated and always contiguous here."""
     if type(properties) is not PickledObject or properties.name != f"{OF_METADATA}.TensorProperties":
         raise ValueError("has a tensor without properties")
     state = _checked(properties.state, tuple)
@@ -143,7 +143,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _check_files(directory: Path, places: list[_StorageInfo]) -> None:
-    """Each place lies in a file of the directory: no link, whose end may be elsewhere, and no pipe."""
+    """Raises ValueError unless every entry lies in a regular file of the directory: no link and no pipe."""
     lengths = {}
     for file in {place.relative_path for place in places}:
         about = (directory / file).lstat()

@@ -1,4 +1,4 @@
-"""What a training run reads: whatever holds its examples, opened, and batches that depend on their index alone."""
+"""Examples and batches of a training run. A batch depends only on its index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_examples(
     progress: bool = True,
     read_options: ReadOptions | None = None,
 ) -> Examples:
-    """Opens a token directory, a .pkl, or rows; whatever is wrong with it is one line of ValueError, here and now."""
+    """Opens a token directory, a .pkl file, or rows. Raises ValueError with one line for anything wrong with it."""
     assert length > 0, length
     read_options = read_options or ReadOptions()
     if holds_rows(path):
@@ -79,8 +79,10 @@ def open_examples(
 
 
 def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) -> bool:
-    """Whether rows ask for no tokenizer, as the first tells. Looking at that of a hub's set is a download more, and at
-    that of an array a whole parse: not where a tokenizer is known anyway."""
+    """Returns whether the first row holds ids, so that no tokenizer is needed.
+
+    Skips sources that are slow to look at (a download, a parse of the whole array) if a tokenizer is known.
+    """
     if known and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
         return False
     return format_and_rows(source, read_options.text_column, 1)[0].name == IDS
@@ -94,7 +96,7 @@ def require_target(examples: Examples, path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
+    """A batch padded on the right with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
 
     input_ids: torch.Tensor  # [batch_size, length] int64
     labels: torch.Tensor  # [batch_size, length] int64
@@ -104,30 +106,31 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Tokens of each row, padding included."""
+        """Returns the tokens of each row, padding included."""
         return self.input_ids.shape[1]
 
     @property
     def squares(self) -> int:
-        """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
+        """Returns the sum of squared document lengths: attention is half as many pairs."""
         if self.boundaries is None:
             return sum(size**2 for size in self.sizes)
         return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
-        """The batch with `length` tokens a row, which no row is longer than."""
+        """Returns the batch cut to `length` tokens a row, which no row exceeds."""
         assert max(self.sizes) <= length <= self.length, f"rows of {self.sizes} tokens do not fit into {length}"
         return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
 
 
 def padding_batch(rows: int, length: int) -> Batch:
-    """A batch of nothing but padding."""
+    """Returns a batch that is all padding."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the order of the examples in an epoch."""
     order = np.random.default_rng((seed, epoch)).permutation(count)
     order.setflags(write=False)
     return order
@@ -135,11 +138,11 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """An endless line of examples, epoch after epoch; a batch is a place in that line: all that resuming needs.
+    """An endless sequence of samples, epoch after epoch; the position in it is all that resuming needs.
 
-    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them. A run
-    that resumes after `first_step` steps with another number of sequences a step goes on from `first_sample`. Bounded
-    by epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    At optimizer step s, accumulation a and data rank d, the B samples from ((s * A + a) * D + d) * B on make a batch. A
+    run that resumes after `first_step` steps with another number of sequences a step continues at `first_sample`. With
+    `epochs`, samples past the end are empty: the last step drops nothing and has all its ranks.
     """
 
     examples: Examples
@@ -160,17 +163,17 @@ class BatchStream:
 
     @property
     def end(self) -> int | None:
-        """The first place past the last epoch."""
+        """Returns the first sample past the last epoch."""
         return None if self.epochs is None else max(1, round(self.epochs * len(self.examples)))
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that read every epoch to its end, or none more where the last was more than that."""
+        """Returns the optimizer steps until every epoch is read; no more than were done if that is the case already."""
         assert self.end is not None, "an endless stream has no number of steps"
         return self.first_step + max(0, -((self.first_sample - self.end) // self.sequences_per_step))
 
     def state(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps: how far the line was read, by how many a step, and what decides its order."""
+        """Returns the checkpointed state: samples read, sequences per step, and what decides the order."""
         return {
             "places": self.consumed_samples(step),
             "examples": len(self.examples),
@@ -182,7 +185,7 @@ class BatchStream:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of a sample of the examples, evenly spaced: the same wherever the data lies and however it was stored."""
+        """Returns a hash of evenly spaced examples, which does not depend on where or how the data is stored."""
         seen, last = hashlib.sha256(), len(self.examples) - 1
         for index in np.linspace(0, last, min(FINGERPRINT_EXAMPLES, last + 1)).astype(int).tolist():
             example = self.examples[index]
@@ -190,7 +193,7 @@ class BatchStream:
         return int.from_bytes(seen.digest()[:6])
 
     def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
-        """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
+        """Returns the stream that continues a checkpoint's, and notes. Raises ValueError if the data differs."""
         now, asked = self.state(step), f"--resume_from_checkpoint {where}"
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
@@ -211,7 +214,7 @@ class BatchStream:
         return stream, (f"resumed with another number of sequences a step: {goes_on}",)
 
     def consumed_samples(self, steps: int) -> int:
-        """Examples read in so many steps of the run, those before it was resumed among them."""
+        """Returns the samples read after so many steps of the run, including those before it was resumed."""
         return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:

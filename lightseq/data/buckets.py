@@ -1,4 +1,4 @@
-"""The lengths that batches are padded to: --model_max_length and its halves, at most eight, the same on all ranks."""
+"""Padded lengths of batches: --model_max_length and its halves, at most eight, equal on all ranks."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ PADDING_WARNING_SHARE: Final = 1 / 3  # of all positions, from which on somethin
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns `longest` and its halves, each rounded up to a multiple; rising, at most MAX_BUCKETS."""
+    """Returns `longest` and its halves, each rounded up to a multiple, in rising order; at most MAX_BUCKETS."""
     halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
     return tuple(sorted({min(longest, half) for half in halves}))
 
@@ -22,7 +22,7 @@ def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
 def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
     """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
 
-    With several data ranks all ranks call it together. They agree on the host, and wait for no GPU.
+    With several data ranks, all ranks call it together. They agree on the host, without waiting for a GPU.
     """
     if len(lengths) == 1:
         return list(batches)

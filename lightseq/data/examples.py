@@ -1,4 +1,4 @@
-"""What a run learns from: tokens with labels shifted once, in windows of documents or one example a sequence."""
+"""Training examples with labels shifted once: windows of documents, or one example per sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Example:
 
 
 class Examples(Protocol):
-    """Random access to examples; `notes` says in sentences what was cut or left out."""
+    """Random access to examples; `notes` tells in sentences what was cut or left out."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
@@ -41,7 +41,10 @@ class Examples(Protocol):
 
 
 def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
-    """Tokens start to start + length of a document; labels come aligned with ids and are shifted here, nowhere else."""
+    """Returns tokens start to start + length of a document.
+
+    The labels come aligned with ids and are shifted here, nowhere else.
+    """
     stop = min(start + length, len(ids))
     shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
     targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
@@ -50,12 +53,15 @@ def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
 
 
 def window_counts(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Of documents of these sizes. n tokens have n - 1 targets: a last window of one token alone would have none."""
+    """Returns the number of windows of documents of these sizes.
+
+    n tokens have n - 1 targets, so a last window of one token would have none.
+    """
     return np.maximum(0, -(-(sizes - 1) // length))
 
 
 def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Tokens of every window of every document."""
+    """Returns the tokens of every window of every document."""
     windows = window_counts(sizes, length)
     found = np.full(int(windows.sum()), length, dtype=np.int64)
     some = windows > 0
@@ -65,12 +71,12 @@ def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def window_offsets(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """The index of each document's first window, and the number of windows."""
+    """Returns the index of each document's first window, and the number of windows."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
 
 
 def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
-    """The document that a window is of, and where in it the window starts."""
+    """Returns the document of a window, and the token of it that the window starts at."""
     if not 0 <= index < first[-1]:
         raise IndexError(index)
     document = int(np.searchsorted(first, index, side="right")) - 1
@@ -78,6 +84,7 @@ def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[in
 
 
 def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
+    """Raises ValueError if an id is outside the vocabulary."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(
@@ -88,7 +95,7 @@ def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of a token directory; none crosses a document, and none is without a target."""
+    """Windows of a token directory; none crosses a document, and documents of one token have none."""
 
     source: TokenDirectory
     length: int
@@ -113,7 +120,7 @@ class WindowExamples:
 
 
 def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
-    """Raises ValueError naming the first document with an id outside the vocabulary, if the meta data knows of one."""
+    """Raises ValueError naming the first document with an id outside the vocabulary, if meta.json shows one."""
     if source.meta["max_token_id"] < vocab_size:
         return
     for start in range(0, len(source.tokens), SCAN_TOKENS):
@@ -125,7 +132,7 @@ def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
 
 
 def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
+    """Returns how many windows of each document have no target, because its answers are elsewhere in it."""
     if source.targets is None or not first[-1]:
         return np.zeros(len(first) - 1, np.int64)
     windows = np.diff(first)
@@ -138,7 +145,7 @@ def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], l
 
 
 def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
-    """What to say of windows without a target: how many they are, and which documents have most of them."""
+    """Returns a note on windows without a target: their number, and the documents with most of them."""
     barren = count_targetless_windows(source, first, length)
     if not barren.any():
         return ()
@@ -164,7 +171,7 @@ def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
 
 @dataclass(frozen=True)
 class SequenceExamples:
-    """One example a sequence, cut at the length."""
+    """One example per sequence, cut at the length."""
 
     sequences: Sequence[IdsAndLabels]
     length: int
@@ -179,7 +186,7 @@ class SequenceExamples:
 
 
 def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -> SequenceExamples:
-    """Leaves out what has no target, and counts that and what the length cuts off."""
+    """Drops sequences without targets, cuts the others at the length, and counts both in notes."""
     kept: list[IdsAndLabels] = []
     short = targetless = cut_sequence_count = cut_token_count = 0
     for ids, labels in pairs:

@@ -1,4 +1,4 @@
-"""Checks of what a patched model is given and gives back, where a mistake would train on nonsense without any error."""
+"""Checks of the inputs and outputs of a patched model, where a mistake would train on nonsense without an error."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ BATCH_FACTS: Final = "batch_facts"  # the keyword under which a batch carries wh
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
     """Returns what ranks that share a batch must agree on: its shape, number of targets and a checksum, int64 (4,).
 
-    It stays on the device of the ids, so that nobody waits for it.
+    The result stays on the device of the ids, so nothing waits for it.
     """
     # The products wrap around, which a checksum may; odd factors tell orders apart.
     factors = torch.arange(1, 2 * input_ids.numel(), 2, device=input_ids.device) * 0x9E3779B1
@@ -35,10 +35,10 @@ def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
 
 
 def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
-    """Has every forward pass of a model checked, also where its base model is called without the head.
+    """Installs hooks that check every forward pass of a model, also of its base model without the head.
 
-    A wrapper such as PEFT's is checked with the model inside of it, for either may be called. The modules find their
-    context in `sequence_context`. Calling it again, after that was replaced, installs nothing twice.
+    Both a wrapper such as PEFT's and the model inside it are checked, because either may be called. The modules find
+    their context in `sequence_context`. Calling it again after that was replaced installs nothing twice.
     """
     inner = transformers_model(model)
     base, layers = inner.base_model, inner.config.num_hidden_layers
@@ -63,7 +63,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 @torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Refuses inputs that attention over ranks cannot honour. Returns them without what only checks need."""
+    """Refuses inputs that attention over ranks cannot honour. Returns the inputs without those only checks need."""
     context, config = model.sequence_context, model.config
     assert isinstance(context, SequenceContext)
     kwargs = dict(kwargs)
@@ -150,8 +150,10 @@ def _forward_pass(model: nn.Module) -> ForwardPass:
 
 @torch.compiler.disable
 def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
-    """Refuses a pass in which a layer's attention did not run over all ranks. Runs after an exception too, then without
-    an output."""
+    """Refuses a pass in which a layer's attention did not run over all ranks.
+
+    Also runs after an exception, without an output.
+    """
     context, state = model.sequence_context, _forward_pass(model)
     assert isinstance(context, SequenceContext)
     if state.outermost is model:
@@ -176,7 +178,7 @@ def _compare_batches(
 ) -> None:
     """Raises ValueError on every rank if ranks that share a sequence were given different batches or divisors.
 
-    Asks for the first batch and every hundredth after it: to ask is to wait.
+    Compares the first batch and every hundredth after it, because comparing waits for the other ranks.
     """
     state = context.forward_pass
     state.batches += 1
@@ -209,10 +211,10 @@ def _compare_batches(
 
 
 def _begin_comparing_documents(context: SequenceContext, documents: Documents) -> None:
-    """Asks the other ranks for their documents, on the host and for every batch.
+    """Starts exchanging a hash of the documents, on the host and for every batch.
 
-    Ranks with different documents would wait for each other for ever. Where the group has no backend for the host,
-    attention asks once for each shape.
+    Ranks with different documents would wait for each other forever. If the group has no backend for the host,
+    attention compares once for each shape.
     """
     if "cpu" not in dist.get_backend_config(context.group):
         return
@@ -255,7 +257,7 @@ def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The model's own loss function, of labels that are shifted and of a divisor that is the whole batch's."""
+    """Calls the model's loss function with shifted labels and the whole batch's divisor."""
     for name in ("shift_labels", "num_items_in_batch"):
         if kwargs.get(name) is None:
             raise ValueError(
@@ -279,7 +281,7 @@ def _version(x: Tensor) -> int:
 
 @torch.compiler.disable
 def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuses a loss that is not what the loss function gave: another function's, or with a term of the shard's own."""
+    """Refuses a loss other than the loss function's result, for example one with a router's term of the shard."""
     state = _forward_pass(model)
     if state.outermost is not model:
         return

@@ -1,4 +1,4 @@
-"""Texts tokenised on access: a run begins at once, and what is longer than a sequence is cut."""
+"""Texts tokenized on access: a run begins at once, and texts longer than a sequence are cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightseq.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class LazyTextExamples:
-    """Texts held in memory and tokenised on access; a large corpus belongs in a token directory."""
+    """Texts in memory, tokenized on access; a large corpus belongs in a token directory."""
 
     texts: Sequence[tuple[str, str]]  # where each stands, and what it says
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Several documents in one example: windows of documents, fitted into sequences as best they go."""
+"""Packing of several documents into one example: windows of documents, fitted into sequences by best fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_LIMIT = 1 << 62  # a length that cuts nothing
 
 
 class SizedExamples(Examples, Protocol):
-    """Examples none of which crosses a document, and how long each is, without reading any."""
+    """Examples that do not cross a document, with the length of each known without reading it."""
 
     @property
     def sizes(self) -> NDArray[np.int64]: ...
@@ -42,7 +42,7 @@ class SizedExamples(Examples, Protocol):
 
 @dataclass(frozen=True)
 class InMemoryWindows:
-    """Windows of sequences held in memory; the first token of each is a target of the one before."""
+    """Windows of sequences in memory; the first token of each is a target of the one before."""
 
     sequences: Sequence[IdsAndLabels]
     length: int
@@ -70,7 +70,7 @@ class InMemoryWindows:
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Each example is some windows side by side: `order[first[i] : first[i + 1]]`."""
+    """Examples of several windows side by side: `order[first[i] : first[i + 1]]`."""
 
     windows: SizedExamples
     order: NDArray[np.int64]
@@ -89,9 +89,9 @@ class PackedExamples:
 
 
 def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Best-fit decreasing: longest first, each into the sequence that it leaves least room in.
+    """Packs windows by best-fit decreasing: longest first, each into the sequence with the least sufficient room.
 
-    Returns the windows in the order of the sequences, and where each sequence begins among them.
+    Returns the windows in the order of the sequences, and the offset at which each sequence begins.
     """
     sequences: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # sequences by the room that they have left
@@ -128,7 +128,7 @@ def open_packed(
     progress: bool = True,
     read_options: ReadOptions | None = None,
 ) -> PackedExamples:
-    """Opens what `open_examples` opens. Raises ValueError where lengths are not known beforehand."""
+    """Opens what `open_examples` opens, packed. Raises ValueError if lengths are not known beforehand."""
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
     windows: SizedExamples
@@ -147,7 +147,7 @@ def open_packed(
 def _notes(
     path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], first: NDArray[np.int64], length: int
 ) -> list[str]:
-    """What packing made of the documents, what it cut and what it left empty."""
+    """Returns notes on the packed, cut and empty tokens."""
     sequences, tokens = len(first) - 1, int(sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"

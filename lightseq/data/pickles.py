@@ -1,4 +1,4 @@
-"""Pickles read without running anything: plain values, and of an object only what it would be built from."""
+"""Pickle reader that executes nothing: it returns plain values and, for objects, a description."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ DECIMAL: Final = re.compile(rb"([0-9]{1,18})\n")
 
 @dataclass(frozen=True)
 class PickledGlobal:
-    """A class or function that a pickle names. It is not looked up."""
+    """A class or function named in a pickle. It is not looked up."""
 
     text: str
 
 
 @dataclass(eq=False)
 class PickledObject:
-    """What a pickle would build an object from: what it calls, with which arguments, and the state it sets."""
+    """An object's description in a pickle: the callable, its arguments, and the state to set."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -60,7 +60,7 @@ class PickledObject:
 
 
 class _PickleMachine:
-    """The stack and the memo of one pickle. Dict keys are strings or recipes, whose hashes cost the same for each."""
+    """Stack and memo of one pickle. Dict keys are strings or PickledObjects, which hash in constant time."""
 
     def __init__(self, data: mmap.mmap, check_name: Callable[[str, str], None]) -> None:
         self._data, self._check_name = data, check_name
@@ -182,17 +182,17 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
-    """Returns what a pickle holds: lists, tuples, dicts, strings and numbers, with a Recipe for each other object.
+    """Returns the lists, tuples, dicts, strings and numbers of a pickle, with a PickledObject for each other object.
 
-    `check_name` raises UnpicklingError for a module and a name that may not be built from. Nothing is imported or
-    called, so a hostile file can waste memory in proportion to its length and do no more.
+    `check_name` raises UnpicklingError for a module and name that are not allowed. Nothing is imported or called, so a
+    hostile file can only waste memory in proportion to its length.
     """
     with _mapped(path) as data:
         return _PickleMachine(data, check_name).run()
 
 
 def load_plain_pickle(path: Path) -> Any:
-    """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if there is anything else in it."""
+    """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if it holds anything else."""
     try:
         with _mapped(path) as data, path.open("rb") as file:  # which the unpickler reads in larger parts than a map
             if _is_simple(data):  # as most are; the machine takes eight times as long
@@ -205,7 +205,7 @@ def load_plain_pickle(path: Path) -> Any:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what `_is_simple` has looked through."""
+    """Python's unpickler without classes, for pickles that pass `_is_simple`."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         _refuse_name(module, name)
@@ -218,8 +218,8 @@ def _refuse_name(module: str, name: str) -> NoReturn:
 def _is_simple(data: mmap.mmap) -> bool:
     """Returns whether Python's unpickler reads the pickle in time and memory proportional to its length.
 
-    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be keys
-    of a dict, once for each path to them.
+    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be dict
+    keys, once for each path to them.
     """
     position = 0
     while run := SIMPLE.match(data, position):
@@ -240,9 +240,9 @@ def _is_simple(data: mmap.mmap) -> bool:
 
 
 def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
-    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers.
+    """Yields aligned ids and labels from a dict with 'input_ids' and optionally 'labels': lists of lists of integers.
 
-    An 'attention_mask' may stand beside them, and hide nothing.
+    An 'attention_mask' is allowed if it hides nothing.
     """
     content = load_plain_pickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):

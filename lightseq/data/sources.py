@@ -1,6 +1,6 @@
-"""Where rows come from: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
+"""Readers of rows: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
 
-A row is named by its file and number, so that whatever is wrong with it can be said in a line.
+A row is named by its file and number, so that an error can say where it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NamedRow = tuple[str, Row]  # where it stands, and its columns
 
 
 def holds_rows(source: str | Path) -> bool:
-    """Whether rows can be read from it: everything but a token directory or a pickle."""
+    """Returns whether a source holds rows: everything but a token directory or a pickle."""
     path = Path(source)
     if str(source).startswith(HUB_PREFIX) or path.suffix in ROW_SUFFIXES:
         return True
@@ -34,12 +34,12 @@ def holds_rows(source: str | Path) -> bool:
 
 
 def read_rows(source: str | Path, limit: int | None = None) -> Iterator[NamedRow]:
-    """Rows in order, the first `limit` of them. Raises ValueError naming the file and row that cannot be read."""
+    """Yields the first `limit` rows in order. Raises ValueError naming a file and row that cannot be read."""
     return islice(_read_rows(source), limit)
 
 
 def get_text(row: Row, column: str, where: str) -> str:
-    """A column that holds text; a null counts as an empty one."""
+    """Returns a text column; null counts as empty. Raises ValueError if it is missing or not text."""
     if column not in row:
         raise ValueError(f"{where} has no column {column!r}; it has: {join_names(row)}")
     if not isinstance(row[column], str | None):
@@ -52,7 +52,7 @@ def join_names(columns: Iterable[str]) -> str:
 
 
 def check_encodable(text: str, where: str) -> str:
-    """The text, if it is one: JSON can write half a character, of which no tokenizer makes ids."""
+    """Returns the text. Raises ValueError if it holds half a surrogate pair, as JSON allows and tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -62,7 +62,7 @@ def check_encodable(text: str, where: str) -> str:
 
 
 def source_identity(source: str | Path) -> list[str]:
-    """What changes whenever the rows do: names, sizes and times of files, or what the hub says of a data set."""
+    """Returns strings that change whenever the rows do: names, sizes and times of files, or the hub's hash."""
     if str(source).startswith(HUB_PREFIX):
         names, split = _parse_hub_name(str(source))
         try:
@@ -91,18 +91,18 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with rows below a folder, in name order."""
+    """Returns the files with rows below a folder, in name order."""
     return [path for path in _visible(folder) if path.suffix in FOLDER_SUFFIXES]
 
 
 def _visible(folder: Path) -> list[Path]:
-    """All files below a folder, hidden ones aside, in name order."""
+    """Returns all files below a folder except hidden ones, in name order."""
     found = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
 
 def ignored_files(source: str | Path) -> list[str]:
-    """The files of a folder that are not read, as they are named in it; of a saved data set, and of a file, none."""
+    """Returns the relative paths of a folder's files that are not read; none for saved data sets and files."""
     path = Path(source)
     if not path.is_dir() or _is_saved_dataset(path):
         return []
@@ -116,7 +116,7 @@ def _as_row(value: Any, where: str) -> Row:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not blank and where it stands; `parse_row` reads it, so that a bad one need not be the last."""
+    """Yields each line that is not blank, with its place, for `parse_row`; a bad line does not end the file."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -138,7 +138,7 @@ def _read_jsonl(path: Path) -> Iterator[NamedRow]:
 
 
 def _read_json(path: Path) -> Iterator[NamedRow]:
-    """One JSON array of objects; JSON lines under this name are read as such."""
+    """Yields the objects of one JSON array, or JSON lines if the file holds those."""
     with path.open("rb") as file:
         opens = file.read(64).lstrip()[:1]
     if opens != b"[":
@@ -178,7 +178,7 @@ def _import_datasets(source: str | Path) -> Any:
 
 
 def _parse_hub_name(source: str) -> tuple[list[str], str]:
-    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; split train unless said."""
+    """Parses `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the default split is train."""
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     if not all((name, *more)) or len(more) > 2:
         raise ValueError(f"{source} names no data set; give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
@@ -186,7 +186,7 @@ def _parse_hub_name(source: str) -> tuple[list[str], str]:
 
 
 def _hub_rows(source: str) -> Iterator[NamedRow]:
-    """Rows stream, so the set need not fit the disk."""
+    """Streams rows of a hub data set, which need not fit on the disk."""
     names, split = _parse_hub_name(source)
     number = -1
     try:

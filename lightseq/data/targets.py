@@ -1,6 +1,6 @@
-"""What a row teaches: a text whole, the answers of a chat or to a prompt, or ids as they are.
+"""Training targets of a row: all of a text, the answers of a chat or to a prompt, or given labels.
 
-A part is a piece of text and whether it is a target. Prompts and what a chat template puts around them are none.
+A part is a piece of text and whether it is a target. Prompts and the chat template's own text are not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDS: Final = "ids"  # the kind of rows that no tokenizer is asked of
 
 @dataclass(frozen=True)
 class Sample:
-    """Ids, or parts to be made ids of; `skipped` says why there is nothing to learn."""
+    """Ids, or text parts to tokenize; `skipped` tells why there is nothing to learn."""
 
     parts: tuple[TextPart, ...] = ()
     ids: IntArray | None = None
@@ -42,7 +42,7 @@ Read = Callable[[Row, str, Tokenizer], Sample]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows are read; `masked` if some of their tokens are no targets, `whole` if a row is one text."""
+    """Reader of one format of rows; `masked` if some tokens are no targets, `whole` if a row is one text."""
 
     name: str
     read: Read
@@ -51,7 +51,7 @@ class RowFormat:
 
 
 def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
-    """Told by the columns of the first row. Raises ValueError where none is known."""
+    """Returns the format that the columns of the first row show. Raises ValueError if it is unknown."""
     if not columns:
         raise ValueError(f"{where} has no column at all; give it {text_column!r}, messages, or prompt and completion")
     chat = next((name for name in CHAT_COLUMNS if name in columns), None)
@@ -100,7 +100,7 @@ def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
 
 
 def _integers(row: Row, name: str, where: str) -> IntArray:
-    """A column that is a list of integers, a null counting as an empty one."""
+    """Returns a column that is a list of integers; null counts as empty."""
     values = get_column(row, name, where)
     try:
         found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
@@ -112,7 +112,7 @@ def _integers(row: Row, name: str, where: str) -> IntArray:
 
 
 def _real_tokens(row: Row, count: int, where: str) -> int:
-    """How many tokens come before the padding. A mask may hide a row's end, and nothing else."""
+    """Returns the number of tokens before the padding. Raises ValueError for a mask that hides any others."""
     if row.get("attention_mask") is None:
         return count
     mask = _integers(row, "attention_mask", where)
@@ -126,7 +126,7 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
 
 
 def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
-    """Through the chat template where the tokenizer has one, else joined as they stand."""
+    """Reads a prompt and its answer, through the chat template if there is one, else joined as they are."""
     prompt, answer = (get_column(row, name, where) for name in pair)
     if isinstance(prompt, list) and isinstance(answer, list):
         return _read_chat([*prompt, *answer], where, tokenizer)
@@ -156,9 +156,9 @@ def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
-    """What the template adds when a turn is answered is the target; each prompt is what a reader of it would be shown.
+    """Reads a chat: the text that the template adds for an answer is a target, each prompt before it is not.
 
-    Turns after the last answer teach nothing and are left out.
+    Turns after the last answer are left out.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -193,7 +193,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, wh
 def encode_samples(
     samples: Sequence[Sample], kind: RowFormat, tokenizer: Tokenizer
 ) -> list[tuple[IntArray, TargetMask | None]]:
-    """Ids of each sample, and which are targets (None: all). One call of the tokenizer, which splits the work."""
+    """Returns ids of each sample, and which are targets (None: all), with one call of the tokenizer."""
     if kind.whole:
         return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
     encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))
@@ -203,7 +203,7 @@ def encode_samples(
 
 
 def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenizer) -> tuple[IntArray, TargetMask]:
-    """With the document's beginning and end, which a chat template writes itself."""
+    """Adds the begin and end ids of a document, unless a chat template writes them."""
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)

@@ -1,4 +1,4 @@
-"""Rows made tokens once and kept: a token directory in a cache, named by all that decides what is in it."""
+"""Cache of tokenized rows: one token directory for each combination of source, tokenizer and options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ META_FIELDS: Final = {  # in meta.json, besides what any token directory has
 
 @dataclass
 class SkippedRows:
-    """Rows that were left out: counted by reason, the first few by name; and padding that was."""
+    """Rows that were left out, counted by reason, with the names of the first few; and padding that was cut."""
 
     counts: Counter[str] = field(default_factory=Counter)
     rows: list[str] = field(default_factory=list)
@@ -60,13 +60,13 @@ class SkippedRows:
             self.rows.append(f"{where}: {reason}")
 
     def facts(self) -> dict[str, object]:
-        """What meta.json says of them."""
+        """Returns the counts for meta.json."""
         return {"skipped": dict(self.counts), "skipped_rows": self.rows}
 
 
 @dataclass
 class LongestPrompts:
-    """The documents with the longest runs of tokens that are no targets: a whole window may lie in such a run."""
+    """Documents with the longest runs of tokens that are no targets; a whole window may lie in such a run."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class LongestPrompts:
 def open_rows(
     source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
 ) -> WindowExamples:
-    """Windows of the rows' tokens, from the cache where they are. Raises ValueError naming the row that is wrong."""
+    """Returns windows of the rows' tokens, from the cache if possible. Raises ValueError naming a bad row."""
     directory = ensure_tokenized(source, vocab_size, tokenizer, read_options, progress)
     examples = open_windows(directory, length, vocab_size)
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
@@ -99,7 +99,7 @@ def open_rows(
 
 
 def format_and_rows(source: str | Path, column: str, limit: int | None = None) -> tuple[RowFormat, Iterator[NamedRow]]:
-    """What the first row tells, and all of them. Raises ValueError where there is none, or none of a known kind."""
+    """Returns the format of the first row, and all rows. Raises ValueError if there is none or it is unknown."""
     rows = read_rows(source, limit)
     first = next(rows, None)
     if first is None:
@@ -114,7 +114,7 @@ def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
 
 
 def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    """What to say of a folder's other files, and of padding."""
+    """Returns notes on a folder's other files, and on padding."""
     said = []
     if files := meta["passed_over"]["files"]:
         shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > MAX_NAMED else "")
@@ -131,9 +131,9 @@ def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
 def ensure_tokenized(
     source: str | Path, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
 ) -> Path:
-    """The token directory of a source; of several processes that want the same one, one writes and the others wait.
+    """Returns the token directory of a source. Of several processes that want it, one writes and the others wait.
 
-    Those that show no bar let the one that does go first.
+    Processes without a progress bar let the one with a bar go first.
     """
     about: dict[str, Any] = {
         "rows": source_identity(source),
@@ -243,7 +243,7 @@ def _tokenize(
 
 
 def tokenizer_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Of as many as a tokenizer gets at once, to share among the cores."""
+    """Yields batches of as many items as a tokenizer gets at once, to use all cores."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, TOKENIZER_ROWS)):
         yield batch

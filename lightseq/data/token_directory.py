@@ -1,4 +1,4 @@
-"""What a corpus is on disk: a token directory, how one is written, and how it is opened.
+"""Token directories, the format of a corpus on disk: writing and opening.
 
 A token directory:
 tokens.bin     every token, little-endian uint16 or uint32
@@ -41,7 +41,7 @@ OPTIONAL_META = {  # in meta.json
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How rows are read that are not tokens yet."""
+    """Options for reading rows that are not tokenized yet."""
 
     text_column: str = "text"
     limit: int | None = None  # rows; None: all
@@ -50,7 +50,7 @@ class ReadOptions:
 
 @contextmanager
 def atomic_write(path: Path, force: bool) -> Iterator[Path]:
-    """Gives a temporary sibling to write, a file or a directory; it takes the name `path` when all went well."""
+    """Yields a temporary sibling to write, a file or a directory, which is renamed to `path` on success."""
     path = path.resolve()
     if path.exists() and not force:
         raise ValueError(f"{path} exists; give another path, or --force to replace it")
@@ -77,7 +77,7 @@ def atomic_write(path: Path, force: bool) -> Iterator[Path]:
 
 
 def remove_partials(path: Path) -> None:
-    """Removes what killed processes left of writing `path`; the caller sees to it that nobody is writing it now."""
+    """Removes what killed processes left of writing `path`; the caller makes sure that no process is writing it."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}{PARTIAL}"):
             shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and is in nobody's way
@@ -91,9 +91,9 @@ def write_token_directory(
     force: bool = False,
     with_targets: bool = False,
 ) -> dict[str, Any]:
-    """Streams documents to disk; `about` adds to the meta data after the last one, when counts are known.
+    """Streams documents to disk. `about` adds to meta.json after the last one, when counts are known.
 
-    A document may bring along which of its tokens are targets.
+    A document may come with a mask of its targets.
     """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     count = tokens = 0
@@ -141,12 +141,12 @@ class TokenDirectory:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def targets_of(self, index: int) -> IntArray | None:
-        """For every token of a document, whether it is a target; None: all are."""
+        """Returns whether each token of a document is a target; None: all are."""
         return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
 
 def open_token_directory(path: Path) -> TokenDirectory:
-    """Maps a token directory after checking that its three files agree."""
+    """Maps a token directory after checking that its files agree. Raises ValueError if they do not."""
     meta = _read_meta(path / META)
     tokens = _map_numbers(path / TOKENS, DTYPES[meta["dtype"]], meta["tokens"])
     offsets = _map_numbers(path / DOCUMENTS, OFFSET_DTYPE, meta["documents"] + 1)
@@ -180,7 +180,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def matches_schema(value: Any, shape: Any) -> bool:
-    """Whether a value of JSON has a shape: a type or several, [shape of each item], {key: shape}, {str: of any key}."""
+    """Returns whether a JSON value has a shape.
+
+    A shape is a type or a tuple of types, [shape of each item], {key: shape}, or {str: shape of any key}.
+    """
     if isinstance(shape, dict):
         keys = value if type(value) is dict and str in shape else shape
         return type(value) is dict and all(

@@ -1,4 +1,4 @@
-"""What makes ids of text: bytes, or a Hugging Face tokenizer, and which of the ids are targets."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer, and the mask of target ids."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TargetMask = NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
-    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`.
+    """Text to ids. `encode` adds a document's begin and end ids, `encode_part` does not.
 
-    `encode_parts` makes ids of texts in parts, and says which of them are targets. A chat template writes turns as
-    text, with what asks for an answer at the end or without.
+    `encode_parts` encodes texts in parts and returns which ids are targets. A chat template writes turns as text, with
+    or without the prompt for an answer at the end.
     """
 
     @property
@@ -97,7 +97,7 @@ class ByteTokenizer:
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
-    """What stands in its place where rows are ids already: a vocabulary, which nothing asks for ids."""
+    """Returns a tokenizer for rows that hold ids already: a vocabulary size, which encodes nothing."""
     return ByteTokenizer(name="", vocab_size=vocab_size, fingerprint=f"ids below {vocab_size}")
 
 
@@ -127,7 +127,7 @@ class PretrainedTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides what a text becomes, whatever the tokenizer's name."""
+        """Returns a hash of everything that decides the ids of a text, whatever the tokenizer's name."""
         fast = getattr(self.backend, "backend_tokenizer", None)
         words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
         made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
@@ -144,7 +144,7 @@ class PretrainedTokenizer:
         return self.encode_batch([text], whole=True)[0]
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
-        """Whole documents, or parts of one; a fast tokenizer takes all cores for them."""
+        """Encodes whole documents, or parts of one; a fast tokenizer uses all cores."""
         if not texts:
             return []
         found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
@@ -152,7 +152,7 @@ class PretrainedTokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in closed]
 
     def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
-        """As if in one piece, as readers of a prompt get it; an id that reaches into a target is one."""
+        """Encodes the joined parts in one piece, as a prompt at inference; an id that reaches into a target is one."""
         if not texts:
             return []
         if not self.backend.is_fast:
@@ -174,7 +174,7 @@ def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetM
 
 
 def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -> TargetMask:
-    """Which of the ids, by their characters, reach into a part that is a target."""
+    """Returns which ids, by their character spans, reach into a part that is a target."""
     found, end = np.zeros(len(spans), dtype=np.bool_), 0
     for text, target in parts:
         start, end = end, end + len(text)
@@ -184,7 +184,10 @@ def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`byte`, or whatever AutoTokenizer knows: a local directory or a hub id. Code that ships with it is never run."""
+    """Loads `byte`, or what AutoTokenizer knows: a local directory or a hub id. Never runs code that ships with it.
+
+    Raises ValueError if it cannot be loaded.
+    """
     if name == "byte":
         return ByteTokenizer()
     if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):

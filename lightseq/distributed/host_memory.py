@@ -1,4 +1,4 @@
-"""The memory of this host that its processes may take: the machine's, or what their cgroups allow of it."""
+"""Host memory available to this host's processes: the machine's, or less if their cgroups limit it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,14 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class MemoryBytes(NamedTuple):
-    """Of a host's memory."""
+    """Total and free memory of a host, in bytes."""
 
     total: int
     free: int
 
 
 class CgroupFiles(NamedTuple):
-    """What a version of cgroups calls a group's limit, what it has taken, and the page cache that it can give back."""
+    """File names of a group's limit, its usage, and the reclaimable page cache, for one version of cgroups."""
 
     limit: str
     taken: str
@@ -30,7 +30,7 @@ V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
-    """What the machine has, or less where a container or a batch system allows less: beyond that the kernel kills."""
+    """Returns the machine's memory, or less where a container or batch system allows less and the kernel would kill."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, taken in _limits(membership, cgroups):
@@ -39,7 +39,7 @@ def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Memor
 
 
 def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """The limit of every group that this process is in, and what counts towards it, as far as they can be read."""
+    """Yields limit and usage of every readable group that this process is in."""
     for directory, names in _groups(membership, cgroups):
         try:
             limit = int((directory / names.limit).read_text())
@@ -51,7 +51,10 @@ def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:
-    """From the process's own group up to the root: a container sees its own as the root, under any name."""
+    """Yields the process's own group and its parents up to the root.
+
+    A container sees its own group as the root, whatever its name.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, on which device, and how data, sequences and parameters are split among them.
+"""Process group, devices and meshes of a run: how data, sequences and parameters are split among ranks.
 
 With environment.py and launch/, the only place that reads environment variables.
 """
@@ -30,7 +30,7 @@ FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there un
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `local_size` processes share its host."""
+    """This process among all. `local_size` processes share its host."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Ranks as data × sequence, and the mesh over which parameters are sharded (or replicated × sharded)."""
+    """Data and sequence coordinates of a rank, and the mesh for sharding (or replicating and sharding) parameters."""
 
     data_ranks: int
     data_rank: int
@@ -56,16 +56,16 @@ class Meshes:
 
 
 def make_deterministic() -> None:
-    """The same bits from the same inputs, on GPU too: deterministic kernels, a workspace that cuBLAS does not vary."""
+    """Makes torch compute the same bits from the same inputs, also on GPUs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def use_host_cores(world: World) -> None:
-    """Gives what GPUs leave to the host, AdamW say, this rank's share of its cores.
+    """Gives CPU work beside the GPUs, such as AdamW, this rank's share of the host's cores.
 
-    torch's launcher allows a process one thread where OMP_NUM_THREADS says nothing; more that were asked for stand. On
-    a CPU nothing changes, for there the number of threads decides the last bits of sums.
+    torch's launcher allows one thread if OMP_NUM_THREADS is unset; a larger number set by the user stays. CPU runs are
+    left alone, because the number of threads decides the last bits of sums.
     """
     share = len(os.sched_getaffinity(0)) // world.local_size
     if world.device.type == "cuda" and torch.get_num_threads() == 1 < share:
@@ -73,7 +73,7 @@ def use_host_cores(world: World) -> None:
 
 
 def set_deepspeed_environment(world: World) -> None:
-    """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
+    """Sets what DeepSpeed reads from the environment at import: its device and the local rank."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
 
@@ -82,7 +82,7 @@ def set_deepspeed_environment(world: World) -> None:
 def init_distributed(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process.
 
-    The timeout is of whatever ranks do together from then on; who has not joined after half of it is named.
+    The timeout applies to every later collective. Ranks that have not joined after half of it are named in an error.
     """
     cache_compiled_kernels()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -118,7 +118,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    """Where the processes meet; a launcher that starts them again keeps it. Waits for none of them to come."""
+    """Returns the store of the rendezvous, which a restarting launcher keeps. Waits for no other rank."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
@@ -135,10 +135,10 @@ def _require_env(name: str) -> str:
 
 
 def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
-    """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
+    """Returns `prepare()` on every rank; if it refuses its input on any, all ranks exit with status 2.
 
-    The lowest rank that refused prints its one line. `prepare` waits for no other rank, or
-    fails alike on all.
+    The lowest rank with a ValueError or OSError prints its one line. `prepare` must not wait for other ranks unless it
+    fails on all of them alike.
     """
     refusal, result = None, None
     try:
@@ -158,47 +158,47 @@ def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
 
 
 def set_device(world: World) -> None:
-    """Makes the world's device the one that this thread means; a new thread means the first one."""
+    """Makes the world's GPU the current device of this thread; new threads start with the first one."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
 
 
 def is_first_to(do: str) -> bool:
-    """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
+    """Returns whether no other rank has asked this before. Waits for nobody, so a failing rank may call it."""
     return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
 
 
 def mark_done(do: str) -> None:
-    """Tells the ranks that were not `is_first_to` do this that it is done."""
+    """Tells ranks that were not `is_first_to` do this that it is done."""
     dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
 
 
 def wait_until_done(do: str, seconds: float) -> None:
-    """Until who was `is_first_to` do this has done it, or for so long."""
+    """Waits until the rank that was `is_first_to` do this has done it, at most `seconds`."""
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
     while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
         time.sleep(0.1)
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this process at once: to take leave properly, others would have to answer, who may be waiting for it."""
+    """Exits at once, without the shutdown that needs answers from ranks which may be waiting for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
-    """This rank's share, in bytes, of what may be used of the memory that its host has free."""
+    """Returns this rank's share, in bytes, of the usable free memory of its host."""
     return share * host_memory().free / world.local_size
 
 
 def host_bytes_for_layers(free: float, state: float) -> float:
-    """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
+    """Returns the bytes of a rank's free host memory that layers may offload to, after weights and optimizer state."""
     return FREE_SHARE * max(0.0, free - state)
 
 
 def check_devices(world: World) -> None:
-    """Raises ValueError where two processes would share a GPU."""
+    """Raises ValueError if two processes would share a GPU."""
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
         raise ValueError(
             f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process a GPU "
@@ -207,7 +207,10 @@ def check_devices(world: World) -> None:
 
 
 def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int:
-    """Ranks that share a sequence: all, unless told otherwise. Raises ValueError where they do not divide the world."""
+    """Returns the number of ranks that share a sequence (default: all).
+
+    Raises ValueError if it does not divide the world.
+    """
     size = sequence_parallel_size or world.size
     if world.size % size:
         divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
@@ -218,11 +221,12 @@ def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int
 
 
 def make_meshes(world: World, sequence_size: int, fsdp_mode: str) -> Meshes:
-    """Neighbouring ranks share a sequence, so that its blocks travel inside a host as far as they can.
+    """Returns the meshes of a run.
 
-    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts,
-    ddp keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
-    Raises ValueError on every rank where hosts to be sharded over have different numbers of ranks.
+    Neighbouring ranks share a sequence, so that its blocks stay inside a host if possible. Parameters: full_shard
+    splits them over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp keeps a copy on
+    every rank. The last two are a (copies x shards) mesh, which FSDP2 treats as hybrid sharding. Raises ValueError on
+    every rank if hybrid_shard meets hosts with different numbers of ranks.
     """
     kind = world.device.type
     data_ranks = world.size // sequence_size

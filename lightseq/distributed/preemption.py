@@ -1,4 +1,4 @@
-"""Whether somebody asked the run to stop: SIGTERM, SIGUSR1 or Ctrl-C at any rank ends all after the same step."""
+"""Requests to stop a run: SIGTERM, SIGUSR1 or Ctrl-C on any rank ends all ranks after the same step."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one
 
 
 class StopRequest:
-    """Remembers a signal. What these signals did before, they do again after the `with`.
+    """Signal handlers that remember a signal, and a vote of all ranks. Previous handlers return after the `with`.
 
-    A step can take hours: a second Ctrl-C ends the process at once. Of the others several may be one, from a scheduler
-    and from a launcher that passes its own on.
+    A step can take hours, so a second Ctrl-C ends the process at once. Other signals may arrive twice, from a scheduler
+    and from a launcher that forwards its own.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
     def begin_poll(self, failed: bool) -> None:
-        """Begins to ask all ranks whether one got a signal so far, or something failed there; once in every step."""
+        """Starts asking all ranks for signals and failures so far. Called once in every step."""
         said = torch.tensor([self._asked, failed], dtype=torch.int32)
         self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
 
     def poll_result(self) -> tuple[str | None, bool]:
-        """The name of the signal that any rank got, and whether anything failed on any; the same on every rank.
+        """Returns the name of a signal that any rank got, and whether anything failed on any; equal on all ranks.
 
-        What it was when each rank asked. Waits for the other hosts, for no GPU.
+        Reports the state when each rank asked. Waits for the other hosts, not for the GPU.
         """
         assert self._answer is not None, "who did not ask would wait for nobody, and the others for it"
         (said, work), self._answer = self._answer, None
@@ -63,5 +63,5 @@ class StopRequest:
             os.write(2, line.encode())  # Python's own streams may be in the middle of something
 
     def _is_ctrl_c(self, number: int) -> bool:
-        """Of a second one torch's launcher, which keeps its processes off the terminal, makes a SIGTERM."""
+        """Returns whether a signal is a Ctrl-C; torch's launcher forwards the second one as SIGTERM."""
         return number == signal.SIGINT or (number == signal.SIGTERM and self._asked == signal.SIGINT)

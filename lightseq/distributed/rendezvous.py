@@ -1,7 +1,7 @@
-"""Names the ranks that do not come to where all are to meet, and ends those that wait for them.
+"""Timeout of the rendezvous: names ranks that do not arrive, and ends those that wait for them.
 
-A rank that waits there does so inside torch, which only knows that it waited. A thread beside it asks the store that
-the ranks meet in who else is there; one that is frozen does not answer.
+A waiting rank is blocked inside torch, which only knows that it waited. A thread beside it asks the store of the
+rendezvous who else is there; a frozen rank does not answer.
 """
 
 import threading
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 5.0  # at most, that a rank which waits takes to say so
 
 
 class RendezvousMonitor:
-    """Lasts as long as its `with`. After `seconds` the first rank to be tired of it calls the roll."""
+    """Watch over the rendezvous inside a `with`. After `seconds` the first rank to time out takes a roll call."""
 
     def __init__(
         self, rank: int, size: int, seconds: float, restarts: int, exit_process: Callable[[int], object]
@@ -39,7 +39,7 @@ class RendezvousMonitor:
         return self
 
     def at(self, store: dist.Store) -> None:
-        """The store has been reached; asked on a connection besides the one on which the main thread waits."""
+        """Starts using the store, on a connection of its own: the main thread waits on the other."""
         if self._size > 1:
             self._store = dist.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
 
@@ -61,7 +61,7 @@ class RendezvousMonitor:
                 return
 
     def _answer(self, store: dist.Store) -> str | None:
-        """Takes part in a roll call; what is wrong, in the words of whoever saw it first."""
+        """Takes part in a roll call. Returns what is wrong, in the words of the rank that saw it first."""
         late = time.monotonic() - self._until
         if late > 0:
             store.set("call", "")
@@ -75,7 +75,7 @@ class RendezvousMonitor:
         return store.compare_set("verdict", "", verdict(missing, self._size, self._seconds)).decode()
 
     def _guard(self) -> None:
-        """A store that is not there, or frozen, is waited for inside torch; so is it by whoever asks it."""
+        """Ends the process if the store is missing or frozen: torch, and whoever asks it, waits for it forever."""
         if not self._over.wait(self._seconds + 1.5 * self._patience):
             self._store = None  # not to be asked again
             waited = f"has not answered rank {self._rank} within {self._seconds:.0f} s"
@@ -94,7 +94,7 @@ class RendezvousMonitor:
 
 
 def verdict(missing: list[int], size: int, seconds: float) -> str:
-    """One line that names the ranks to look at; their hosts are not known."""
+    """Returns one line that names the ranks to look at; their hosts are unknown."""
     if not missing:
         return (
             f"the {size} ranks are all there, but could not connect to each other within {seconds:.0f} s: a firewall "

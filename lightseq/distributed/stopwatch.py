@@ -1,4 +1,4 @@
-"""How long the device took for something, learned without waiting for it."""
+"""Device timings that are measured without waiting for the device."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceTimestamp:
-    """Now, in the device's work where there is a GPU, else on the clock."""
+    """A point in the device's work on GPUs, in time on CPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = time.perf_counter()
@@ -21,7 +21,7 @@ class DeviceTimestamp:
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: "DeviceTimestamp") -> float:
-        """Waits for the device to get there."""
+        """Returns seconds from this point to `later`, for which it waits."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
         later._event.synchronize()
@@ -29,7 +29,7 @@ class DeviceTimestamp:
 
 
 class Stopwatch:
-    """Times work that is the same on every rank and waits for nobody, so that a slow rank shows."""
+    """Timer of work that is equal on all ranks and waits for none, so that a slow rank shows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class Stopwatch:
         self._laps.append((begin, DeviceTimestamp(self._device)))
 
     def seconds(self) -> float:
-        """The mean of the laps that are over and were not asked for before; 0 if there are none."""
+        """Returns the mean of the laps that ended since the last call; 0 if none did."""
         over = [lap for lap in self._laps if lap[1].has_passed]
         self._laps = self._laps[len(over) :]
         return sum(begin.seconds_until(end) for begin, end in over) / len(over) if over else 0.0

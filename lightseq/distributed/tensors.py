@@ -1,4 +1,4 @@
-"""This rank's part of distributed tensors."""
+"""Local parts of distributed tensors."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -1,9 +1,9 @@
-"""Names the rank that died, froze or fell behind, and ends all ranks, so that no run waits for ever.
+"""Watchdog that names the rank that died, froze or fell behind, and ends all ranks, so that no run waits forever.
 
-Every rank tells a shared store once a second where it is, from a thread that goes on while the main one waits in a
-collective. A rank whose beat stops is dead or frozen; among ranks that still beat, the one that is furthest behind is
-who the others wait for. Where a rank's death breaks a connection, the others' main threads end with an error that does
-not say whose end it was: they wait for its beats to stop, and name it.
+Every rank reports its place to a shared store once a second, from a thread that keeps running while the main one waits
+in a collective. A rank whose heartbeat stops is dead or frozen; among the others, the furthest behind is the one they
+wait for. If a rank's death breaks a connection, the other ranks' main threads get an error that does not name it: they
+wait for its heartbeat to stop, and name it.
 """
 
 import faulthandler
@@ -33,12 +33,12 @@ PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemote
 
 
 class RankNotResponding(Exception):
-    """What could not be done, in a few words, because another rank did not answer; the watchdog says which, and why."""
+    """An operation that failed because another rank did not answer; the watchdog adds which one and why."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank says it is: `number` grows as long as the rank lives, `seconds` tells how long it is there."""
+    """Place of a rank: `number` grows while the rank lives, `seconds` is the time spent in the current phase."""
 
     rank: int
     host: str
@@ -56,7 +56,10 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Watches inside a `with`. `end` is called with the verdict on every rank; left alone, it ends the process."""
+    """Watchdog of one rank, active inside a `with`.
+
+    `end` receives the verdict on every rank; by default it ends the process.
+    """
 
     def __init__(
         self,
@@ -89,18 +92,18 @@ class Watchdog:
             threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
 
     def mark(self, step: int | None, phase: str) -> None:
-        """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
+        """Records the main thread's step (None: the same) and phase. Costs nothing measurable."""
         self._at = (self._at[0] if step is None else step, phase, time.monotonic())
 
     def follow_progress(self, progress: Callable[[], int]) -> None:
-        """Within a phase this number grows as long as the main thread goes on: a phase may take hours."""
+        """Sets a counter that grows while the main thread makes progress within a phase, which may take hours."""
         self._progress = progress
 
     def __enter__(self) -> "Watchdog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """This rank is done, and the others need not hear of it again; after an error they should miss it."""
+        """Reports this rank as done; after an error it stays silent, so that the others miss it."""
         if self._store is not None and isinstance(error, Exception):
             self._error = error
             self._wait_for_a_verdict()
@@ -115,16 +118,16 @@ class Watchdog:
                 self._publish(self._here(-1))
 
     def _wait_for_a_verdict(self) -> None:
-        """The error may be another rank's end, which shows when that rank's beats stop; then this process ends here.
+        """Waits long enough to see whether the error is another rank's death; if so, the process ends here.
 
-        Meanwhile it lives on after a SIGTERM, which a launcher sends to all others as soon as one has ended.
+        Ignores SIGTERM meanwhile, which a launcher sends to all ranks as soon as one has ended.
         """
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._thread.join((SILENT_BEATS + 3) * self._interval)
         signal.signal(signal.SIGTERM, before)
 
     def _beat(self) -> None:
-        """Does nothing else: whoever holds the interpreter for long makes a thread wait after every answer."""
+        """Publishes heartbeats and does nothing else: a busy interpreter delays a thread after every answer."""
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
@@ -148,7 +151,7 @@ class Watchdog:
             self._asked = None
 
     def _guard(self) -> None:
-        """Behind a cut cable the store never answers, and whoever asked it waits for ever."""
+        """Ends the process if the store stops answering, as behind a cut cable."""
         while not self._closed.wait(self._interval):
             asked = self._asked
             if asked is not None and time.monotonic() - asked > self._timeout:
@@ -170,7 +173,7 @@ class Watchdog:
             store.set(f"beat {here.rank}", json.dumps(asdict(here)))
 
     def _judge(self, here: Heartbeat) -> str | None:
-        """What is wrong, in the words of whoever saw it first; None as long as all is well."""
+        """Returns what is wrong, in the words of the rank that saw it first; None if all is well."""
         late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
         if self._store is None:
             return f"{here} does not go on" if late else None
@@ -191,7 +194,7 @@ class Watchdog:
         return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _silent(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
-        """Ranks that beat no more, or never did."""
+        """Returns ranks whose heartbeat stopped or never came."""
         now, patience = time.monotonic(), SILENT_BEATS * self._interval
         if self._error is None:
             patience = max(patience, min(self._timeout / 2, SILENT_SECONDS))
@@ -210,9 +213,9 @@ class Watchdog:
         return silent
 
     def _give_up(self, text: str) -> None:
-        """Leaves the stacks of all threads in a file, says the verdict once, and ends this process.
+        """Writes the stacks of all threads to a file, prints the verdict once, and ends this process.
 
-        An error of this rank is shown besides, for it may be its own; the stacks hold it in any case.
+        Also shows this rank's own error, which may be the cause; the file holds it in any case.
         """
         remedy = ""
         if isinstance(self._error, RankNotResponding):
@@ -243,7 +246,7 @@ class Watchdog:
 
 
 def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
-    """One line that names the rank to look at."""
+    """Returns one line that names the rank to look at."""
     if silent:
         names = ", ".join(map(str, silent))
         return f"no sign of life from {names}: the process is dead or frozen, or its host is unreachable"
@@ -257,7 +260,7 @@ def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
 
 
 def _store_of_its_own(restarts: int) -> dist.Store:
-    """A connection besides the one on which the main thread may be waiting; what was said before a restart is past."""
+    """Returns a connection besides the one the main thread may be waiting on, with keys of this restart alone."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
-"""What layers keep for the backward pass waits in host memory, copied out and back beside the computing.
+"""Offloading of activations to host memory, with copies that overlap the computation.
 
-Forward: a layer's tensors leave on a side stream while the next layer computes; once that is done they are gone.
-Backward: the tensors of the layer below come back while a layer computes. The tensors of two layers are there at most.
+Forward: a layer's tensors leave on a side stream while the next layer computes, and are freed after that. Backward: the
+tensors of the layer below come back while a layer computes. At most two layers' tensors are on the device.
 """
 
 from bisect import bisect_left, insort
@@ -23,14 +23,18 @@ IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another
 
 
 def layers_in_flight(tile_layers: bool) -> int:
-    """Layers over tiles compute for seconds: one in flight takes least memory, and little is lost."""
+    """Returns the layers whose tensors are on the device at a time.
+
+    Tiled layers compute for seconds, so one is enough: it takes least memory and costs little time.
+    """
     return 1 if tile_layers else IN_FLIGHT
 
 
 class HostBufferPool:
-    """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'.
+    """Reusable host buffers of at most `limit_bytes` in all; shorter batches reuse longer ones' buffers.
 
-    Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
+    Some hosts take a minute to page-lock a hundred GiB: with `counts_only`, for rehearsals, all buffers of a size are
+    one.
     """
 
     def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
@@ -41,7 +45,7 @@ class HostBufferPool:
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
     def acquire(self, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat buffer, or None where that would pass the limit."""
+        """Returns a flat buffer, or None if that would exceed the limit."""
         free = self._free[dtype]
         place = bisect_left(free, elements, key=len)  # the smallest that will do, so that larger tensors find room too
         buffer = free.pop(place) if place < len(free) else self._new(elements, dtype)
@@ -66,7 +70,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """A tensor on the host. `leaving` is the original, for as long as it may still be read; `back` the copy of it."""
+    """A tensor in host memory. `leaving` is the original while it may still be read, `back` the copy on the device."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
         self.layer, self.host = layer, host
@@ -76,14 +80,14 @@ class OffloadedTensor:
 
 
 class OnDeviceTensor:
-    """A tensor that did not leave: when it is read, the layer below comes back."""
+    """A saved tensor that stays on the device; reading it brings back the layer below."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
 
 
 class _Layer:
-    """What one layer kept in one forward pass."""
+    """Saved tensors of one layer in one forward pass."""
 
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
         self.index, self.shared, self.stays = index, shared, stays  # shared: the storages that are not its own
@@ -94,11 +98,10 @@ class _Layer:
 
 
 class Offload:
-    """Holds what layers save in host memory; what finds no room there stays on the device.
+    """Saved-tensor hooks that store activations in host memory; what does not fit there stays on the device.
 
-    One forward pass is followed by its backward pass. On CPU the same happens with plain copies. With one layer
-    `in_flight` nothing is copied beside the computing, which takes least memory and loses little where layers compute
-    for seconds.
+    Each forward pass is followed by its backward pass. On CPU plain copies take the place of streams. With one layer
+    `in_flight` no copy overlaps the computation.
     """
 
     def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
@@ -110,10 +113,10 @@ class Offload:
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
-        """The forward of each of these layers, in the model's order, hands over what it saves, but of those `staying`.
+        """Wraps the forward of these layers, in the model's order, to offload saved tensors; not for those `staying`.
 
-        The layer `after` them keeps its own, for the backward pass begins with it or comes from there. Parameters, and
-        tensors among the arguments after the first, serve several layers and stay.
+        The layer `after` them keeps its own, because the backward pass begins with it or comes from there. Parameters,
+        and tensor arguments after the first, are shared by layers and stay.
         """
         for index, layer in enumerate(layers):
             forward = partial(self._forward, index, layer, layer in staying, layer.forward)
@@ -121,7 +124,7 @@ class Offload:
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
     def store(self, tensor: Tensor) -> OffloadedTensor | OnDeviceTensor | Tensor:
-        """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer."""
+        """Starts copying a tensor to the host, or lets it stay. For use inside the forward of a layer."""
         layer = self._running
         if layer is None or not self._may_leave(tensor, layer):
             return tensor
@@ -142,7 +145,10 @@ class Offload:
         return layer.stored[key]
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
-        """The tensor, on the device; what the layer before it kept begins to come back. Raises RuntimeError if gone."""
+        """Returns the tensor on the device, and starts bringing back those of the layer below.
+
+        Raises RuntimeError if they are gone, as in a second backward pass.
+        """
         if isinstance(stored, Tensor):
             return stored
         layer = stored.layer
@@ -189,7 +195,7 @@ class Offload:
         return forward(*args, **kwargs)
 
     def _drop_original(self, index: int) -> None:
-        """Of what a layer kept."""
+        """Drops the device copies of a layer's offloaded tensors."""
         if index < 0:
             return
         _wait_for(self._layers[index].left)  # on the device; only then may its memory be somebody else's
@@ -197,7 +203,7 @@ class Offload:
             stored.leaving = None
 
     def _bring(self, layer: _Layer) -> None:
-        """Starts the way back of all that a layer kept."""
+        """Starts copying a layer's tensors back to the device."""
         if layer.coming:
             return
         layer.coming = True
@@ -224,7 +230,7 @@ class Offload:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the side stream, after all that the current one has begun."""
+        """Runs the block on the side stream, after everything queued on the current one."""
         if self._side is None:
             yield
             return
@@ -251,5 +257,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor in the order in which they lie."""
+    """Returns all elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

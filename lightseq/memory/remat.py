@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: nothing, all of a layer but attention (and its linears), or everything."""
+"""Activation checkpointing: the backward pass recomputes nothing, everything but attention (and linears), or all."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +29,12 @@ Forward = Callable[..., Tensor]
 def apply_remat(
     layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
 ) -> None:
-    """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
-    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept, and under
-    `attention+linears` what its projections do, which `store_projections` has told.
+    """Checkpoints the forward of every layer.
 
-    The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
-    is for a forward that torch.compile shall see; `offload` takes what is kept.
+    Only the layer's input is stored; under `attention` also attention's output and lse, under `attention+mlp` what
+    `tile_mlps(store=True)` marks, and under `attention+linears` what `store_projections` marks. The forward is replaced
+    rather than the call, so module hooks such as FSDP's stay outside and run once a pass. `compiled` is for a forward
+    that torch.compile will see; `offload` takes the stored tensors.
     """
     assert policy in POLICIES, policy
     if policy == "none":
@@ -56,7 +56,7 @@ def apply_remat(
 
 
 def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Forward]:
-    """What `change` makes of the forwards of layers, which keep their own."""
+    """Returns the forwards that `change` gives the layers, and restores their own."""
     before = [layer.forward for layer in layers]
     change()
     changed = [layer.forward for layer in layers]
@@ -68,13 +68,12 @@ def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) ->
 def checkpoint_groups(
     groups: Sequence[Sequence[nn.Module]], inner: Offload | None = None, lasts_again: Sequence[Forward] | None = None
 ) -> None:
-    """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
+    """Checkpoints neighbouring layers as one; of a group, only the first layer's input is stored.
 
-    The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
-    the host, given `inner`). The last one's backward pass comes at once, so that it may run another forward then, of
-    `lasts_again`, that keeps more: it is there no longer than what is computed again would be. Nobody reads what comes
-    out at its end (`runs_again`). The first layer's forward runs them all, and the others hand on what it returns, so
-    that the model that calls them need not know.
+    The backward pass first runs a group's layers forward again, each of which stores what its own checkpoint stores (on
+    the host, given `inner`). The last layer's backward pass follows at once, so it may use another forward, from
+    `lasts_again`, that stores more for that short time. Its output is never read (`runs_again`). The first layer's
+    forward runs the whole group and the others return their input, so the model needs no change.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
     for group, last_again in zip(groups, lasts_again, strict=True):
@@ -107,9 +106,9 @@ def _run_group(
 
 
 class _Group(torch.autograd.Function):
-    """A checkpoint with checkpoints inside, and hooks for saved tensors between the two.
+    """A checkpoint that contains checkpoints, with saved-tensor hooks between the two.
 
-    torch's own, not reentrant, counts what is saved inside, and would miss what such hooks take.
+    torch's own non-reentrant checkpoint counts the tensors saved inside, and would miss those that such hooks take.
     """
 
     @staticmethod
@@ -145,7 +144,7 @@ def _recompute_contexts() -> Contexts:
 
 
 def _storing_contexts(offload: Offload | None) -> Contexts:
-    """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
+    """Returns contexts for the forward pass, which stores operators' results, and for the recomputation."""
     stored: deque[list[Any]] = deque()
     store: Callable[[Tensor], Any] = offload.store if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x

@@ -1,8 +1,7 @@
-"""Copies of tensors in host memory, taken while the device goes on computing.
+"""Host copies of tensors, taken while the device keeps computing.
 
-A copy of what is on a GPU goes into pinned memory on a stream of its own; the stream that computes waits for it, on the
-device, before it overwrites what is being copied. Large tensors that are on the host already are copied by `finish`,
-from another thread than the one that trains.
+A tensor on the GPU is copied to pinned memory on a side stream; the compute stream waits for that copy, on the device,
+before it overwrites the tensor. Large tensors in host memory are copied by `finish`, on another thread than training.
 """
 
 import threading
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 
 class Staging:
-    """Buffers made once and used again for the same tensors by name."""
+    """Host buffers by tensor name, allocated once and reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -33,12 +32,12 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Makes the buffers that these tensors need: to pin memory takes time."""
+        """Allocates the buffers that these tensors need; pinning takes time."""
         for name, tensor in tensors.items():
             _each(name, tensor, self._buffer)
 
     def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Starts copying; the copies, which hold what they should once `finish` has returned."""
+        """Starts copying and returns the copies, which are complete once `finish` has returned."""
         assert self._on_host.is_set() and not self._waiting, "the copies before are still being made"
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
@@ -49,13 +48,13 @@ class Staging:
         return copies
 
     def before_overwriting(self) -> None:
-        """To be called before the tensors change: the device waits for its copies, the host for its own."""
+        """Waits, before the tensors change, for the host's copies; the device waits for its own."""
         self._on_host.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def finish(self) -> None:
-        """Makes and awaits the rest of the copies."""
+        """Makes the remaining copies and waits for all."""
         try:
             for source, copy in self._waiting:
                 copy.copy_(source)
@@ -87,7 +86,7 @@ class Staging:
 
 
 def _each(name: str, tensor: Tensor, take: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """The same tensor around what `take` gives for the plain tensors that it is made of."""
+    """Rebuilds a tensor from what `take` returns for each of its plain inner tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return take(name, tensor)
     parts, context = tensor.__tensor_flatten__()
@@ -98,7 +97,7 @@ def _each(name: str, tensor: Tensor, take: Callable[[str, Tensor], Tensor]) -> T
 
 
 def local_bytes(tensors: dict[str, Tensor]) -> int:
-    """What copies of this rank's parts take."""
+    """Returns the bytes that copies of this rank's parts take."""
     total = 0
 
     def count(_: str, tensor: Tensor) -> Tensor:

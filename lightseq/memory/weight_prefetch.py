@@ -1,8 +1,8 @@
-"""Brings weights that wait on the host to the device one unit of FSDP2 ahead, where every rank has all of them.
+"""Prefetch of offloaded weights, one FSDP2 unit ahead, for runs in which every rank has all weights.
 
-FSDP2 gathers a unit's weights beside the computing of the unit before it. Where there is nobody to gather from it
-copies them when their unit begins, and nothing computes meanwhile. Here each unit that begins, in the forward and in
-the backward pass, has the next one's brought on a side stream: two units' are there at a time, as where ranks gather.
+FSDP2 overlaps all-gathers with the previous unit's computation. Without ranks to gather from it copies weights when
+their unit begins, and the device idles. Here each unit that begins, forward or backward, starts the copy of the next on
+a side stream. Two units' weights are on the device at a time, as when ranks gather.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class WeightPrefetch:
-    """For `units` of neighbouring layers, in the model's order, each of which `fully_shard` was given as one list."""
+    """Prefetch hooks on `units` of neighbouring layers, in the model's order, each a list given to `fully_shard`."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
         self._units = units

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and in peft's files.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and peft's files.
 
-The model keeps its class and the names of its modules; its own weights stay as they were read, in the compute dtype.
+The model keeps its class and module names; its own weights stay as they were read, in the compute dtype.
 """
 
 import json
@@ -38,7 +38,7 @@ ALL_LINEARS: Final = "all-linear"
 
 @dataclass(frozen=True)
 class Lora:
-    """What `--lora_rank`, `--lora_alpha` and `--lora_target_modules` ask for."""
+    """Settings from `--lora_rank`, `--lora_alpha` and `--lora_target_modules`."""
 
     rank: int
     alpha: float
@@ -50,7 +50,7 @@ class Lora:
 
 
 def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
-    """Raises ValueError for what cannot be met."""
+    """Returns the adapters that the flags ask for. Raises ValueError for flags that cannot be met."""
     if config.lora_rank is None:
         return None
     if find_spec("peft") is None:
@@ -70,7 +70,7 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
 
 
 def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
-    """How many weights train; 0: all of the model's."""
+    """Returns the number of adapter weights; 0 means that all of the model's weights train."""
     if lora is None:
         return 0
     ends = _linear_sizes(model_config)
@@ -78,7 +78,7 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) 
 
 
 def _linear_sizes(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Inputs and outputs together of every linear, by name."""
+    """Returns the input plus output features of every linear by name."""
     return _cached_linear_sizes(cast(Hashable, type(model_config)), model_config.to_json_string())
 
 
@@ -94,7 +94,7 @@ def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 
 
 def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
-    """Puts adapters beside the linears of a model without memory; freezes all else, in the dtype that computes."""
+    """Adds adapters to the linears of a model on the meta device; freezes all else, in the compute dtype."""
     if lora is None:
         return
     from peft import inject_adapter_in_model
@@ -111,8 +111,10 @@ def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
 
 @cache
 def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
-    """peft's layer, the adapter's product and the weight's made as one. In two, as peft has them, what an adapter adds
-    to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
+    """Returns a subclass of peft's layer that computes the weight's and the adapter's product in one.
+
+    peft adds two products. In bfloat16 the adapter's part is then lost wherever it is less than half a step of the
+    rounded weight's part; at first, all of it is.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ def _peft_config(lora: Lora, base: str | None = None) -> Any:
 def initialize(
     model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
 ) -> None:
-    """As peft does, and the same for every number of ranks: A uniform within 1/√inputs either way, B zero."""
+    """Initializes adapters as peft does, equally for every number of ranks: A uniform within 1/√inputs, B zero."""
     for name, parameter in lora_parameters(model):
         shape, on = tuple(parameter.shape), device or parameter.device
         whole = torch.zeros(shape, device=on)
@@ -145,11 +147,12 @@ def initialize(
 
 
 def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the names and parameters of the adapters."""
     return ((name, p) for name, p in model.named_parameters() if LORA_INFIX in name)
 
 
 def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What a run's flags made of its model's RoPE, as config.json has it; None where they left it alone."""
+    """Returns the RoPE settings of config.json that a run's flags changed; None if they changed nothing."""
     if config.rope_theta is None and config.rope_scaling is None:
         return None
     found = model_config.to_dict()
@@ -157,7 +160,7 @@ def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[st
 
 
 def base_model_name(name: str) -> str:
-    """What an adapter calls the model that it belongs to, by what `--model_name_or_path` calls that."""
+    """Returns the name that an adapter's config gives its base model, from `--model_name_or_path`."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -169,7 +172,7 @@ def save(
     tokenizer_from: Path | None,
     rope: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name; `rope` beside."""
+    """Writes whole adapter tensors in the files that `PeftModel.from_pretrained` opens, with `rope` beside them."""
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
@@ -181,7 +184,7 @@ def save(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The settings of a saved adapter. Raises ValueError for one that `merge` cannot apply."""
+    """Returns the config of a saved adapter. Raises ValueError if `merge` cannot apply it."""
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
@@ -198,12 +201,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_rope(directory: Path) -> dict[str, Any] | None:
-    """What `save` was given; None where the run left its model's RoPE alone."""
+    """Returns the `rope` that `save` was given; None if it was given none."""
     return read_json_object(directory / ROPE_FILE) if (directory / ROPE_FILE).is_file() else None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds. Raises ValueError that names it where that is no object."""
+    """Returns the object in a JSON file. Raises ValueError naming the file if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""What a causal language model is made of, asked of the model itself: built without memory and run once on no numbers.
+"""Architecture of a causal language model, read from the model: built on the meta device and run once there.
 
-Nothing is told by its name. What training here could honour only in part is a ValueError of one line.
+Nothing depends on its name. Anything that training here would honour only in part is a ValueError of one line.
 """
 
 import copy
@@ -31,6 +31,8 @@ LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True)
 class Heads:
+    """Attention heads of a layer: query heads, key/value heads, and their dimension."""
+
     query: int
     key_value: int
     dim: int
@@ -38,7 +40,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Counts are of parameters, and of the whole model."""
+    """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
     window: int | None  # tokens that a token of some layer sees at most; None: all
@@ -57,12 +59,12 @@ class Architecture:
 
     @property
     def can_store_mlp(self) -> bool:
-        """Whether a checkpoint may keep the gate and up of its MLPs and make no product of them again."""
+        """Returns whether a checkpoint may store gate and up of its MLPs and recompute no product of them."""
         return self.gated_mlp and self.mlp_is_last
 
 
 def heads_of(config: PreTrainedConfig) -> Heads:
-    """Returns the heads of every layer. Raises ValueError where layers differ or the config does not say."""
+    """Returns the heads of every layer. Raises ValueError if layers differ or the config does not say."""
     try:
         query = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
@@ -72,7 +74,7 @@ def heads_of(config: PreTrainedConfig) -> Heads:
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A copy with the first few layers alone; what the config lists for each layer is cut, too."""
+    """Returns a copy of a config with the first few layers; lists with one entry per layer are cut too."""
     before, few = config.num_hidden_layers, copy.deepcopy(config)
     few.num_hidden_layers = min(before, layers)
     for key, value in vars(few).items():
@@ -108,11 +110,12 @@ def rope_types(source: object) -> set[str]:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the attention modules of a model."""
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
 def check_attention(model: PreTrainedModel, length: int) -> None:
-    """Raises ValueError for models whose attention over `length` tokens could only be honoured in part."""
+    """Raises ValueError for a model whose attention over `length` tokens would be honoured only in part."""
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
@@ -138,7 +141,7 @@ def _check_window(name: str, window: int | None, length: int) -> None:
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Keys that a token of the layer that looks back least can see, itself among them; None where all can."""
+    """Returns the smallest number of keys that a token of some layer can see, itself included; None if all."""
     kinds = getattr(config, "layer_types", None)
     asked = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if asked else None
@@ -146,7 +149,10 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
-    """The architecture behind a config. Raises ValueError for one that cannot be trained here, at a length if given."""
+    """Returns the architecture of a config.
+
+    Raises ValueError for one that cannot be trained here, or not at a given length.
+    """
     facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
     found = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
     _check_window(found.name, found.window, length or 1)
@@ -223,8 +229,10 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
 def _run_on_meta(
     model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear
 ) -> tuple[Heads, bool, list[nn.Linear], bool]:
-    """Runs the model once on the meta device. Returns what attention is called with in every layer, whether packed
-    documents reach it, the linear that each layer runs last, and whether no layer saves anything behind its MLP.
+    """Runs the model once on the meta device.
+
+    Returns the heads that attention is called with in every layer, whether packed documents reach it, the linear that
+    each layer runs last, and whether no layer saves anything after its MLP.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
     documents = object()
@@ -257,7 +265,10 @@ def _run_on_meta(
 
 @contextmanager
 def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
-    """How many tensors each layer saves for its backward pass once its MLP has run, or at all if it has none."""
+    """Yields a list that receives, per layer, the number of tensors saved for backward after its MLP.
+
+    A layer without an MLP counts all that it saves.
+    """
     since: list[Tensor] = []
     counts: list[int] = []
 
@@ -284,9 +295,9 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
 
 @contextmanager
 def _plain_head_required(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
-    """Raises ValueError unless the logits of a pass are the head's product with the layers' output and nothing else.
+    """Raises ValueError unless the logits are exactly the head applied to the layers' output.
 
-    The loss takes the head's weight and that output.
+    The loss reads only the head's weight and that output.
     """
     found: dict[str, Tensor] = {}
     hooks = [

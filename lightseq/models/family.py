@@ -1,4 +1,4 @@
-"""What a model name means within one family: a preset, the hub id of one, a local directory or any other hub id."""
+"""Resolution of --model_name_or_path (a preset, its hub id, a local directory or any hub id), and RoPE scaling."""
 
 import difflib
 import math
@@ -26,14 +26,17 @@ FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
+    """Architecture of a model, and the directory or hub id of its weights, if it has any."""
 
     config: PreTrainedConfig
     weights: Path | str | None
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
-    """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
+    """Returns the model that `--model_name_or_path` names.
+
+    Asks the hub only for weights, or for an id that is no alias. Raises ValueError for unknown names.
+    """
     name, directory = model_name_or_path, Path(model_name_or_path)
     if family.preset(name) is not None:
         if not random_init:
@@ -60,7 +63,7 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 
 def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
-    """A fresh config of a preset; changing it changes no other."""
+    """Returns a new config of a preset; changing it changes no other."""
     arguments: dict[str, Any] = dict(family.preset(preset) or {})
     assert arguments, preset
     # transformers fills in the mapping it is given: hand it its own copy.
@@ -68,7 +71,7 @@ def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """The config, if every part of the architecture is one that training here honours."""
+    """Returns the config. Raises ValueError if training here does not honour every part of the architecture."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:
         _check_rope_type(rope, name)
@@ -90,11 +93,12 @@ def apply_rope(
     rope_scaling: Mapping[str, Any] | None = None,
     length: int = 0,
 ) -> PreTrainedConfig:
-    """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
+    """Returns a new config with another base or scaling of the rotary positions; scaling replaces the model's own.
 
-    Scaling starts from the context that the model has without its own. llama3, yarn and longrope keep that length
-    beside the one that they reach, which becomes the config's; the others are scaled from the config's. A larger base
-    has no length of its own: it is given for the one that is trained on, which becomes the config's where it is longer.
+    Scaling starts from the model's context without its own scaling. llama3, yarn and longrope store that length beside
+    the one they reach, which becomes the config's; the others scale the config's. A larger base has no length of its
+    own: it is meant for the training length, which becomes the config's if it is longer. Raises ValueError for settings
+    that do not fit.
     """
     current = dict(getattr(config, "rope_parameters", None) or {})
     published = config.max_position_embeddings
@@ -124,9 +128,9 @@ def apply_rope(
 
 
 def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedConfig | None = None) -> str | None:
-    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
+    """Returns one line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
 
-    `before` is the model as it was, where --rope_scaling was given: that it covered more is said for any length.
+    `before` is the model without --rope_scaling, if that was given: losing positions is reported for any length.
     """
     covered, had = covered_positions(config), covered_positions(before) if before is not None else 0
     if length <= covered and had <= covered:
@@ -142,14 +146,14 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
 
 
 def covered_positions(config: PreTrainedConfig) -> int:
-    """How many the model and its scaling cover."""
+    """Returns how many positions the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
     return round(config.max_position_embeddings * factor)
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
-    """What a factor counts from, and the one, rounded up, that covers a length."""
+    """Returns advice: the length that a factor multiplies, and the factor, rounded up, that covers `length`."""
     rope = config.rope_parameters or {}
     start = rope.get("original_max_position_embeddings", config.max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"

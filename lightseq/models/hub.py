@@ -1,4 +1,4 @@
-"""Asks the hub once, within seconds, whether a repository is there; transformers would ask for minutes."""
+"""Quick check that a hub repository can be reached; transformers would retry for minutes."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ TIMEOUT_SECONDS: Final = 10.0  # that it may take to answer
 
 
 def hub_error(hub_id: str, file: str) -> str | None:
-    """Why the hub does not answer for a repository, of which a file is not in the cache either; None where it does."""
+    """Returns why a hub repository cannot be reached; None if it can, or if the file is cached."""
     if try_to_load_from_cache(hub_id, file) is not None:  # the file, or that the repository is known to lack it
         return None
     try:

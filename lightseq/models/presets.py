@@ -1,4 +1,4 @@
-"""The architectures that a family has published, by name."""
+"""Published architectures of a model family, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,5 +16,5 @@ class ModelFamily:
     sibling: str = ""  # the package of the other family, by name: the two import nothing of each other
 
     def preset(self, name: str) -> Mapping[str, object] | None:
-        """The architecture of that name, if the family has one."""
+        """Returns the architecture of that name, if the family has one."""
         return self.presets.get(name) or self.scaled_preset(name)

@@ -1,4 +1,4 @@
-"""A linear with a low-rank adapter beside it (LoRA, arXiv 2106.09685): what both make is rounded once.
+"""Linear layers with a low-rank adapter (LoRA, arXiv 2106.09685) whose joint output is rounded once.
 
 Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
 """
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class LinearWeights(NamedTuple):
-    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without adapter A and B are None.
+    """Weights of y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without an adapter A and B are None.
 
-    One product of [x, scale · x Aᵀ] and [W, B]. Added to what is rounded already, so small a part as an adapter's at
-    first would be lost wherever it is less than half a step; and cuBLAS rounds to bfloat16 before it adds, too.
+    Computed as one product of [x, scale · x Aᵀ] and [W, B]. Added to a rounded product, an adapter's small part would
+    be lost where it is less than half a step; cuBLAS rounds to bfloat16 before it adds, too.
     """
 
     weight: Tensor
@@ -28,12 +28,12 @@ class LinearWeights(NamedTuple):
         return torch.mm(_joined(x_NI, self.adapter_output(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)
 
     def adapter_output(self, x_NI: Tensor) -> Tensor:
-        """What the adapter makes of its input within its rank (N, R)."""
+        """Returns scale · x Aᵀ (N, R)."""
         assert self.a is not None
         return (x_NI @ self.a.T).mul_(self.scale)
 
     def adapter_output_gradient(self, dy_NO: Tensor) -> Tensor:
-        """The gradient of x Aᵀ (N, R)."""
+        """Returns the gradient of x Aᵀ (N, R)."""
         assert self.b is not None
         return (dy_NO @ self.b).mul_(self.scale)
 
@@ -43,7 +43,7 @@ class LinearWeights(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
-        """The one that has these `tensors`."""
+        """Builds the weights from their `tensors`."""
         weight, *low = tensors
         a, b = low or (None, None)
         return cls(weight, a, b, scale)
@@ -51,7 +51,7 @@ class LinearWeights(NamedTuple):
     def gradients(
         self, dy_NO: Tensor, x_NI: Tensor, of_x: bool, of_tensors: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of its input, and of its `tensors` in order, as far as they are wanted."""
+        """Returns the gradients of the input and of `tensors` in order, as far as they are wanted."""
         makers = (
             lambda: dy_NO.T @ x_NI,
             lambda: self.adapter_output_gradient(dy_NO).T @ x_NI,
@@ -62,14 +62,14 @@ class LinearWeights(NamedTuple):
 
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Side by side, and zeros up to a multiple of 8: a GPU's fast products want rows of whole 16 bytes."""
+    """Concatenates tensors, padded with zeros to a multiple of 8: fast GPU products need rows of whole 16 bytes."""
     shape = list(y.shape)
     shape[dim] = -(x.shape[dim] + y.shape[dim]) % 8
     return torch.cat([x, y, y.new_zeros(shape)] if shape[dim] else [x, y], dim)
 
 
 def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Of linears that share their input, `into` which it is written; an adapter's part joins its weight's here too."""
+    """Writes the gradient of an input that linears share to `into`, adapters included, and returns it."""
     for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
@@ -79,7 +79,7 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is one that `linear_weights` takes: without bias, as it is or with one adapter without dropout."""
+    """Returns whether `linear_weights` takes a module: no bias, and no adapter or one without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
         module = module.base_layer
@@ -87,7 +87,7 @@ def is_linear(module: Any) -> bool:
 
 
 def linear_weights(module: Any, dtype: torch.dtype) -> LinearWeights:
-    """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
+    """Returns the weights of a plain linear, or of peft's with one adapter, which then computes in `dtype`."""
     if isinstance(module, nn.Linear):
         return LinearWeights(module.weight)
     (name,) = module.lora_A
@@ -96,13 +96,13 @@ def linear_weights(module: Any, dtype: torch.dtype) -> LinearWeights:
 
 
 def lora_linear(x_NI: Tensor, linear: LinearWeights) -> Tensor:
-    """`linear.forward` that gradients flow through, but for the weight's where that does not train."""
+    """Applies `linear.forward` with gradients, except for a weight that does not train."""
     y_NO: Tensor = _LoraLinear.apply(x_NI, *linear)
     return y_NO
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Left to itself, autograd would make the joined weight's gradient whole to cut the adapter's part out of it."""
+    """Autograd of a linear with an adapter. Autograd alone would make the whole gradient of the joined weight."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated MLP of a layer over tiles of tokens: what it makes in between exists for one tile at a time, or is kept.
+"""Gated MLPs over tiles of tokens: intermediates exist for one tile at a time, or are stored for backward.
 
 Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
@@ -49,15 +49,18 @@ def tile_mlps(
 
 
 def is_gated(mlp: Any) -> bool:
-    """Whether it is one that `tile_mlps` replaces."""
+    """Returns whether `tile_mlps` replaces a module."""
     linears = [getattr(mlp, name, None) for name in LINEARS]
     return all(map(is_linear, linears)) and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 @cache
 def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class with another forward. To replace that of every module would have the compiler tell each layer from the
-    others by it, compile all of them, and give up after eight."""
+    """Returns a subclass with another forward.
+
+    Replacing each module's forward would make the compiler treat every layer as different, compile all, and give up
+    after eight.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         store = self.stores_products and torch.is_grad_enabled()
@@ -70,7 +73,7 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def shrunk(tokens: int, shrink: float) -> int:
-    """A tile's size where a run stands for one that is `shrink` times as long."""
+    """Returns a tile's size where a run stands for one that is `shrink` times as long."""
     return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
 
 
@@ -82,7 +85,7 @@ def gated_mlp(
     store: bool = False,
     ends_layer: bool = False,
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
+    """Returns down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
     For the backward pass it keeps x, and with `store` gate(x) and up(x), which are made again otherwise.
     Of what `ends_layer` memory alone is given where a checkpoint runs the layer again.
@@ -97,7 +100,7 @@ def gated_mlp(
 
 
 def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
-    """As `gated_mlp` put them together; a scale of 0 stands for no adapter."""
+    """Rebuilds the linears that `gated_mlp` flattened; a scale of 0 stands for no adapter."""
     left = iter(tensors)
     return [
         LinearWeights(next(left), next(left), next(left), scale) if scale else LinearWeights(next(left))
@@ -142,7 +145,7 @@ def _(
 def _gated_mlp_stored(
     x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the MLP gives, gate and up. Where a checkpoint kept the latter, the first is left as memory is."""
+    """Returns the output, gate and up. If a checkpoint stored the latter two, the output is uninitialized memory."""
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
 
@@ -181,7 +184,7 @@ def _gated_mlp_backward(
     tile_tokens: int,
     first_tile_only: bool,
 ) -> list[Tensor]:
-    """The gradient of x, and those of the tensors that train, in order. `stored` are gate and up, or none."""
+    """Returns the gradient of x and those of the tensors that train, in order. `stored` is gate and up, or empty."""
     linears = _unflatten_linears(tensors, scales)
     gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
@@ -215,7 +218,7 @@ def _(
 
 
 class _Sums(NamedTuple):
-    """What the gradients of a linear's tensors come to over the tiles; None for one that does not train."""
+    """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
 
     linear: LinearWeights
     weight: "_Sum | None"
@@ -235,7 +238,7 @@ class _Sums(NamedTuple):
 
 
 class _Sum:
-    """The gradient of a weight: one product, or several added in float32 or wider."""
+    """Gradient of a weight: one product, or several added in float32 or wider."""
 
     def __init__(self, weight: Tensor, one_tile: bool) -> None:
         dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
@@ -254,7 +257,7 @@ class _Sum:
 
 
 def tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
-    """Rows of each tile, of the first alone for a rehearsal; the last may reach past the end."""
+    """Yields the rows of each tile, of the first alone for a rehearsal; the last may reach past the end."""
     return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
 
 
@@ -267,7 +270,7 @@ def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """The gradients may go where gate and up are; dact becomes the product."""
+    """Computes gradients of gate and up, maybe in their place; dact becomes the product."""
     if fused := fused_kernels(gate, "fused_swiglu"):
         fused.silu_mul_backward(gate, up, dact, dgate, dup)
         return

@@ -1,4 +1,4 @@
-"""Attention's projections, whose products stay for the backward pass or are kept by a checkpoint around the layer."""
+"""Attention's projections with outputs that a checkpoint around the layer can store."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def store_projections(layers: Iterable[nn.Module]) -> None:
-    """Has a checkpoint around each layer keep what the projections before and after attention give.
+    """Has a checkpoint around each layer store the outputs of attention's projections.
 
     Raises ValueError for a layer that has others than four plain linears, with low-rank adapters or without.
     """
@@ -27,13 +27,13 @@ def store_projections(layers: Iterable[nn.Module]) -> None:
 
 
 def has_projections(layer: nn.Module) -> bool:
-    """Whether it is a layer that `store_projections` takes."""
+    """Returns whether `store_projections` takes a layer."""
     return all(is_linear(getattr(getattr(layer, "self_attn", None), name, None)) for name in PROJECTIONS)
 
 
 @cache
 def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class with another forward, as for tiled MLPs: the compiler tells no layer from the others by it."""
+    """Returns a subclass with another forward; as for tiled MLPs, the compiler then treats all layers alike."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -47,7 +47,7 @@ def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.library.custom_op("lightseq::linear_stored", mutates_args=())
 def _linear_stored(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
-    """`tensors` are a LinearWeights's."""
+    """Applies a linear; `tensors` are those of its LinearWeights."""
     (y_NO,) = results_of(lambda: (LinearWeights.of(tensors, scale).forward(x_NI),))
     return y_NO
 

@@ -1,4 +1,4 @@
-"""What in a record is a secret, and how it is written instead: by its name, by its form, or because it was known."""
+"""Masking of secrets in records, found by the field's name, by their form, or because they are known."""
 
 import re
 from collections.abc import Collection
@@ -26,7 +26,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def mask_secrets(value: Any, known: Collection[str] = ()) -> Any:
-    """The same plain value without secrets; `known` are those of the environment."""
+    """Returns a copy of a plain value without secrets; `known` are secrets from the environment."""
     if isinstance(value, dict):
         return {
             mask_secrets(name, known): MASK

@@ -1,4 +1,4 @@
-"""Silences log lines of transformers, torchao and torch that a user cannot act on."""
+"""Loggers of transformers, torchao and torch whose messages a user cannot act on, and how to silence them."""
 
 import logging
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ NOISY = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
 
 
 def silence_loggers() -> None:
-    """Lets only errors of these loggers through. For processes that lightseq starts."""
+    """Lets these loggers report only errors. For processes that lightseq starts."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def silenced_loggers() -> Iterator[None]:
-    """Silences them inside the block. For processes of the user's own."""
+    """Silences these loggers inside the block. For a user's own process."""
     levels = {name: logging.getLogger(name).level for name in NOISY}
     silence_loggers()
     try:

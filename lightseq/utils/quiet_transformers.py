@@ -1,4 +1,4 @@
-"""Imports transformers, and with it torchao, without what they log; for modules that a user's own script imports."""
+"""Quiet import of transformers (and with it torchao), for modules that a user's own script imports."""
 
 from lightseq.utils.quiet import silenced_loggers
 
