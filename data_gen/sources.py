@@ -9,9 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightseq.data import token_cache
-from lightseq.data.examples import MAX_NAMED
-from lightseq.data.sources import HUB_PREFIX, Row, get_text, numbered_lines, parse_row, read_rows
+from lightseq.data.sources import (
+    HUB_PREFIX,
+    MAX_NAMED,
+    Row,
+    SkippedRows,
+    get_text,
+    numbered_lines,
+    parse_row,
+    read_rows,
+)
 from lightseq.data.targets import EMPTY
 from lightseq.utils.formatting import first_line, plural
 
@@ -20,7 +27,7 @@ NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
-class SkippedTexts(token_cache.SkippedRows):
+class SkippedTexts(SkippedRows):
     """Rows and files that were left out, counted by reason, with messages for the first few unreadable ones."""
 
     told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

@@ -16,7 +16,7 @@ from worlds import spawn
 
 import llama3
 from lightseq.config.command_line import parse
-from lightseq.data.buckets import MAX_BUCKETS, bucket_lengths
+from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
 from lightseq.distributed.mesh import World
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import read_records

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
-from lightseq.checkpoint import disk, manifest, saver, state_files
-from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, find_checkpoint, read_trainer_state, remove_leftovers
+from lightseq.checkpoint import checkpoints, manifest, saver, state_files
+from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
 from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
+from lightseq.checkpoint.resume import find_checkpoint
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
@@ -650,16 +651,16 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path))
     limited = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path), save_total_limit=2)
     gib = 2**30
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
     output = tmp_path / "not" / "yet"
-    assert str(disk.check_disk(output, 2 * gib, 5, 0, config)).startswith(
+    assert str(checkpoints.check_disk(output, 2 * gib, 5, 0, config)).startswith(
         "a checkpoint takes about 2.0 GiB, 5 of them 10.0 GiB; "
     )
-    assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(disk.check_disk(output, 100 << 20, 3, 0, config))
-    assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
+    assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(checkpoints.check_disk(output, 100 << 20, 3, 0, config))
+    assert checkpoints.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
-        disk.check_disk(output, 11 * gib, 1, 0, config)
-    warning = disk.check_disk(output, 2 * gib, 6, 0, config)
+        checkpoints.check_disk(output, 11 * gib, 1, 0, config)
+    warning = checkpoints.check_disk(output, 2 * gib, 6, 0, config)
     assert (
         warning
         and "a checkpoint takes about 2.0 GiB, 6 of them 12.0 GiB; " in warning
@@ -667,7 +668,7 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     )
 
     def warns(one: int, there: int) -> bool:
-        return str(disk.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
+        return str(checkpoints.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
 
     assert not warns(3, there=0), "two stay while a third is written"
     assert warns(4, there=0) and not warns(4, there=1), "one of the three is there already"
@@ -676,13 +677,13 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
 def test_the_reckoning_is_close_to_what_a_checkpoint_takes(files: Path) -> None:
     asked = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
     taken = sum(file.bytes for file in manifest.read(files / "whole" / "checkpoint-4").values())
-    assert disk.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)
+    assert checkpoints.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)
 
 
 def test_saves_are_counted() -> None:
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", save_steps=4)
-    assert [disk.saves_left(config, 0, total, 0.0) for total in (3, 4, 8, 9)] == [1, 1, 2, 3]
-    assert disk.saves_left(config, 4, 9, 0.0) == 2 and disk.saves_left(config, 9, 9, 0.0) == 0
+    assert [checkpoints.saves_left(config, 0, total, 0.0) for total in (3, 4, 8, 9)] == [1, 1, 2, 3]
+    assert checkpoints.saves_left(config, 4, 9, 0.0) == 2 and checkpoints.saves_left(config, 9, 9, 0.0) == 0
 
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------

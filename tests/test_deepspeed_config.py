@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightseq.checkpoint.checkpoints import TRAINER_STATE, check_engine
+from lightseq.checkpoint.checkpoints import TRAINER_STATE
+from lightseq.checkpoint.resume import check_engine
 from lightseq.config.deepspeed import deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 

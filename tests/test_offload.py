@@ -19,8 +19,7 @@ from worlds import spawn
 from lightseq import hf
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
-from lightseq.distributed.mesh import World
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor
 from lightseq.memory.pinned import PinnedMemory

@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq.checkpoint import manifest, randomness
+from lightseq.checkpoint import manifest, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.checks import CHOICES
@@ -217,7 +217,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     f"checkpoint/{STATE}/.metadata": ("checkpoint", lambda path: read_index(path / STATE)),
     f"checkpoint/{STATE}/random-0.json": (
         "checkpoint",
-        lambda path: randomness.restore(path / STATE / "random-0.json", torch.device("cpu")),
+        lambda path: state_files.restore_rng(path / STATE / "random-0.json", torch.device("cpu")),
     ),
 }
 

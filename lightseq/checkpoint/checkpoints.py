@@ -1,4 +1,4 @@
-"""Checkpoint directories of a run: naming, discovery, retention and restoring.
+"""Checkpoint directories of a run: naming, discovery, retention and disk space.
 
 checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
 states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json holds what
@@ -13,76 +13,27 @@ import math
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedModel
-
-from lightseq.checkpoint import manifest, randomness, state_files
-from lightseq.distributed.mesh import World, on_all_ranks
-from lightseq.utils.formatting import first_line
+from lightseq.checkpoint import manifest
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
 STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 # After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
 LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
-NEWEST = ("True", "auto")  # what asks for the newest one
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a run resumes from, and later ones that are damaged, with the damage."""
-
-    path: Path | None
-    damaged: tuple[tuple[Path, str], ...] = ()
-
-
-FRESH_START = ResumePoint(None)
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Returns the checkpoints of a run, oldest first, without checking that they are complete."""
-    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and _is_checkpoint(path)]
+    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def find_checkpoint(output_dir: Path, asked: str | None, world: World) -> ResumePoint:
-    """Returns the checkpoint that --resume_from_checkpoint names, after reading every file of it. Every rank calls it.
-
-    Ends the run with one line if no checkpoint is complete; with `auto`, only if there are any at all.
-    """
-    if asked is None:
-        return FRESH_START
-    if asked not in NEWEST:
-        on_all_ranks(
-            world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one")
-        )
-        broken = _damage(Path(asked), world)
-        on_all_ranks(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
-        return ResumePoint(Path(asked))
-    damaged: tuple[tuple[Path, str], ...] = ()
-    candidates = on_all_ranks(world, lambda: list_checkpoints(output_dir))
-    for path in reversed(candidates):
-        broken = _damage(path, world)
-        if broken is None:
-            return ResumePoint(path, damaged)
-        damaged += ((path, broken),)
-    line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
-    if damaged:
-        why = "; ".join(f"{path.name}: {broken}" for path, broken in damaged)
-        line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
-    on_all_ranks(world, lambda: _require(asked == "auto" and not damaged, line))
-    return FRESH_START
-
-
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Returns whether a directory is a checkpoint, maybe a damaged one. Other programs and people use the name too."""
     return any((path / name).is_file() for name in (TRAINER_STATE, manifest.MANIFEST)) or (path / STATE).is_dir()
 
@@ -99,32 +50,6 @@ def is_written_by_run(path: Path) -> bool:
 def _is_unfinished(path: Path) -> bool:
     """Returns whether a save began to write the directory: it starts empty, and then STATE is made."""
     return not path.is_symlink() and ((path / STATE).is_dir() or not _holds_files(path))
-
-
-def _require(holds: bool, line: str) -> None:
-    if not holds:
-        raise ValueError(f"--resume_from_checkpoint {line}")
-
-
-def _damage(path: Path, world: World) -> str | None:
-    """Returns the damage of a checkpoint, equal on all ranks, each of which reads a share of its files."""
-    found: list[str | None] = [None] * world.size
-    dist.all_gather_object(found, manifest.find_damage(path, world.rank, world.size))
-    return next((line for line in found if line is not None), None)
-
-
-def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
-    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
-    facts = read_trainer_state(directory)
-    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
-    if saved == engine and (engine is None or saved_ranks == ranks):
-        return
-    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
-    raise ValueError(
-        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
-        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
-        f"with --model_name_or_path {directory}"
-    )
 
 
 def best_checkpoint(output_dir: Path) -> Path | None:
@@ -234,61 +159,45 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restores this rank's part of weights and optimizer state. Raises ValueError if they are another model's."""
-    reader = state_files.TensorReader(directory / STATE)
-    saved = state_files.tensor_shapes(reader)
-    if _before_the_first_update(directory, saved):
-        optimizer.state.clear()
-    tensors = state_tensors(model, optimizer)
-    _check_fit(directory, saved, tensors)
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:  # on all ranks alike
-        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
-            rank, (failure, _) = next(iter(error.failures.items()))
-            raise ValueError(
-                f"--resume_from_checkpoint {directory} cannot be read (rank {rank}: {first_line(failure)}); "
-                "name another checkpoint"
-            ) from error
+def saved_bytes(parameters: int, config: TrainConfig) -> int:
+    """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
+    element = 4 if config.compute_dtype == "float32" else 2
+    return int(parameters * (MASTER_BYTES * (1 + moments_of(config)) + element))
+
+
+def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:
+    """Returns how many checkpoints a run will still write; the last step is always saved."""
+    if config.save_strategy == "no" or done >= total:
+        return 0
+    if config.save_strategy == "epoch":
+        return max(1, math.ceil(epochs_left))
+    return total // config.save_steps - done // config.save_steps + bool(total % config.save_steps)
+
+
+def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config: TrainConfig) -> str | None:
+    """Returns a note on the disk space of the checkpoints that exist at once, a warning if it is too little.
+
+    Raises ValueError if not even one checkpoint fits. The directory holds `there` checkpoints and may not exist yet.
+    """
+    if not saves:
+        return None
+    place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    there_is = f"{place} has {_shown(free)} free"
+    if one_bytes > free:
         raise ValueError(
-            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
-            "cut apart; resume on as many ranks as it was saved on"
-        ) from error
-
-
-def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
-    """Returns whether the optimizer had no state yet: float16 skips the first steps, and a run may end after them."""
-    optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
-    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
-
-
-def restore_randomness(directory: Path, world: World) -> None:
-    """Restores this rank's random states, if the number of ranks has not changed."""
-    if read_trainer_state(directory).get("ranks") == world.size:
-        randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
-
-
-def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, Tensor]) -> None:
-    remedy = "resume with the model and the optimizer that it was saved with"
-    for name, tensor in tensors.items():
-        if saved.get(name) != list(tensor.shape):
-            found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
-            raise ValueError(
-                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
-            )
-    without_place = [name for name in saved if name not in tensors]
-    if without_place:
-        raise ValueError(
-            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
+            f"a checkpoint in --output_dir {output_dir} takes about {_shown(one_bytes)}, and {there_is}; free some, "
+            "name another disk, or give --save_strategy no"
         )
+    limit = config.save_total_limit
+    held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))  # old ones go last
+    together = f", {held} of them {_shown(held * one_bytes)}" if held > 1 else ""
+    said = f"a checkpoint takes about {_shown(one_bytes)}{together}; {there_is}"
+    if held * one_bytes <= free:
+        return said
+    remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"
+    return f"warning: {said}; {remedy}, or free some"
 
 
-def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns every tensor that training changes, by name; tied parameters appear once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
-    return found
+def _shown(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

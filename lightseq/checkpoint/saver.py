@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.checkpoint import checkpoints, manifest, randomness, state_files
+from lightseq.checkpoint import checkpoints, manifest, state_files
 from lightseq.checkpoint.checkpoints import PARTIAL, STATE, TRAINER_STATE
 from lightseq.checkpoint.manifest import File
 from lightseq.distributed.mesh import World, free_host_memory, set_device
@@ -143,7 +143,7 @@ class CheckpointSaver:
 
     def _start(self, step: int, facts: dict[str, Any], write: Callable[[Path], Hashes], in_background: bool) -> Path:
         final = self._output_dir / f"checkpoint-{step}"
-        states = randomness.capture(self._world.device)
+        states = state_files.capture_rng(self._world.device)
 
         def run() -> None:
             try:
@@ -169,7 +169,7 @@ class CheckpointSaver:
         partial = final.with_name(final.name + PARTIAL)
         try:
             hashes = write(partial)
-            states_file = partial / STATE / randomness.file_of(self._world.rank)
+            states_file = partial / STATE / state_files.rng_file(self._world.rank)
             self._on_all_ranks(lambda: states_file.write_text(json.dumps(states)))
             self._on_main(lambda: (partial / TRAINER_STATE).write_text(json.dumps(facts) + "\n"))
             files = self._read_back(partial, hashes)

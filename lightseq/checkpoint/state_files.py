@@ -1,11 +1,13 @@
-"""Distributed tensors in files of torch.distributed.checkpoint, read without executing anything in them.
+"""Files of a checkpoint's state: distributed tensors, read without executing anything in them, and random states.
 
 Files are hashed while they are written. tensor_index.py reads their index.
 """
 
 import hashlib
 import io
+import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from transformers import PreTrainedModel
 
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.utils.formatting import first_line
@@ -174,3 +178,47 @@ def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tenso
 
 def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
     return cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)  # read_index has looked
+
+
+def rng_file(rank: int) -> str:
+    return f"random-{rank}.json"
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """Returns the random states of Python, numpy and torch, on the CPU and the device. Does not wait for the device."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state()
+    assert kind == "MT19937", kind
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "device": on_device,
+    }
+
+
+def restore_rng(path: Path, device: torch.device) -> None:
+    """Restores random states from a file; without the file, nothing changes."""
+    if not path.is_file():
+        return
+    try:
+        state = json.loads(path.read_text())
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(("MT19937", *state["numpy"]))
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+        if device.type == "cuda" and state["device"] is not None:
+            torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} holds no random states; name another checkpoint") from error
+
+
+def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns every tensor that training changes, by name; tied parameters appear once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+    return found

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.data.examples import IGNORE_INDEX, MAX_NAMED, Example, Examples, open_pickle, open_windows
-from lightseq.data.lazy_texts import open_lazy_texts
+from lightseq.data.examples import (
+    IGNORE_INDEX,
+    MAX_NAMED,
+    Example,
+    Examples,
+    open_lazy_texts,
+    open_pickle,
+    open_windows,
+)
 from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, ROW_SUFFIXES, holds_rows, ignored_files
 from lightseq.data.targets import IDS
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, ReadOptions
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_tokenizer
 
+MAX_BUCKETS: Final = 8
+PADDING_WARNING_SHARE: Final = 1 / 3  # of all positions, from which on something should be done about it
 FINGERPRINT_EXAMPLES = 16  # examples that tell data from other data
 # What a run that is resumed has to have as it was, and how to say so.
 MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
@@ -126,6 +138,25 @@ def padding_batch(rows: int, length: int) -> Batch:
     """Returns a batch that is all padding."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
+
+
+def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
+    """Returns `longest` and its halves, each rounded up to a multiple, in rising order; at most MAX_BUCKETS."""
+    halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
+    return tuple(sorted({min(longest, half) for half in halves}))
+
+
+def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
+    """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
+
+    With several data ranks, all ranks call it together. They agree on the host, without waiting for a GPU.
+    """
+    if len(lengths) == 1:
+        return list(batches)
+    rows = torch.tensor([max(batch.sizes) for batch in batches])
+    if data_ranks > 1:
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    return [batch.cut(lengths[bisect_left(lengths, row)]) for batch, row in zip(batches, rows.tolist(), strict=True)]
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds

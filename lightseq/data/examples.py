@@ -1,4 +1,4 @@
-"""Training examples with labels shifted once: windows of documents, or one example per sequence."""
+"""Training examples with labels shifted once: windows of documents, whole sequences, or texts tokenized on access."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
-from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
+from lightseq.data.sources import MAX_NAMED, SkippedRows, get_text, read_rows, skipped_notes
+from lightseq.data.targets import EMPTY
+from lightseq.data.token_directory import META, IntArray, ReadOptions, TokenDirectory, open_token_directory
+from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
-MAX_NAMED = 5  # documents that a note names
 SCAN_TOKENS = 1 << 24  # tokens looked through at once
 IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
@@ -225,3 +227,44 @@ def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
             yield ids, labels
 
     return truncate_sequences(path, checked(), length)
+
+
+@dataclass(frozen=True)
+class LazyTextExamples:
+    """Texts in memory, tokenized on access; a large corpus belongs in a token directory."""
+
+    texts: Sequence[tuple[str, str]]  # where each stands, and what it says
+    tokenizer: Tokenizer
+    length: int
+    vocab_size: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        where, text = self.texts[index]
+        ids = self.tokenizer.encode(text)
+        check_ids(ids, self.vocab_size, where)
+        return window(ids, ids, 0, self.length)
+
+
+def open_lazy_texts(
+    path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
+) -> LazyTextExamples:
+    rows = (
+        (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
+    )
+    texts, skipped = list[tuple[str, str]](), SkippedRows()
+    for where, text in rows:
+        if text:
+            texts.append((where, text))
+        else:
+            skipped.add(EMPTY, where)
+    if not texts:
+        raise ValueError(f"{path} holds no text")
+    cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
+    notes = (*skipped_notes(str(path), skipped.facts()), cut)
+    examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
+    examples[0]  # a tokenizer too large for the model shows here, not hours later
+    return examples

@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.batches import open_examples
-from lightseq.data.buckets import PADDING_WARNING_SHARE
+from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
 from lightseq.data.examples import (
     Example,
     Examples,

@@ -6,7 +6,9 @@ A row is named by its file and number, so that an error can say where it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,7 @@ SAVED_DATASET_FILES: Final = (
     "state.json",
     "dataset_dict.json",
 )  # of a data set that `save_to_disk` wrote: one split, several
+MAX_NAMED = 5  # rows or documents that a note names
 Row = dict[str, Any]
 NamedRow = tuple[str, Row]  # where it stands, and its columns
 
@@ -207,3 +210,27 @@ def _saved_rows(path: Path) -> Iterator[NamedRow]:
         found = found["train"]
     for number, value in enumerate(found):
         yield f"{path} row {number}", value
+
+
+@dataclass
+class SkippedRows:
+    """Rows that were left out, counted by reason, with the names of the first few; and padding that was cut."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: list[str] = field(default_factory=list)
+    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
+
+    def add(self, reason: str, where: str) -> None:
+        self.counts[reason] += 1
+        if len(self.rows) < MAX_NAMED:
+            self.rows.append(f"{where}: {reason}")
+
+    def facts(self) -> dict[str, object]:
+        """Returns the counts for meta.json."""
+        return {"skipped": dict(self.counts), "skipped_rows": self.rows}
+
+
+def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
+    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
+    return [f"{source}: left out: {counts}{shown}"] if counts else []

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,15 @@ import numpy as np
 
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
 from lightseq.data.progress import progress_bar
-from lightseq.data.sources import FOLDER_SUFFIXES, NamedRow, ignored_files, read_rows, source_identity
+from lightseq.data.sources import (
+    FOLDER_SUFFIXES,
+    NamedRow,
+    SkippedRows,
+    ignored_files,
+    read_rows,
+    skipped_notes,
+    source_identity,
+)
 from lightseq.data.targets import RowFormat, detect_row_format, encode_samples
 from lightseq.data.token_directory import (
     META,
@@ -44,24 +51,6 @@ META_FIELDS: Final = {  # in meta.json, besides what any token directory has
     "padding": {"rows": int, "tokens": int},
     "passed_over": {"files": int, "first": [str]},
 }
-
-
-@dataclass
-class SkippedRows:
-    """Rows that were left out, counted by reason, with the names of the first few; and padding that was cut."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    rows: list[str] = field(default_factory=list)
-    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
-
-    def add(self, reason: str, where: str) -> None:
-        self.counts[reason] += 1
-        if len(self.rows) < MAX_NAMED:
-            self.rows.append(f"{where}: {reason}")
-
-    def facts(self) -> dict[str, object]:
-        """Returns the counts for meta.json."""
-        return {"skipped": dict(self.counts), "skipped_rows": self.rows}
 
 
 @dataclass
@@ -105,12 +94,6 @@ def format_and_rows(source: str | Path, column: str, limit: int | None = None) -
     if first is None:
         raise ValueError(f"{source} holds no row, so nothing to predict")
     return detect_row_format(list(first[1]), column, first[0]), itertools.chain([first], rows)
-
-
-def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
-    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
-    return [f"{source}: left out: {counts}{shown}"] if counts else []
 
 
 def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:

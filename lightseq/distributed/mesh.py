@@ -16,7 +16,9 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
@@ -250,3 +252,8 @@ def _check_hosts(world: World) -> None:
             f"--fsdp hybrid_shard splits weights over the ranks of a host, of which hosts here have {min(sizes)} to "
             f"{max(sizes)}; start as many on each, or give --fsdp full_shard"
         )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import Meshes, World, on_all_ranks, use_host_cores
+from lightseq.distributed.mesh import Meshes, World, local_part, on_all_ranks, use_host_cores
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.distributed.tensors import local_part
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
@@ -175,14 +174,14 @@ class FsdpEngine:
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Of several copies, the first is saved."""
-        return {} if self._copy else checkpoints.state_tensors(self.model, self.optimizer)
+        return {} if self._copy else state_files.state_tensors(self.model, self.optimizer)
 
     def save_state(self, directory: Path) -> None:
         raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
         on_all_ranks(self._world, lambda: make_state(self.optimizer))  # before ranks wait for one another
-        checkpoints.restore(checkpoint_directory, self.model, self.optimizer)
+        resume.restore(checkpoint_directory, self.model, self.optimizer)
         facts = checkpoints.read_trainer_state(checkpoint_directory)
         if self._scaler is not None and facts.get("scaler"):
             self._scaler = LossScaler(**facts["scaler"])

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightseq.data.buckets import PADDING_WARNING_SHARE
+from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
 from lightseq.distributed.mesh import World
 from lightseq.training.errors import end_for_skipped_steps, explained_writing

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import ResumePoint
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import Batch, padding_batch
-from lightseq.data.buckets import bucket_lengths, trim_padding
+from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
 from lightseq.data.progress import progress_bar
 from lightseq.distributed.environment import launcher_note, launcher_shutdown_seconds, secrets
 from lightseq.distributed.mesh import Meshes, World, make_deterministic, make_meshes, on_all_ranks
@@ -134,7 +133,7 @@ class Trainer:
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:
             self.engine.restore(self.inputs.resume_from)
-            checkpoints.restore_randomness(self.inputs.resume_from, self.world)
+            resume.restore_rng_state(self.inputs.resume_from, self.world)
 
     def _take_directory(self) -> TextIO | None:
         return lock(self.output_dir, self.world) if self.world.is_main else None

@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import local_part
 from lightseq.models.weights import global_shape
 
 NORM_ROW = 1 << 14  # values whose squares are added to one number

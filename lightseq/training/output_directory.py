@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO, TypeGuard
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import ResumePoint
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
@@ -63,7 +63,7 @@ def is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world
         check_output_dir(output_dir, config, found, world)
     except ValueError:
         return False
-    if config.resume_from_checkpoint not in checkpoints.NEWEST:
+    if config.resume_from_checkpoint not in resume.NEWEST:
         return True
     return set(newest) <= {found.path, *(path for path, _ in found.damaged)}
 

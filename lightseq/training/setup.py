@@ -7,12 +7,10 @@ from warnings import filterwarnings
 import torch
 from transformers import PreTrainedConfig
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import FRESH_START, ResumePoint
-from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.checkpoints import check_disk, saved_bytes, saves_left
 from lightseq.checkpoint.manifest import check_weights
-from lightseq.checkpoint.same_flags import check_flags
-from lightseq.checkpoint.same_model import check_same_model
+from lightseq.checkpoint.resume import FRESH_START, ResumePoint, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
@@ -80,8 +78,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     same: tuple[str, ...] = ()
     if resume_from is not None:
-        checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-        same = check_same_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
+        resume.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
+        same = check_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
     stream = BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,

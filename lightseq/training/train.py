@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint import resume
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import init_distributed, on_all_ranks
@@ -24,7 +24,7 @@ def train(family: ModelFamily, words: list[str], program: str) -> None:
             config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
 
             def look() -> Inputs:
-                found = checkpoints.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
+                found = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
                 return on_all_ranks(world, lambda: prepare(config, family, world, found))
 
             command = f"{program} {shlex.join(words)}"

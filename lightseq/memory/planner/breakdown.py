@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import local_part
 from lightseq.models.architecture import heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
