@@ -94,7 +94,7 @@ def make_text(arguments: argparse.Namespace) -> str:
     tokenised = progress_bar(limit_tokens(arguments.max_tokens, encoded))
     try:
         closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
-    finally:  # where every file is unreadable, this says why there is nothing to write
+    finally:  # explains an empty output if every file is unreadable
         for story in skipped.stories:
             print(f"data_gen: left out: {story}", file=sys.stderr)
     return closing + (f"; left out: {skipped}" if skipped.counts else "")

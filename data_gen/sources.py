@@ -31,7 +31,7 @@ class SkippedTexts(SkippedRows):
     """Rows and files that were left out, counted by reason, with messages for the first few unreadable ones."""
 
     told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    cut_short: list[str] = field(default_factory=list)  # files of which the rest could not be read
+    cut_short: list[str] = field(default_factory=list)  # files that could be read only in part
 
     def add(self, reason: str, where: str, story: str = "") -> None:
         super().add(reason, where)

@@ -46,7 +46,7 @@ def draw_zipf(generator: Generator, length: int, vocab_size: int) -> Ids:
 @lru_cache(maxsize=1)
 def _zipf_cumulative(vocab_size: int) -> NDArray[np.float64]:
     cumulative = np.cumsum(1.0 / np.arange(1, vocab_size + 1))
-    cumulative /= cumulative[-1]  # ends at exactly 1, so no draw below 1 falls outside the vocabulary
+    cumulative /= cumulative[-1]  # exactly 1, so that no draw falls outside the vocabulary
     return cumulative
 
 

@@ -34,7 +34,7 @@ def llama3_scaling(factor: float, original: int = 8192) -> dict[str, object]:
     }
 
 
-# 3.1 and 3.2 are published with 131072 positions, whatever their factor times the original 8192 makes.
+# 3.1 and 3.2 are published with 131072 positions, although factor times 8192 differs.
 LLAMA3_2: Final[Mapping[str, object]] = {
     **LLAMA3,
     "max_position_embeddings": 131072,

@@ -21,10 +21,10 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
 STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
-# After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
+# Suffixes of directories that are not, or no longer, checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
+LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # a number follows if the name was taken
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -62,7 +62,7 @@ def best_checkpoint(output_dir: Path) -> Path | None:
 def _eval_loss(path: Path) -> float:
     try:
         loss = read_trainer_state(path).get(LOSS)
-    except (ValueError, OSError):  # a damaged one is the best of nothing
+    except (ValueError, OSError):  # damaged
         return math.nan
     return float(loss) if isinstance(loss, int | float) else math.nan
 
@@ -73,7 +73,7 @@ def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
     own = [path for path in list_checkpoints(output_dir) if is_written_by_run(path)]
     for old in own[: -retain if retain else 0]:
         if old != kept:
-            set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
+            set_aside(old, DELETED)  # a half-deleted directory must not look like a checkpoint
     remove_leftovers(output_dir)
 
 
@@ -126,7 +126,10 @@ def _remove_own(path: Path) -> None:
             path.unlink()
         return
     try:
-        names = [*manifest.read(path), manifest.MANIFEST]  # it last: it tells the next sweep what is left to remove
+        names = [
+            *manifest.read(path),
+            manifest.MANIFEST,
+        ]  # the manifest last: it tells the next call what is left to remove
     except ValueError:
         unfinished = PARTIAL in path.name and _is_unfinished(path)
         if is_written_by_run(path) or unfinished or not _holds_files(path):
@@ -136,7 +139,7 @@ def _remove_own(path: Path) -> None:
         for name in names:
             (path / name).unlink(missing_ok=True)
         for folder in sorted((found for found in path.rglob("*") if found.is_dir()), reverse=True):
-            with suppress(OSError):  # it holds what no run wrote
+            with suppress(OSError):  # not empty: it holds other files
                 folder.rmdir()
         if _holds_files(path):
             path.rename(path.with_name(path.name.partition(".")[0]))
@@ -190,7 +193,9 @@ def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config:
             "name another disk, or give --save_strategy no"
         )
     limit = config.save_total_limit
-    held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))  # old ones go last
+    held = (
+        saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))
+    )  # older ones are deleted after a save
     together = f", {held} of them {_shown(held * one_bytes)}" if held > 1 else ""
     said = f"a checkpoint takes about {_shown(one_bytes)}{together}; {there_is}"
     if held * one_bytes <= free:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 MANIFEST, VERSION = "manifest.json", 1
-READERS = 4  # files that a rank reads at a time
+READERS = 4  # files that a rank reads in parallel
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_weights(directory: Path) -> None:
     try:
         files = read(directory)
     except ValueError:
-        return  # no checkpoint's; others call files so, too
+        return  # another program's file of this name
     tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
     if wrong := _first_damage(directory, tensors):
         remedy = f"take another copy, or remove {MANIFEST} if this was meant"

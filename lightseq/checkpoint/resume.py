@@ -201,7 +201,7 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     _check_fit(directory, saved, tensors)
     try:
         dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:  # on all ranks alike
+    except CheckpointException as error:  # equal on all ranks
         if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
             rank, (failure, _) = next(iter(error.failures.items()))
             raise ValueError(

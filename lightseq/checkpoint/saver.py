@@ -57,7 +57,7 @@ class CheckpointSaver:
 
         If a host has too little, training waits for each save, which the returned line says.
         """
-        self.wait()  # for a save that came before the first update
+        self.wait()  # a save may precede the first update
         if self._staging is None:
             return None
         needed, free = local_bytes(tensors), free_host_memory(self._world)
@@ -97,7 +97,7 @@ class CheckpointSaver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._on_all_ranks(staging.finish)  # before all that can fail: the next update waits for it
+                self._on_all_ranks(staging.finish)  # first, because the next update waits for it
             self._on_main(lambda: _empty(partial / STATE))
             hashes = self._on_all_ranks(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
@@ -151,7 +151,7 @@ class CheckpointSaver:
                 self._write(final, {"step": step, **facts, "ranks": self._world.size}, states, write)
             except SaveError as error:
                 self._error = SaveError(f"{final} could not be saved: {error}")
-            except Exception as error:  # the ranks' connection, most likely, with the rank behind it
+            except Exception as error:  # most likely the connection to another rank
                 self._error = RankNotResponding(f"{final} could not be saved")
                 self._error.__cause__ = error
 
@@ -176,7 +176,7 @@ class CheckpointSaver:
             self._on_main(lambda: self._publish(partial, final, files))
         except SaveError:
             if self._world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # what it took is needed
+                shutil.rmtree(partial, ignore_errors=True)  # frees the space
             raise
 
     def _read_back(self, partial: Path, hashes: Hashes) -> dict[str, File]:
@@ -208,9 +208,9 @@ class CheckpointSaver:
         error, result = None, None
         try:
             result = do()
-        except Exception as failure:  # safetensors' own error is none of the built-in kinds
+        except Exception as failure:  # safetensors raises its own class
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
-            # Whoever's own disk failed says why; the others know only that somebody's did.
+            # Prefer the OSError of the failing disk; other ranks only know that one failed.
             error = (not isinstance(failure, OSError), f"{first_line(failure)} {where}")
         ends: list[Any] = [None] * self._world.size
         dist.all_gather_object(ends, (error, result), group=self._group)

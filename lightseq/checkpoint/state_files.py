@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.utils.formatting import first_line
 
-# To hash and to write are one thread's work by turns: four of them keep a disk busy.
+# A thread hashes and writes in turn, so four of them keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 
 
@@ -87,7 +87,7 @@ class HashingWriter(dcp.FileSystemWriter):
     """Checkpoint writer that records this rank's files with their SHA-256. Large states go to several files at once."""
 
     def __init__(self, directory: Path) -> None:
-        # Nothing is on a device any more; copying ahead would wait for what the device does for others.
+        # All tensors are on the host; copying ahead would wait for the device.
         super().__init__(directory, per_thread_copy_ahead=0)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
@@ -150,7 +150,7 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | N
     writer = HashingWriter(directory)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # on all ranks alike
+    except CheckpointException as error:  # equal on all ranks
         if writer.fs.failure is not None:
             raise writer.fs.failure from error
         rank, (failure, _) = next(iter(error.failures.items()))
@@ -177,7 +177,9 @@ def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tenso
 
 
 def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
-    return cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)  # read_index has looked
+    return cast(
+        dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata
+    )  # read_index checked the types
 
 
 def rng_file(rank: int) -> str:

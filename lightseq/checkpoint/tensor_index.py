@@ -28,17 +28,17 @@ from lightseq.utils.formatting import first_line, is_plain_name
 INDEX: Final = ".metadata"
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 OF_METADATA, OF_FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-NAMES: Final = frozenset(  # what an index is made of
+NAMES: Final = frozenset(  # globals that an index may use
     [f"{OF_METADATA}.{name}" for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     )]
     + [f"{OF_FILES}._StorageInfo", "torch.Size", "torch.serialization._get_layout"]
     + ["pathlib.PosixPath", "pathlib._local.PosixPath"]
-    + ["builtins.getattr"]  # some versions of Python (3.11.2 is one) name an enum's members by it
+    + ["builtins.getattr"]  # pickles enum members in some versions of Python, such as 3.11.2
     + list(DTYPES)
 )  # fmt: skip
-MOST_DIMENSIONS: Final = 64  # as many as torch has
+MOST_DIMENSIONS: Final = 64  # torch's limit
 
 
 def read_index(directory: Path) -> Metadata:

@@ -32,9 +32,9 @@ from lightseq.data.token_directory import META, ReadOptions
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_tokenizer
 
 MAX_BUCKETS: Final = 8
-PADDING_WARNING_SHARE: Final = 1 / 3  # of all positions, from which on something should be done about it
-FINGERPRINT_EXAMPLES = 16  # examples that tell data from other data
-# What a run that is resumed has to have as it was, and how to say so.
+PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
+FINGERPRINT_EXAMPLES = 16  # examples that are hashed to recognize the data
+# Values that a resumed run must share with its checkpoint, and how errors name them.
 MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
 
@@ -114,7 +114,7 @@ class Batch:
     labels: torch.Tensor  # [batch_size, length] int64
     valid_tokens: int
     sizes: tuple[int, ...]  # tokens of each row, without padding
-    boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+    boundaries: tuple[int, ...] | None = None  # of packed documents (batch of one); the rest is padding
 
     @property
     def length(self) -> int:
@@ -159,7 +159,7 @@ def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: i
     return [batch.cut(lengths[bisect_left(lengths, row)]) for batch, row in zip(batches, rows.tolist(), strict=True)]
 
 
-@lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
+@lru_cache(maxsize=2)  # a batch spans at most two epochs, and drawing millions takes seconds
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns the order of the examples in an epoch."""
     order = np.random.default_rng((seed, epoch)).permutation(count)
@@ -264,7 +264,7 @@ class BatchStream:
         first = self.consumed_samples(step) + row_of_step
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
-        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding
+        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # all padding past the end
         sizes = [0] * self.batch_size
         for row in range(self.batch_size):
             if (example := self.example(first + row)) is not None:

@@ -18,7 +18,7 @@ from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
-SCAN_TOKENS = 1 << 24  # tokens looked through at once
+SCAN_TOKENS = 1 << 24  # tokens scanned at a time
 IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -28,7 +28,7 @@ class Example:
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    boundaries: tuple[int, ...] | None = None  # of packed documents: where each begins, and the end
+    boundaries: tuple[int, ...] | None = None  # start of each packed document, and the end
 
 
 class Examples(Protocol):
@@ -49,7 +49,7 @@ def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
     """
     stop = min(start + length, len(ids))
     shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
-    targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
+    targets = labels[start + 1 : stop + 1]  # one past the window, so that no target is lost at a border
     shifted[: len(targets)] = targets
     return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
 
@@ -138,7 +138,7 @@ def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], l
     if source.targets is None or not first[-1]:
         return np.zeros(len(first) - 1, np.int64)
     windows = np.diff(first)
-    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # in its document
+    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # index in its document
     starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
     ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
     edges = np.stack([starts, ends], axis=1).ravel()
@@ -233,7 +233,7 @@ def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
 class LazyTextExamples:
     """Texts in memory, tokenized on access; a large corpus belongs in a token directory."""
 
-    texts: Sequence[tuple[str, str]]  # where each stands, and what it says
+    texts: Sequence[tuple[str, str]]  # place and text
     tokenizer: Tokenizer
     length: int
     vocab_size: int
@@ -266,5 +266,5 @@ def open_lazy_texts(
     cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
     notes = (*skipped_notes(str(path), skipped.facts()), cut)
     examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
-    examples[0]  # a tokenizer too large for the model shows here, not hours later
+    examples[0]  # raises now if the tokenizer is too large for the model
     return examples

@@ -29,7 +29,7 @@ from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
-NO_LIMIT = 1 << 62  # a length that cuts nothing
+NO_LIMIT = 1 << 62  # a length that no sequence reaches
 
 
 class SizedExamples(Examples, Protocol):
@@ -93,8 +93,8 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
     Returns the windows in the order of the sequences, and the offset at which each sequence begins.
     """
     sequences: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # sequences by the room that they have left
-    rooms: list[int] = []  # those that occur, rising
+    with_room: dict[int, list[int]] = {}  # sequences by their remaining room
+    rooms: list[int] = []  # the keys of with_room, rising
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         assert 0 < size <= length, f"a window of {size} tokens in sequences of {length}"
@@ -128,7 +128,7 @@ def open_packed(
     read_options: ReadOptions | None = None,
 ) -> PackedExamples:
     """Opens what `open_examples` opens, packed. Raises ValueError if lengths are not known beforehand."""
-    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
+    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the only source that would be truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
     windows: SizedExamples
     if isinstance(opened, SequenceExamples):

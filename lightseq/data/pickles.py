@@ -18,7 +18,7 @@ import numpy as np
 from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import first_line
 
-PICKLE_ERRORS = (  # what reading raises for bytes that are no pickle
+PICKLE_ERRORS = (  # raised for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
@@ -29,13 +29,13 @@ PLAIN: Final = frozenset(  # opcodes whose argument is the value
 )
 CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-# Opcodes of integers, lists, dicts and short operands, in runs: nearly all of a file that holds lists of integers.
+# Runs of opcodes for integers, lists, dicts and short operands: nearly all of a file of integer lists.
 SIMPLE: Final = re.compile(
     rb"(?:(?:J.{4})++|(?:M.{2})++|(?:K.)++|[(\]})ldaesuN\x88\x89\x94]++|[hq\x80].|j.{4}|[G\x95].{8}"
     rb"|[ILFgVS][^\n]*+\n)*+",
     re.DOTALL,
 )
-COUNTED: Final = {  # opcodes whose operand begins with its length, in so many bytes
+COUNTED: Final = {  # opcodes whose operand begins with its length; bytes of that length
     **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
     **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
     **dict.fromkeys((b"\x8d", b"\x8e"), 8),
@@ -194,8 +194,8 @@ def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
 def load_plain_pickle(path: Path) -> Any:
     """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if it holds anything else."""
     try:
-        with _mapped(path) as data, path.open("rb") as file:  # which the unpickler reads in larger parts than a map
-            if _is_simple(data):  # as most are; the machine takes eight times as long
+        with _mapped(path) as data, path.open("rb") as file:  # the unpickler reads a file in larger parts than a map
+            if _is_simple(data):  # most are; _PickleMachine takes eight times as long
                 return _PlainUnpickler(file).load()
         return load(path, _refuse_name)
     except (*PICKLE_ERRORS, OSError) as error:
@@ -234,7 +234,7 @@ def _is_simple(data: mmap.mmap) -> bool:
             index, position = int(text[1]), text.end()
         else:
             return opcode == b"."
-        if index > end:  # an honest index is the number of objects that stand before it
+        if index > end:  # a genuine index is the number of objects before it
             break
     return False
 
@@ -264,7 +264,7 @@ def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def _integers(numbers: Any, where: str) -> IntArray:
-    # Their types first: lists that hold each other many times over would become a tensor larger than any memory.
+    # Types first: nested references to one list could expand to an array larger than memory.
     if isinstance(numbers, list | tuple) and set(map(type, numbers)) <= {int}:
         try:
             return np.array(numbers, np.int64)

@@ -37,7 +37,7 @@ def find_boundaries(
     if batch != 1:
         raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
     if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.flatten().tolist()  # collators give them a batch of one as well
+        cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
     try:
         found = check_boundaries([int(x) for x in cu_seqlens], length)
         fit = position_ids is None or _restarts(position_ids, found)
@@ -73,7 +73,7 @@ def check_right_padding(attention_mask: Tensor | None) -> None:
         return
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
-    there = (attention_mask != 0).int()  # differences of booleans and of bytes have no sign
+    there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
     if not there.any(dim=1).all():
         raise ValueError("attention_mask has a row without any token; leave that out")
     if (there.diff(dim=1) > 0).any():

@@ -18,14 +18,14 @@ from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
 ROW_SUFFIXES: Final = (".jsonl", ".json", ".parquet")
-FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # a .json in a folder may be anything: it is read where it is named
+FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # a .json in a folder may be anything; it must be named
 SAVED_DATASET_FILES: Final = (
     "state.json",
     "dataset_dict.json",
-)  # of a data set that `save_to_disk` wrote: one split, several
+)  # written by `save_to_disk`: one split, several splits
 MAX_NAMED = 5  # rows or documents that a note names
 Row = dict[str, Any]
-NamedRow = tuple[str, Row]  # where it stands, and its columns
+NamedRow = tuple[str, Row]  # its place, and its columns
 
 
 def holds_rows(source: str | Path) -> bool:
@@ -129,7 +129,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 def parse_row(line: bytes, where: str) -> Row:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:  # its own text counts lines within this one
+    except json.JSONDecodeError as error:  # its message counts lines within this one
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error

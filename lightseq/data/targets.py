@@ -21,9 +21,13 @@ PROMPT_COLUMNS: Final = (
     ("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"), ("query", "response"),
 )  # fmt: skip
-ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of `from` and `value`
+ROLES: Final[Mapping[str, str]] = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+}  # in chats with `from` and `value`
 EMPTY, NO_ANSWER = "empty", "without an answer"
-IDS: Final = "ids"  # the kind of rows that no tokenizer is asked of
+IDS: Final = "ids"  # format of rows that need no tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Sample:
     ids: IntArray | None = None
     targets: TargetMask | None = None
     skipped: str | None = None
-    padding: int = 0  # tokens that were cut off its end
+    padding: int = 0  # tokens cut off the end
 
 
 Read = Callable[[Row, str, Tokenizer], Sample]
@@ -104,7 +108,7 @@ def _integers(row: Row, name: str, where: str) -> IntArray:
     values = get_column(row, name, where)
     try:
         found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
-    except (ValueError, OverflowError):  # lists of several lengths, a number of more than 64 bits
+    except (ValueError, OverflowError):  # ragged lists, or a number beyond 64 bits
         found = np.empty((0, 0))
     if found.ndim != 1 or found.dtype.kind != "i":
         raise ValueError(f"{where}: {name!r} is {values!r:.40}, not a list of integers")
@@ -185,7 +189,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, wh
     assert tokenizer.chat_template is not None
     try:
         written = tokenizer.chat_template(messages, asks)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
     return check_encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
 

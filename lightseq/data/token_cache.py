@@ -40,10 +40,10 @@ from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.utils.formatting import plural
 
 T = TypeVar("T")
-TOKENIZER_ROWS: Final = 256  # rows that a tokenizer gets at once
+TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # seconds
-CACHE_VERSION: Final = 3  # of what these modules make of a row
-META_FIELDS: Final = {  # in meta.json, besides what any token directory has
+CACHE_VERSION: Final = 3  # version of the tokenization
+META_FIELDS: Final = {  # fields of meta.json beyond those of any token directory
     "tokenizer": (str, type(None)),
     "kind": str,
     "skipped": {str: int},
@@ -60,7 +60,7 @@ class LongestPrompts:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, document: int, where: str, targets: TargetMask) -> None:
-        edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # a first token is nobody's target
+        edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # the first token is never a target
         if longest := int(np.diff(edges).max()) - 1:
             row = {"document": document, "row": where, "tokens": longest}
             self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:MAX_NAMED]

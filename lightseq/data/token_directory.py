@@ -27,12 +27,12 @@ IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
-PARTIAL = ".partial-"  # in the names of folders that are being written, after the name of what is to come
+PARTIAL = ".partial-"  # follows the final name in a directory that is being written
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET_DTYPE: np.dtype[Any] = np.dtype("<i8")
 TARGET_DTYPE: np.dtype[Any] = np.dtype("u1")
-REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # of meta.json
-OPTIONAL_META = {  # in meta.json
+REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # fields of meta.json
+OPTIONAL_META = {  # optional fields
     "targets": bool,
     "tokenizer": (str, type(None)),
     "longest_prompts": [{"document": int, "row": str}],
@@ -60,7 +60,7 @@ def atomic_write(path: Path, force: bool) -> Iterator[Path]:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own: in containers, a process that was killed may have had any other's number.
+        # A unique folder: in containers, a killed process may have had the same process id.
         folder = Path(mkdtemp(prefix=f".{path.name}{PARTIAL}", dir=path.parent))
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); give another path") from error
@@ -80,7 +80,7 @@ def remove_partials(path: Path) -> None:
     """Removes what killed processes left of writing `path`; the caller makes sure that no process is writing it."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}{PARTIAL}"):
-            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and is in nobody's way
+            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and does no harm
 
 
 def write_token_directory(

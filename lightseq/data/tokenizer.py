@@ -18,7 +18,7 @@ from lightseq.models.hub import hub_error
 from lightseq.utils.formatting import first_line
 
 Messages = list[dict[str, Any]]
-TextPart = tuple[str, bool]  # of a text, and whether it is a target
+TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
 
 
@@ -195,11 +195,11 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
             "the network, or give a directory, or byte"
         )
-    from transformers import AutoTokenizer  # seconds to import, and not needed for bytes
+    from transformers import AutoTokenizer  # takes seconds to import, and bytes do not need it
 
     try:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
-    # not len(backend): ids may have gaps
+    # len(backend) would be wrong: ids may have gaps
     return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend)

@@ -13,11 +13,11 @@ from pathlib import Path
 from lightseq.utils.masking import is_secret_name
 from lightseq.utils.quiet import silence_loggers
 
-# What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
+# Settings of torch's launcher: seconds that ranks may take to end, and signals to forward.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
 LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
-LAUNCHER_SECONDS = 30.0  # that it waits unless told
-ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older name for them, and its newer
+LAUNCHER_SECONDS = 30.0  # the launcher's default
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
 
 
 def is_main_process() -> bool:
@@ -120,7 +120,7 @@ def cache_compiled_kernels() -> None:
     The directory belongs to this user alone, because its files are code. Call it before FlashAttention-4 is imported;
     the user's own settings win.
     """
-    with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait
+    with suppress(OSError):  # no directory, or no locks on it, for which FlashAttention-4 would wait
         folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

@@ -27,7 +27,7 @@ from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")
 GLOO_RELEASE_SECONDS = 0.1
-FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
+FREE_SHARE = 0.8  # of free host memory that automatic offloading may use
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    restarts: int = 0  # how often the launcher has started this run anew
-    launch: str = ""  # one launcher's work, the same on every rank and after a restart
+    restarts: int = 0  # restarts of this run by the launcher
+    launch: str = ""  # id of the launch, equal on every rank and after a restart
 
     @property
     def is_main(self) -> bool:
@@ -100,21 +100,21 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
+            store=dist.PrefixStore(f"start {restarts}", store),  # entries from before a restart hold dead addresses
             rank=rank,
             world_size=size,
         )
     try:
-        # Not the launcher's own name for it: unless told one, it calls every launch "none".
+        # The launcher's own run id is "none" by default.
         launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
-    except Exception as error:  # Python shows where it came from
+    except Exception as error:  # Python prints the traceback
         report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
         raise
     finally:
-        # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
-        # its group may live on in torch's caches, which leaves nobody to wait for it.
+        # gloo's thread releases its last work once it has the interpreter's lock, and aborts without an interpreter:
+        # its group may live on in torch's caches, so that nothing waits for the thread.
         time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
 
@@ -155,7 +155,7 @@ def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
         assert refusal is None
         return result  # type: ignore[return-value]
     report_error(str(refusals[first]), prints=world.rank == first)
-    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
+    dist.barrier()  # a launcher ends all processes as soon as one ends: print first
     raise SystemExit(2)
 
 

@@ -12,7 +12,7 @@ from lightseq.distributed.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ANSWER = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
-ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one on
+ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both deliver one
 
 
 class StopRequest:
@@ -60,7 +60,7 @@ class StopRequest:
         if is_main_process():
             answer = ANSWER.format("another" if number == signal.SIGINT else "a")
             line = f"\n{signal.Signals(number).name}: {answer}\n"
-            os.write(2, line.encode())  # Python's own streams may be in the middle of something
+            os.write(2, line.encode())  # Python's own streams are not reentrant
 
     def _is_ctrl_c(self, number: int) -> bool:
         """Returns whether a signal is a Ctrl-C; torch's launcher forwards the second one as SIGTERM."""

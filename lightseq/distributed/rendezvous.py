@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
 
-STATUS = 70  # of a process that ends because of another rank; EX_SOFTWARE
+STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
 STORE = "the store that the ranks meet in"
-ANSWER_SECONDS = 5.0  # at most, that a rank which waits takes to say so
+ANSWER_SECONDS = 5.0  # within which a waiting rank answers a roll call
 
 
 class RendezvousMonitor:
@@ -30,7 +30,7 @@ class RendezvousMonitor:
         self._until = time.monotonic() + seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
-        self._store: dist.Store | None = None  # None: nobody has answered at its address yet
+        self._store: dist.Store | None = None  # None until the store has answered
 
     def __enter__(self) -> "RendezvousMonitor":
         if self._size > 1:
@@ -45,7 +45,9 @@ class RendezvousMonitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._store is not None and isinstance(error, RuntimeError):
-            self._thread.join(2 * self._patience)  # it may be another rank's end, and this thread about to say so
+            self._thread.join(
+                2 * self._patience
+            )  # the error may be another rank's end, which the thread is about to report
         self._over.set()
         if self._store is not None and kind is None:
             self._store.set(f"answer {self._rank}", "")
@@ -77,7 +79,7 @@ class RendezvousMonitor:
     def _guard(self) -> None:
         """Ends the process if the store is missing or frozen: torch, and whoever asks it, waits for it forever."""
         if not self._over.wait(self._seconds + 1.5 * self._patience):
-            self._store = None  # not to be asked again
+            self._store = None  # do not ask it again
             waited = f"has not answered rank {self._rank} within {self._seconds:.0f} s"
             self._end(f"{STORE} {waited}: rank 0 or the launcher that holds it is frozen or was not started, "
                       "or its host is unreachable")  # fmt: skip
@@ -85,10 +87,10 @@ class RendezvousMonitor:
     def _end(self, text: str) -> None:
         self._over.set()
         first = True
-        with suppress(RuntimeError):  # the store may be what is gone
+        with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
         report_error(text, prints=first)
-        if self._store is not None:  # with this process it may end, or all others may: let them hear of it first
+        if self._store is not None:  # this exit may end the store or all other ranks: let them read the verdict first
             time.sleep(self._patience)
         self._exit_process(STATUS)
 

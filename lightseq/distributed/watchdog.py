@@ -26,9 +26,9 @@ from lightseq.distributed.environment import report_error
 from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import STATUS
 
-PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
-SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
-# What gloo, NCCL and their sockets say of a collective whose other end is gone.
+PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
+SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # a busy interpreter may lose fewer heartbeats
+# Messages of gloo, NCCL and sockets when a peer is gone.
 PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
 
@@ -75,15 +75,15 @@ class Watchdog:
         self._host = socket.gethostname()
         self._at = (0, "start", time.monotonic())
         self._progress: Callable[[], int] = lambda: 0
-        self._counted = (0, 0.0)  # what it said last, and since when
+        self._counted = (0, 0.0)  # last value, and when it changed
         self._began = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of its last heartbeat, and when it came
         self._closed = threading.Event()
         self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
-        self._asked: float | None = None  # since when the store owes an answer
-        self._error: Exception | None = None  # that ended the main thread's work
+        self._asked: float | None = None  # when the unanswered request to the store began
+        self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
         self._thread.start()
@@ -134,7 +134,7 @@ class Watchdog:
             try:
                 self._publish(self._here(number))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-                return  # as the watching thread will say
+                return  # the watching thread reports it
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
@@ -155,7 +155,7 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             asked = self._asked
             if asked is not None and time.monotonic() - asked > self._timeout:
-                self._store = None  # not to be asked again
+                self._store = None  # do not ask it again
                 waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
                 self._end(f"the store that the ranks meet in {waited}: rank 0 or the launcher that holds it is frozen, "
                           "or its host is unreachable")  # fmt: skip
@@ -169,12 +169,12 @@ class Watchdog:
         return Heartbeat(self._world.rank, self._host, number, step, phase, seconds)
 
     def _publish(self, here: Heartbeat) -> None:
-        if (store := self._store) is not None:  # the guard gives one up that does not answer
+        if (store := self._store) is not None:  # the guard drops a store that does not answer
             store.set(f"beat {here.rank}", json.dumps(asdict(here)))
 
     def _judge(self, here: Heartbeat) -> str | None:
         """Returns what is wrong, in the words of the rank that saw it first; None if all is well."""
-        late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
+        late = here.seconds > self._timeout and here.phase != "start"  # one rank may download weights for hours
         if self._store is None:
             return f"{here} does not go on" if late else None
         if self._store.check(["verdict"]):
@@ -202,12 +202,12 @@ class Watchdog:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
         unheard = {beat.rank: now - self._heard[beat.rank][1] for beat in beats}
-        silent = [  # as far as anybody knows, each is still where it was
+        silent = [  # assume that each is still where it was
             replace(beat, seconds=beat.seconds + unheard[beat.rank])
             for beat in beats
             if beat.phase != "end" and unheard[beat.rank] > patience
         ]
-        if (seconds := now - self._began) > patience:  # all have met before, so that they begin within moments
+        if (seconds := now - self._began) > patience:  # the rendezvous is over, so all ranks start within moments
             missing = set(range(self._world.size)) - {beat.rank for beat in beats}
             silent += [Heartbeat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
         return silent
@@ -228,12 +228,12 @@ class Watchdog:
         except OSError as error:
             where = f"where rank {self._world.rank} was is not in {self._stacks} ({error.strerror})"
         first = True
-        with suppress(RuntimeError):  # the store may be what is gone
+        with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
-        # The launcher sees another rank's end before anyone here can miss it: a beat is heard of within two intervals.
+        # The launcher sees a rank's end before its heartbeat is missed, which takes up to two intervals.
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
         report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
-        time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
+        time.sleep(2 * self._interval)  # a launcher ends all ranks as soon as one ends: let them write first
         exit_process(STATUS)
 
     def _write_stacks(self, text: str) -> None:

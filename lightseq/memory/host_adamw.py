@@ -17,8 +17,8 @@ from lightseq.distributed.mesh import local_part
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.streamed_update import Piece, update_pieces
 
-PIECE = 1 << 25  # weights: the pieces in flight are a GiB of the GPU
-STATES = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
+PIECE = 1 << 25  # weights; the pieces in flight take a GiB of GPU memory
+STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: signed
 
 
 def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
@@ -37,7 +37,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
     pieces: list[Piece] = []
     scale = optimizer.gradient_scale.to(device)
     for group in optimizer.param_groups:
-        # What is a number is compiled in, and what is on the host has a kernel compiled there. To send it is to wait.
+        # Python numbers would be compiled in, and host tensors would compile a host kernel; sending them synchronizes.
         rate, decay = (torch.as_tensor(group[name], device=device) for name in ("lr", "weight_decay"))
         settings = (rate, *group["betas"], decay, group["eps"])
         for parameter in group["params"]:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
-LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
-IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another's are leaving or coming back
+LEAST_BYTES = 1 << 20  # smaller tensors stay: copying costs more than their memory is worth
+IN_FLIGHT = 2  # layers with tensors on the device: one computes, one is being copied
 
 
 def layers_in_flight(tile_layers: bool) -> int:
@@ -41,13 +41,13 @@ class HostBufferPool:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self.counts_only, self._made = counts_only, dict[int, Tensor]()
         self._make = PinnedMemory().empty if pinned else empty_pageable
-        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # rising in size
+        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # in rising size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
     def acquire(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a flat buffer, or None if that would exceed the limit."""
         free = self._free[dtype]
-        place = bisect_left(free, elements, key=len)  # the smallest that will do, so that larger tensors find room too
+        place = bisect_left(free, elements, key=len)  # the smallest sufficient buffer
         buffer = free.pop(place) if place < len(free) else self._new(elements, dtype)
         if buffer is None:
             return None
@@ -90,7 +90,7 @@ class _Layer:
     """Saved tensors of one layer in one forward pass."""
 
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
-        self.index, self.shared, self.stays = index, shared, stays  # shared: the storages that are not its own
+        self.index, self.shared, self.stays = index, shared, stays  # shared: storages of other layers' tensors
         self.stored: dict[tuple, OffloadedTensor] = {}
         self.left: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
@@ -106,10 +106,10 @@ class Offload:
 
     def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
         self._in_flight = in_flight
-        self.offloaded_bytes = self.on_device_bytes = 0  # of the forward pass that ran last, or runs
+        self.offloaded_bytes = self.on_device_bytes = 0  # of the last or current forward pass
         self.memory, self._device = memory, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
+        self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
@@ -198,7 +198,7 @@ class Offload:
         """Drops the device copies of a layer's offloaded tensors."""
         if index < 0:
             return
-        _wait_for(self._layers[index].left)  # on the device; only then may its memory be somebody else's
+        _wait_for(self._layers[index].left)  # the device waits before the memory is reused
         for stored in self._layers[index].stored.values():
             stored.leaving = None
 
@@ -221,7 +221,7 @@ class Offload:
             return
         layer.over = True
         for stored in layer.stored.values():
-            self.memory.release(stored.host)  # the side stream is done with it before more
+            self.memory.release(stored.host)  # the side stream finishes with it before the next copy
             stored.leaving = stored.back = None
 
     def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:

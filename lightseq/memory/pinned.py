@@ -23,7 +23,7 @@ class PinnedMemory:
     def __init__(self) -> None:
         locked: list[Tensor] = []
         self._locked = locked
-        weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends lets go of all by itself
+        weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends unlocks everything
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Returns a new buffer of zeros. Raises CannotPin if the host does not lock that much."""

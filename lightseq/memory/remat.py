@@ -43,7 +43,7 @@ def apply_remat(
     if not compiled:
         options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
     elif policy != "full":
-        # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
+        # The compiler understands torch's own policy only; saved-tensor hooks do not see what that stores.
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _store_results)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
@@ -101,7 +101,9 @@ def _run_group(
 
     if not torch.is_grad_enabled():
         return run(hidden)
-    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # weights want gradients even if hidden does not
+    anchor = torch.empty(
+        0, device=hidden.device, requires_grad=True
+    )  # so that weights get gradients even if hidden needs none
     return _Group.apply(hidden, anchor, run)
 
 
@@ -125,7 +127,7 @@ class _Group(torch.autograd.Function):
             let_go(dout)
 
         with torch.enable_grad():
-            edge = get_gradient_edge(ctx.run(hidden, after_last))  # of the output itself nothing is needed any more
+            edge = get_gradient_edge(ctx.run(hidden, after_last))  # the output itself is not needed any more
         torch.autograd.backward(edge, dout)
         return hidden.grad, None, None
 

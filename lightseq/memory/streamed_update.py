@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IN_FLIGHT = 3  # pieces: one arrives, one is computed, one leaves
+IN_FLIGHT = 3  # pieces at a time: one arrives, one is computed, one leaves
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Slot:
 
     def __init__(self, piece: Piece, device: torch.device) -> None:
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for dtype, size in piece.kind]
-        self.left: torch.cuda.Event | None = None  # when the piece that was here last is on the host again
+        self.left: torch.cuda.Event | None = None  # recorded once the last piece in this slot is back on the host
 
 
 def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
@@ -74,7 +74,7 @@ class _Streams:
         if self._on:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._computing = torch.cuda.current_stream(device)
-            self._in.wait_stream(self._computing)  # whose memory the buffers were
+            self._in.wait_stream(self._computing)  # the buffers' memory was used there
 
     def arriving(self, left: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if not self._on:

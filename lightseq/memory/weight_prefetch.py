@@ -20,8 +20,8 @@ class WeightPrefetch:
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
         self._units = units
         self._side = torch.cuda.Stream() if device_type == "cuda" else None
-        self._coming: dict[int, torch.cuda.Event] = {}  # by unit; what the device waits for before it computes there
-        for index, unit in enumerate(units):  # hooks run in the order of their registration: FSDP2's own come first
+        self._coming: dict[int, torch.cuda.Event] = {}  # by unit: events that the device waits for before it computes
+        for index, unit in enumerate(units):  # hooks run in order of registration, so FSDP2's own come first
             unit[0].register_forward_pre_hook(partial(self._before_forward, index))
             unit[-1].register_forward_hook(partial(self._after_forward, index))
 
@@ -48,7 +48,7 @@ class WeightPrefetch:
         if self._side is None:
             unit.unshard()
             return
-        # The side stream's memory goes round: what it is given now, another unit's weights may have been until now.
+        # The side stream reuses memory that may have held another unit's weights until now.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             unit.unshard()

@@ -31,7 +31,7 @@ from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROPE_FILE: Final = (
-    "adapter_rope.json"  # what a run changed in the config of its model; peft's files have no place for it
+    "adapter_rope.json"  # settings of the model's config that a run changed; peft's files have no place for them
 )
 ALL_LINEARS: Final = "all-linear"
 
@@ -42,7 +42,7 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names of linears in the layers, as q_proj
+    targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
 
     @property
     def scale(self) -> float:

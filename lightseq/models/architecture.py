@@ -25,7 +25,7 @@ from lightseq.utils.formatting import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
-MOST_LAYERS: Final = 10_000  # each takes a millisecond to build, without memory
+MOST_LAYERS: Final = 10_000  # each takes a millisecond to build on the meta device
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -43,18 +43,18 @@ class Architecture:
     """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    window: int | None  # tokens that a token of some layer sees at most; None: all
+    window: int | None  # most tokens that a token of some layer sees; None: all
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
-    mlp_is_last: bool  # no backward pass needs what an MLP gives: nothing but a sum follows, say, and no norm
+    mlp_is_last: bool  # no backward pass needs an MLP's output, as only a sum follows it and no norm
     plain_projections: bool  # of attention: four linears without bias
-    passes_documents: bool  # every layer hands its keyword arguments on to attention, and with them packed documents
+    passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
     layers: int
     heads: Heads
-    total: int  # each once, however often it is used
-    sizes: tuple[int, ...]  # of the tensors that the parameters are in
+    total: int  # tied parameters count once
+    sizes: tuple[int, ...]  # elements of each parameter tensor
     layer_linears: int  # weights of the linears in all layers
-    ending_linears: int  # of them, those with which a layer ends: a backward pass never needs what they give out
+    ending_linears: int  # of them, those that end a layer: no backward pass needs their output
     head: int  # weights of the LM head, tied or not
 
     @property
@@ -69,7 +69,7 @@ def heads_of(config: PreTrainedConfig) -> Heads:
         query = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
-    except (AttributeError, RuntimeError) as error:  # a RuntimeError where a config has a number for each layer
+    except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
         raise ValueError(f"{config.model_type} has no one number of attention heads for all layers") from error
 
 
@@ -166,7 +166,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         if config.num_hidden_layers > MOST_LAYERS:
             raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MOST_LAYERS}")
         model = build_on_meta(config)
-    except Exception as error:  # the model's own code may raise anything
+    except Exception as error:  # the model's code may raise anything
         raise ValueError(f"{kind.model_type!r} is no causal language model here: {first_line(error)}") from error
     check_attention(model, 1)
     name, base = type(model).__name__, model.base_model
@@ -180,7 +180,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers, head)
     except ValueError:
         raise
-    except Exception as error:  # of the model's own code, again
+    except Exception as error:  # from the model's code, too
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} does not run as the models that train here do ({why}); use another model") from error
     return Architecture(
@@ -210,7 +210,7 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     rates = {
         key: rate for key, rate in model.config.to_dict().items() if "drop" in key and isinstance(rate, float) and rate
     }
-    if rates:  # what is recomputed would drop something else
+    if rates:  # a recomputation would drop other elements
         raise ValueError(
             f"{name} drops out ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
         )
@@ -251,7 +251,7 @@ def _run_on_meta(
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
-        kinds: Any = getattr(rope, "rope_type", None)  # of some the frequencies depend on numbers, which are not here
+        kinds: Any = getattr(rope, "rope_type", None)  # some frequencies depend on values, which meta tensors lack
         rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, _plain_head_required(model, head):

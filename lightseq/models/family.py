@@ -20,8 +20,8 @@ WITH_ORIGINAL_LENGTH: Final = (
     "llama3",
     "yarn",
     "longrope",
-)  # keep the length they start from beside the one they reach
-FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
+)  # types that store the original length beside the extended one
+FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
     """Returns a new config of a preset; changing it changes no other."""
     arguments: dict[str, Any] = dict(family.preset(preset) or {})
     assert arguments, preset
-    # transformers fills in the mapping it is given: hand it its own copy.
+    # transformers modifies the mapping it is given, so copy it.
     return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
 
 
@@ -115,14 +115,14 @@ def apply_rope(
             context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
     if rope_scaling is not None and rope["rope_type"] in WITH_ORIGINAL_LENGTH:
-        # A length over a context is seldom a binary fraction: the product may lie just below the length.
+        # A factor is seldom a binary fraction: the product may be just below the length.
         reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
         changed = type(config).from_dict(
             config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
         )
-    except KeyError as error:  # transformers' own validation names the keys it misses
+    except KeyError as error:  # transformers names missing keys
         raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
     return changed
 
@@ -199,10 +199,10 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
 
 def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
-        # Told nothing, it would ask whether to run the code that a config names.
+        # Without trust_remote_code it would prompt.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-        type(config).from_dict(config.to_dict())  # as apply_rope makes another of it
-    except Exception as error:  # what the code of its class makes of its fields may be anything
+        type(config).from_dict(config.to_dict())  # apply_rope does the same
+    except Exception as error:  # the config's class may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"
@@ -229,7 +229,7 @@ def _unknown_name(family: ModelFamily, name: str) -> str:
     if other is not None and other.preset(name) is not None:
         return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
     known = [*family.presets, *(other.presets if other else ())]
-    nearest = max(  # of equals, one of this family
+    nearest = max(  # prefer this family
         difflib.get_close_matches(name, known, n=len(known)),
         key=lambda preset: (difflib.SequenceMatcher(None, preset, name).ratio(), preset in family.presets),
         default=None,

@@ -11,9 +11,11 @@ class ModelFamily:
     name: str
     presets: Mapping[str, Mapping[str, object]]
     aliases: Mapping[str, str]
-    scaled_preset: Callable[[str], Mapping[str, object] | None] = lambda _name: None  # presets too many to list
-    program: str = ""  # what trains it; the train.py of its folder, if nothing is said
-    sibling: str = ""  # the package of the other family, by name: the two import nothing of each other
+    scaled_preset: Callable[[str], Mapping[str, object] | None] = lambda _name: (
+        None
+    )  # presets with a size in their name
+    program: str = ""  # training program; default: the train.py of its folder
+    sibling: str = ""  # package name of the other family; the two do not import each other
 
     def preset(self, name: str) -> Mapping[str, object] | None:
         """Returns the architecture of that name, if the family has one."""

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from lightseq.utils.formatting import first_line, is_plain_name
 
-SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
+SHARD_BYTES = 4 << 30  # most bytes that saving holds in rank 0's host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ROWS_AT_ONCE = 4096  # of two matrices that are compared
-LORA_INFIX = ".lora_"  # in the names of parameters that no model has by itself
+ROWS_AT_ONCE = 4096  # rows compared at a time
+LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 
@@ -84,7 +84,7 @@ def materialize(
         return new
 
     (root or model)._apply(empty)
-    if model.config.tie_word_embeddings:  # the two ends of the tie got memory of their own
+    if model.config.tie_word_embeddings:  # tied parameters got separate memory
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device)
 
@@ -92,7 +92,7 @@ def materialize(
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Computes the buffers of a model that was built on the meta device. Raises ValueError if it cannot."""
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    for rope in ropes:  # its frequencies are computed, never stored; the module stays, for it may be patched
+    for rope in ropes:  # frequencies are computed, never stored; the module may be patched, so it stays
         for name, buffer in type(rope)(config=model.config).named_buffers():
             setattr(rope, name, buffer.to(device))
     computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
@@ -129,7 +129,7 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
 
 
 def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
-    # Seed and name become one 32-bit number: of a larger one the generator of CPUs takes the lower half alone.
+    # Seed and name become a 32-bit number, because CPU generators ignore the upper half of a larger one.
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
@@ -207,7 +207,7 @@ def download_tokenizer(hub_id: str) -> Path:
 def _fetched(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+    except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
 
@@ -228,7 +228,7 @@ def save_pretrained(
     if main:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
-            old.unlink(missing_ok=True)  # an index left from an earlier model would be read in place of this one
+            old.unlink(missing_ok=True)  # an earlier model's index would take precedence
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"

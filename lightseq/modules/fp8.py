@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 
-MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
+MULTIPLE = 16  # torch._scaled_mm needs multiples of it
 
-# Fused, a recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns so small a difference into a
-# step of its grid, recomputed queries and keys no longer fit the log-sum-exp that was kept, and gradients explode
+# A fused recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns such a difference into a whole
+# step of its grid; recomputed queries and keys no longer match the stored log-sum-exp, and gradients explode
 # (https://github.com/pytorch/pytorch/issues/150859).
 FP8_COMPILE_OPTIONS: Final[dict[str, Any]] = {"emulate_precision_casts": True}
 

@@ -125,7 +125,7 @@ def _gated_mlp(
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul(gate, up, gate)
         down_HI.forward(gate, out=out[rows])
-        del gate, up  # or they stay while the next tile's are made
+        del gate, up  # or they would stay while the next tile's are allocated
     return out
 
 
@@ -304,4 +304,4 @@ def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-de
 for _operator in (_gated_mlp, _gated_mlp_stored):
     _operator.register_autograd(_backward, setup_context=_setup_context)
 
-STORED_MLP_OP = torch.ops.lightseq.gated_mlp_stored.default  # what a checkpointing policy names
+STORED_MLP_OP = torch.ops.lightseq.gated_mlp_stored.default  # for checkpointing policies

@@ -70,4 +70,4 @@ def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 
 _linear_stored.register_autograd(_backward, setup_context=_setup_context)
 
-STORED_LINEAR_OP = torch.ops.lightseq.linear_stored.default  # what a checkpointing policy names
+STORED_LINEAR_OP = torch.ops.lightseq.linear_stored.default  # for checkpointing policies

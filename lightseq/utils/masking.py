@@ -5,9 +5,9 @@ from collections.abc import Collection
 from typing import Any, Final
 
 MASK: Final = "***"
-LEAST_LETTERS: Final = 6  # of a known secret: shorter ones would mask ordinary words
+LEAST_LETTERS: Final = 6  # shorter values would mask ordinary words
 
-# Names end so; the tokens of a vocabulary do too.
+# Endings of secret names; special tokens of a vocabulary share one.
 ENDS: Final = r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
 NAMES: Final = re.compile(rf"(?i){ENDS}$")
 NOT_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# transformers imports torchao wherever it is installed, and torchao complains of kernels that this machine cannot load
-# (torch of how it declares its types), on every rank. What is asked of torchao and cannot be had is refused in words.
-# The compiler asks of every checkpoint with a policy that nothing in it works in place: nothing does in a layer.
+# transformers imports torchao if it is installed. torchao then logs, on every rank, kernels that this machine cannot
+# load, and torch logs how torchao declares its types. Features that a flag asks for are refused with an error instead.
+# The compiler warns about in-place operations under checkpoint policies; layers have none.
 NOISY = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
 
 
