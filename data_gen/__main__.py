@@ -69,10 +69,15 @@ def parser() -> argparse.ArgumentParser:
 def make_synthetic(arguments: argparse.Namespace) -> str:
     spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
     check_spec(spec)
-    about: dict[str, object] = {"tokenizer": None, "source": f"synthetic {spec.kind}", "seed": spec.seed, "skipped": {}}
+    extra_meta: dict[str, object] = {
+        "tokenizer": None,
+        "source": f"synthetic {spec.kind}",
+        "seed": spec.seed,
+        "skipped": {},
+    }
     extra = {"needle_depth": needle_depths(spec)} if spec.kind == "needle" else {}
     drawn = progress_bar((draw_document(spec, index) for index in range(spec.documents)), spec.documents)
-    return write(arguments.output, drawn, spec.vocab_size, lambda: about, extra, arguments.force)
+    return write(arguments.output, drawn, spec.vocab_size, lambda: extra_meta, extra, arguments.force)
 
 
 def make_text(arguments: argparse.Namespace) -> str:
@@ -86,14 +91,14 @@ def make_text(arguments: argparse.Namespace) -> str:
         for source in sources:
             yield from read_texts(source, arguments.column, skipped)
 
-    def about() -> Mapping[str, object]:
+    def extra_meta() -> Mapping[str, object]:
         origin = " ".join(arguments.sources)
         return {"tokenizer": tokenizer.name, "source": origin, "seed": None, **skipped.facts()}
 
     encoded = (ids for batch in tokenizer_batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
     tokenised = progress_bar(limit_tokens(arguments.max_tokens, encoded))
     try:
-        closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
+        closing = write(arguments.output, tokenised, tokenizer.vocab_size, extra_meta, {}, arguments.force)
     finally:  # explains an empty output if every file is unreadable
         for story in skipped.stories:
             print(f"data_gen: left out: {story}", file=sys.stderr)

@@ -23,16 +23,16 @@ def write(
     path: Path,
     documents: Iterable[IntArray],
     vocab_size: int,
-    about: Callable[[], Mapping[str, object]],
+    extra_meta: Callable[[], Mapping[str, object]],
     extra: Mapping[str, object],
     force: bool,
 ) -> str:
-    """Writes documents and returns the closing line. `extra` goes into either format, `about` only into meta.json."""
+    """Writes documents and returns the closing line. `extra` goes into either format, `extra_meta` into meta.json."""
     if path.suffix == ".pkl":
         count, tokens = write_pickle(path, documents, extra, force)
         kind = "lists"
     else:
-        meta = write_token_directory(path, documents, vocab_size, lambda: {**about(), **extra}, force)
+        meta = write_token_directory(path, documents, vocab_size, lambda: {**extra_meta(), **extra}, force)
         count, tokens, kind = meta["documents"], meta["tokens"], meta["dtype"]
     return f"{plural(count, 'document')}, {plural(tokens, 'token')} ({kind}) in {path}"
 

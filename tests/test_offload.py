@@ -107,15 +107,15 @@ def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
 def test_of_layers_that_leave_nothing_is_there_beside_two_that_stay_until_the_first_of_these_runs_backward() -> None:
     plain, wrapped, host = make("cpu", staying=1)
     x, everyones = inputs("cpu")
-    coming: list[list[bool]] = []
+    fetching: list[list[bool]] = []
     for layer in wrapped.layers[1:-1]:  # a hook of its input runs when its backward pass has
-        note = partial(_when_its_gradient_is_there, lambda _: coming.append([x.coming for x in host._layers]))
+        note = partial(_when_its_gradient_is_there, lambda _: fetching.append([x.fetching for x in host._layers]))
         layer.register_forward_pre_hook(note)
     loss = wrapped(x, everyones)
     assert [len(layer.stored) for layer in host._layers] == [2, 2, 0] and host.on_device_bytes == 0
-    assert all(stored.leaving is None for layer in host._layers for stored in layer.stored.values())
+    assert all(stored.original is None for layer in host._layers for stored in layer.stored.values())
     got = torch.autograd.grad(loss, [x, *wrapped.parameters()])
-    assert coming == [[False, True, True], [True, True, True]]
+    assert fetching == [[False, True, True], [True, True, True]]
     assert all(map(torch.equal, got, gradients(plain, x, everyones)))
 
 
@@ -175,7 +175,7 @@ def test_of_two_layers_at_most_the_tensors_are_there() -> None:
     _, wrapped, host = make("cpu", layers=6)
 
     def there() -> list[int]:
-        return [i for i, x in enumerate(host._layers) if any(k.leaving is not None or k.back is not None
+        return [i for i, x in enumerate(host._layers) if any(k.original is not None or k.restored is not None
                                                              for k in x.stored.values())]  # fmt: skip
 
     seen: list[list[int]] = []

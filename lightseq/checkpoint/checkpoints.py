@@ -177,32 +177,32 @@ def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -
     return total // config.save_steps - done // config.save_steps + bool(total % config.save_steps)
 
 
-def check_disk(output_dir: Path, one_bytes: int, saves: int, there: int, config: TrainConfig) -> str | None:
+def check_disk(output_dir: Path, checkpoint_bytes: int, saves: int, existing: int, config: TrainConfig) -> str | None:
     """Returns a note on the disk space of the checkpoints that exist at once, a warning if it is too little.
 
-    Raises ValueError if not even one checkpoint fits. The directory holds `there` checkpoints and may not exist yet.
+    Raises ValueError if not even one checkpoint fits. The directory holds `existing` checkpoints and may not exist yet.
     """
     if not saves:
         return None
     place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    there_is = f"{place} has {_shown(free)} free"
-    if one_bytes > free:
+    free_space = f"{place} has {_format_bytes(free)} free"
+    if checkpoint_bytes > free:
         raise ValueError(
-            f"a checkpoint in --output_dir {output_dir} takes about {_shown(one_bytes)}, and {there_is}; free some, "
-            "name another disk, or give --save_strategy no"
+            f"a checkpoint in --output_dir {output_dir} takes about {_format_bytes(checkpoint_bytes)}, and "
+            f"{free_space}; free some, name another disk, or give --save_strategy no"
         )
     limit = config.save_total_limit
     held = (
-        saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - there))
+        saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - existing))
     )  # older ones are deleted after a save
-    together = f", {held} of them {_shown(held * one_bytes)}" if held > 1 else ""
-    said = f"a checkpoint takes about {_shown(one_bytes)}{together}; {there_is}"
-    if held * one_bytes <= free:
+    together = f", {held} of them {_format_bytes(held * checkpoint_bytes)}" if held > 1 else ""
+    said = f"a checkpoint takes about {_format_bytes(checkpoint_bytes)}{together}; {free_space}"
+    if held * checkpoint_bytes <= free:
         return said
     remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"
     return f"warning: {said}; {remedy}, or free some"
 
 
-def _shown(size: float) -> str:
+def _format_bytes(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -49,32 +49,33 @@ class ResumePoint:
 FRESH_START = ResumePoint(None)
 
 
-def find_checkpoint(output_dir: Path, asked: str | None, world: World) -> ResumePoint:
+def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> ResumePoint:
     """Returns the checkpoint that --resume_from_checkpoint names, after reading every file of it. Every rank calls it.
 
     Ends the run with one line if no checkpoint is complete; with `auto`, only if there are any at all.
     """
-    if asked is None:
+    if requested is None:
         return FRESH_START
-    if asked not in NEWEST:
+    if requested not in NEWEST:
         on_all_ranks(
-            world, lambda: _require(is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one")
+            world,
+            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is no checkpoint-N directory; name one"),
         )
-        broken = _damage(Path(asked), world)
-        on_all_ranks(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
-        return ResumePoint(Path(asked))
+        damage = _damage(Path(requested), world)
+        on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; name another"))
+        return ResumePoint(Path(requested))
     damaged: tuple[tuple[Path, str], ...] = ()
     candidates = on_all_ranks(world, lambda: list_checkpoints(output_dir))
     for path in reversed(candidates):
-        broken = _damage(path, world)
-        if broken is None:
+        damage = _damage(path, world)
+        if damage is None:
             return ResumePoint(path, damaged)
-        damaged += ((path, broken),)
-    line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
+        damaged += ((path, damage),)
+    line = f"{requested}: {output_dir} holds no checkpoint; leave it out, or give auto"
     if damaged:
-        why = "; ".join(f"{path.name}: {broken}" for path, broken in damaged)
-        line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
-    on_all_ranks(world, lambda: _require(asked == "auto" and not damaged, line))
+        why = "; ".join(f"{path.name}: {damage}" for path, damage in damaged)
+        line = f"{requested}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
+    on_all_ranks(world, lambda: _require(requested == "auto" and not damaged, line))
     return FRESH_START
 
 

@@ -35,7 +35,7 @@ class SaveError(Exception):
 
 
 class CheckpointSaver:
-    """Saver of one run's checkpoints. Ranks may differ by `patience_seconds` in writing their parts."""
+    """Saver of one run's checkpoints. Ranks may differ by `timeout_seconds` in writing their parts."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class CheckpointSaver:
         retain: int | None,
         retain_best: bool,
         in_background: bool,
-        patience_seconds: float,
+        timeout_seconds: float,
     ) -> None:
         self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, retain, retain_best
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_seconds))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._staging = Staging(world.device) if in_background else None
         self._thread: threading.Thread | None = None
         self._error: SaveError | RankNotResponding | None = None
@@ -72,10 +72,10 @@ class CheckpointSaver:
             f"host memory than is free ({free / 2**30:.1f} GiB a rank)"
         )
 
-    def before_overwriting(self) -> None:
+    def wait_before_update(self) -> None:
         """Waits until weights may change: they may still be on their way to the host."""
         if self._staging is not None:
-            self._staging.before_overwriting()
+            self._staging.wait_before_update()
 
     def save(
         self,
@@ -200,14 +200,14 @@ class CheckpointSaver:
         manifest.sync([self._output_dir])
         checkpoints.prune(self._output_dir, self._keep, self._keep_best)
 
-    def _on_main(self, do: Callable[[], object]) -> None:
-        self._on_all_ranks(lambda: do() if self._world.is_main else None)
+    def _on_main(self, action: Callable[[], object]) -> None:
+        self._on_all_ranks(lambda: action() if self._world.is_main else None)
 
-    def _on_all_ranks(self, do: Callable[[], T]) -> list[T]:
-        """Returns the results of `do` on every rank. Raises SaveError on all of them if it failed on any."""
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Returns the results of `action` on every rank. Raises SaveError on all of them if it failed on any."""
         error, result = None, None
         try:
-            result = do()
+            result = action()
         except Exception as failure:  # safetensors raises its own class
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
             # Prefer the OSError of the failing disk; other ranks only know that one failed.

@@ -217,32 +217,32 @@ class BatchStream:
     @cached_property
     def fingerprint(self) -> int:
         """Returns a hash of evenly spaced examples, which does not depend on where or how the data is stored."""
-        seen, last = hashlib.sha256(), len(self.examples) - 1
+        digest, last = hashlib.sha256(), len(self.examples) - 1
         for index in np.linspace(0, last, min(FINGERPRINT_EXAMPLES, last + 1)).astype(int).tolist():
             example = self.examples[index]
-            seen.update(example.input_ids.tobytes() + example.labels.tobytes())
-        return int.from_bytes(seen.digest()[:6])
+            digest.update(example.input_ids.tobytes() + example.labels.tobytes())
+        return int.from_bytes(digest.digest()[:6])
 
     def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
         """Returns the stream that continues a checkpoint's, and notes. Raises ValueError if the data differs."""
-        now, asked = self.state(step), f"--resume_from_checkpoint {where}"
+        now, flag = self.state(step), f"--resume_from_checkpoint {where}"
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{asked} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
+                f"{flag} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
             )
         if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
             raise ValueError(
-                f"{asked} was trained on other data, of as many examples; resume with the data that it was "
+                f"{flag} was trained on other data, of as many examples; resume with the data that it was "
                 "saved with, or begin anew from its weights with --model_name_or_path"
             )
         stream = replace(self, first_step=step, first_sample=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say
         if before == self.sequences_per_step:
             return stream, ()
-        goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
-        return stream, (f"resumed with another number of sequences a step: {goes_on}",)
+        continues = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
+        return stream, (f"resumed with another number of sequences a step: {continues}",)
 
     def consumed_samples(self, steps: int) -> int:
         """Returns the samples read after so many steps of the run, including those before it was resumed."""
@@ -252,10 +252,10 @@ class BatchStream:
         places = self.consumed_samples(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
-    def example(self, place: int) -> Example | None:
-        if self.end is not None and place >= self.end:
+    def example(self, sample: int) -> Example | None:
+        if self.end is not None and sample >= self.end:
             return None
-        epoch, index = divmod(place, len(self.examples))
+        epoch, index = divmod(sample, len(self.examples))
         return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:

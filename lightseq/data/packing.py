@@ -48,10 +48,10 @@ class InMemoryWindows:
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._offsets[-1])
 
     def __getitem__(self, index: int) -> Example:
-        sequence, start = locate_window(self._first, index, self.length)
+        sequence, start = locate_window(self._offsets, index, self.length)
         return window(*self.sequences[sequence], start, self.length)
 
     @cached_property
@@ -63,26 +63,26 @@ class InMemoryWindows:
         return np.array([len(ids) for ids, _ in self.sequences])
 
     @cached_property
-    def _first(self) -> NDArray[np.int64]:
+    def _offsets(self) -> NDArray[np.int64]:
         return window_offsets(self._sizes, self.length)
 
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Examples of several windows side by side: `order[first[i] : first[i + 1]]`."""
+    """Examples of several windows side by side: `order[offsets[i] : offsets[i + 1]]`."""
 
     windows: SizedExamples
     order: NDArray[np.int64]
-    first: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        parts = [self.windows[int(i)] for i in self.order[self.first[index] : self.first[index + 1]]]
+        parts = [self.windows[int(i)] for i in self.order[self.offsets[index] : self.offsets[index + 1]]]
         ids, labels = (np.concatenate(x) for x in zip(*((p.input_ids, p.labels) for p in parts), strict=True))
         return Example(ids, labels, (0, *np.cumsum([len(p.input_ids) for p in parts]).tolist()))
 
@@ -93,7 +93,7 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
     Returns the windows in the order of the sequences, and the offset at which each sequence begins.
     """
     sequences: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # sequences by their remaining room
+    sequences_by_room: dict[int, list[int]] = {}  # sequences by their remaining room
     rooms: list[int] = []  # the keys of with_room, rising
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
@@ -104,15 +104,15 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
             sequences.append([])
         else:
             room = rooms[place]
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            sequence = sequences_by_room[room].pop()
+            if not sequences_by_room[room]:
+                del sequences_by_room[room], rooms[place]
         sequences[sequence].append(piece)
         left = room - size
         if left:
-            if left not in with_room:
+            if left not in sequences_by_room:
                 insort(rooms, left)
-            with_room.setdefault(left, []).append(sequence)
+            sequences_by_room.setdefault(left, []).append(sequence)
     counts = [len(pieces) for pieces in sequences]
     order = np.array([piece for pieces in sequences for piece in pieces], dtype=np.int64)
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
@@ -138,16 +138,16 @@ def open_packed(
         windows, documents = opened, np.diff(opened.source.offsets)
     else:
         raise ValueError(f"--packing best_fit fits {path} by length, known once tokenised; leave --lazy_preprocess out")
-    order, first = best_fit(windows.sizes, length)
-    notes = _notes(path, windows.sizes, documents, first, length)
-    return PackedExamples(windows, order, first, (*windows.notes, *notes))
+    order, offsets = best_fit(windows.sizes, length)
+    notes = _notes(path, windows.sizes, documents, offsets, length)
+    return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
 
 
 def _notes(
-    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], first: NDArray[np.int64], length: int
+    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], offsets: NDArray[np.int64], length: int
 ) -> list[str]:
     """Returns notes on the packed, cut and empty tokens."""
-    sequences, tokens = len(first) - 1, int(sizes.sum())
+    sequences, tokens = len(offsets) - 1, int(sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
     kept = int((documents > 1).sum())

@@ -185,10 +185,10 @@ def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer)
     return Sample(tuple(parts)) if parts else Sample(skipped=NO_ANSWER if messages else EMPTY)
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, where: str) -> str:
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, where: str) -> str:
     assert tokenizer.chat_template is not None
     try:
-        written = tokenizer.chat_template(messages, asks)
+        written = tokenizer.chat_template(messages, add_generation_prompt)
     except Exception as error:  # a template may raise anything
         raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
     return check_encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")

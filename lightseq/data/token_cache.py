@@ -98,17 +98,17 @@ def format_and_rows(source: str | Path, column: str, limit: int | None = None) -
 
 def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     """Returns notes on a folder's other files, and on padding."""
-    said = []
+    notes = []
     if files := meta["passed_over"]["files"]:
         shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > MAX_NAMED else "")
-        said.append(
+        notes.append(
             f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, "
             f"{' and '.join(FOLDER_SUFFIXES)} are read"
         )
     if meta["padding"]["rows"]:
         padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
-        said.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
-    return said
+        notes.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
+    return notes
 
 
 def ensure_tokenized(
@@ -118,13 +118,13 @@ def ensure_tokenized(
 
     Processes without a progress bar let the one with a bar go first.
     """
-    about: dict[str, Any] = {
+    key: dict[str, Any] = {
         "rows": source_identity(source),
         "tokenizer": tokenizer.fingerprint,
         "column": read_options.text_column,
     }
-    about |= {"limit": read_options.limit, "version": CACHE_VERSION}
-    fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    key |= {"limit": read_options.limit, "version": CACHE_VERSION}
+    fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     directory = read_options.cache / fingerprint
     if not directory.exists():
         time.sleep(0 if progress else HEAD_START_SECONDS)
@@ -137,7 +137,7 @@ def ensure_tokenized(
                     vocab_size,
                     tokenizer,
                     read_options,
-                    {**about, "fingerprint": fingerprint},
+                    {**key, "fingerprint": fingerprint},
                     progress,
                 )
     return directory
@@ -163,14 +163,14 @@ def _write(
     vocab_size: int,
     tokenizer: Tokenizer,
     read_options: ReadOptions,
-    made: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     progress: bool,
 ) -> None:
     kind, rows = format_and_rows(source, read_options.text_column, read_options.limit)
     skipped = SkippedRows()
-    prompts, others = LongestPrompts(), ignored_files(source)
+    prompts, ignored = LongestPrompts(), ignored_files(source)
 
-    def about() -> dict[str, object]:
+    def extra_meta() -> dict[str, object]:
         return {
             "tokenizer": tokenizer.name or None,
             "source": str(source),
@@ -178,19 +178,19 @@ def _write(
             "kind": kind.name,
             **skipped.facts(),
             "padding": dict(skipped.padding),
-            "passed_over": {"files": len(others), "first": others[:MAX_NAMED]},
+            "passed_over": {"files": len(ignored), "first": ignored[:MAX_NAMED]},
             "longest_prompts": prompts.rows,
-            "made": made,
+            "made": provenance,
         }
 
     documents = _tokenize(rows, kind, vocab_size, tokenizer, skipped, prompts)
     shown = progress_bar(documents, progress=progress)
     try:
-        write_token_directory(directory, shown, tokenizer.vocab_size, about, with_targets=kind.masked)
+        write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=kind.masked)
     except ValueError as error:
         if skipped.counts and "no document to write" in str(error):
-            said = skipped_notes(str(source), skipped.facts())[0]
-            raise ValueError(f"{source} has nothing to learn from; {said}") from error
+            notes = skipped_notes(str(source), skipped.facts())[0]
+            raise ValueError(f"{source} has nothing to learn from; {notes}") from error
         raise
 
 

@@ -87,11 +87,11 @@ def write_token_directory(
     path: Path,
     documents: Iterable[IntArray | tuple[IntArray, NDArray[np.bool_] | None]],
     vocab_size: int,
-    about: Callable[[], Mapping[str, object]],
+    extra_meta: Callable[[], Mapping[str, object]],
     force: bool = False,
     with_targets: bool = False,
 ) -> dict[str, Any]:
-    """Streams documents to disk. `about` adds to meta.json after the last one, when counts are known.
+    """Streams documents to disk. `extra_meta` adds to meta.json after the last one, when counts are known.
 
     A document may come with a mask of its targets.
     """
@@ -117,7 +117,7 @@ def write_token_directory(
         if count == 0:
             raise ValueError(f"no document to write to {path}; the sources hold no text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
-        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **about()}
+        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **extra_meta()}
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         files.close()
     return meta

@@ -122,8 +122,8 @@ class PretrainedTokenizer:
     def chat_template(self) -> Callable[[Messages, bool], str] | None:
         return self._render if getattr(self.backend, "chat_template", None) else None
 
-    def _render(self, turns: Messages, asks: bool) -> str:
-        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks))
+    def _render(self, turns: Messages, add_generation_prompt: bool) -> str:
+        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
 
     @property
     def fingerprint(self) -> str:

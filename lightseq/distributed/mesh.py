@@ -124,14 +124,16 @@ def _store(timeout: timedelta) -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
-    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+    hosts_store = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(
+        address, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=hosts_store
+    )
 
 
 def _require_env(name: str) -> str:
     if name not in os.environ:
-        words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
-        report_error(words)
+        message = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
+        report_error(message)
         raise SystemExit(2)
     return os.environ[name]
 
@@ -165,20 +167,20 @@ def set_device(world: World) -> None:
         torch.cuda.set_device(world.device)
 
 
-def is_first_to(do: str) -> bool:
+def is_first_to(task: str) -> bool:
     """Returns whether no other rank has asked this before. Waits for nobody, so a failing rank may call it."""
-    return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
+    return dist.distributed_c10d._get_default_store().add(f"lightseq: {task}", 1) == 1
 
 
-def mark_done(do: str) -> None:
+def mark_done(task: str) -> None:
     """Tells ranks that were not `is_first_to` do this that it is done."""
-    dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
+    dist.distributed_c10d._get_default_store().set(f"lightseq: {task}: done", "")
 
 
-def wait_until_done(do: str, seconds: float) -> None:
+def wait_until_done(task: str, seconds: float) -> None:
     """Waits until the rank that was `is_first_to` do this has done it, at most `seconds`."""
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
-    while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
+    while time.monotonic() < until and not store.check([f"lightseq: {task}: done"]):
         time.sleep(0.1)
 
 

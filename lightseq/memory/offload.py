@@ -70,13 +70,13 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """A tensor in host memory. `leaving` is the original while it may still be read, `back` the copy on the device."""
+    """A tensor in host memory. `original` is set while it may still be read, `restored` once it is fetched."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
         self.layer, self.host = layer, host
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.leaving: Tensor | None = tensor
-        self.back: Tensor | None = None
+        self.original: Tensor | None = tensor
+        self.restored: Tensor | None = None
 
 
 class OnDeviceTensor:
@@ -92,9 +92,9 @@ class _Layer:
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
         self.index, self.shared, self.stays = index, shared, stays  # shared: storages of other layers' tensors
         self.stored: dict[tuple, OffloadedTensor] = {}
-        self.left: torch.cuda.Event | None = None
-        self.returned: torch.cuda.Event | None = None
-        self.coming = self.awaited = self.over = False
+        self.offloaded: torch.cuda.Event | None = None
+        self.fetch_done: torch.cuda.Event | None = None
+        self.fetching = self.fetched = self.released = False
 
 
 class Offload:
@@ -108,7 +108,7 @@ class Offload:
         self._in_flight = in_flight
         self.offloaded_bytes = self.on_device_bytes = 0  # of the last or current forward pass
         self.memory, self._device = memory, device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
 
@@ -126,7 +126,7 @@ class Offload:
     def store(self, tensor: Tensor) -> OffloadedTensor | OnDeviceTensor | Tensor:
         """Starts copying a tensor to the host, or lets it stay. For use inside the forward of a layer."""
         layer = self._running
-        if layer is None or not self._may_leave(tensor, layer):
+        if layer is None or not self._is_offloadable(tensor, layer):
             return tensor
         if layer.stays:
             return OnDeviceTensor(layer, tensor)
@@ -139,9 +139,9 @@ class Offload:
             self.offloaded_bytes += tensor.nbytes
             tensor = tensor.detach()
             layer.stored[key] = OffloadedTensor(layer, tensor, host)
-            with self._beside():
+            with self._on_side_stream():
                 layer.stored[key].host.copy_(_flat(tensor), non_blocking=True)
-            layer.left = self._event()
+            layer.offloaded = self._event()
         return layer.stored[key]
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
@@ -152,23 +152,23 @@ class Offload:
         if isinstance(stored, Tensor):
             return stored
         layer = stored.layer
-        if not layer.awaited and not layer.over:
+        if not layer.fetched and not layer.released:
             self._begin_backward(layer)
         if isinstance(stored, OnDeviceTensor):
             return stored.tensor
-        if layer.over:
+        if layer.released:
             raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
-        assert stored.back is not None
-        return stored.back
+        assert stored.restored is not None
+        return stored.restored
 
     def _begin_backward(self, layer: _Layer) -> None:
         for later in self._layers[layer.index + 1 :]:
             self._release(later)
-        self._bring(layer)
-        _wait_for(layer.returned)
-        layer.awaited = True
+        self._start_fetch(layer)
+        _wait_for(layer.fetch_done)
+        layer.fetched = True
         if layer.index and self._in_flight > 1:
-            self._bring(self._layers[layer.index - 1])
+            self._start_fetch(self._layers[layer.index - 1])
 
     def _forward(
         self, index: int, layer: nn.Module, stays: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -198,48 +198,48 @@ class Offload:
         """Drops the device copies of a layer's offloaded tensors."""
         if index < 0:
             return
-        _wait_for(self._layers[index].left)  # the device waits before the memory is reused
+        _wait_for(self._layers[index].offloaded)  # the device waits before the memory is reused
         for stored in self._layers[index].stored.values():
-            stored.leaving = None
+            stored.original = None
 
-    def _bring(self, layer: _Layer) -> None:
+    def _start_fetch(self, layer: _Layer) -> None:
         """Starts copying a layer's tensors back to the device."""
-        if layer.coming:
+        if layer.fetching:
             return
-        layer.coming = True
+        layer.fetching = True
         for stored in layer.stored.values():
-            stored.back, stored.leaving = stored.leaving, None
-            if stored.back is not None:  # never freed
+            stored.restored, stored.original = stored.original, None
+            if stored.restored is not None:  # never freed
                 continue
-            stored.back = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
-            with self._beside():
-                _flat(stored.back).copy_(stored.host, non_blocking=True)
-        layer.returned = self._event()
+            stored.restored = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
+            with self._on_side_stream():
+                _flat(stored.restored).copy_(stored.host, non_blocking=True)
+        layer.fetch_done = self._event()
 
     def _release(self, layer: _Layer) -> None:
-        if layer.over:
+        if layer.released:
             return
-        layer.over = True
+        layer.released = True
         for stored in layer.stored.values():
             self.memory.release(stored.host)  # the side stream finishes with it before the next copy
-            stored.leaving = stored.back = None
+            stored.original = stored.restored = None
 
-    def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:
+    def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:
         here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES
         return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Runs the block on the side stream, after everything queued on the current one."""
-        if self._side is None:
+        if self._side_stream is None:
             yield
             return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             yield
 
     def _event(self) -> torch.cuda.Event | None:
-        return self._side.record_event() if self._side is not None else None
+        return self._side_stream.record_event() if self._side_stream is not None else None
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

@@ -19,8 +19,9 @@ class WeightPrefetch:
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
         self._units = units
-        self._side = torch.cuda.Stream() if device_type == "cuda" else None
-        self._coming: dict[int, torch.cuda.Event] = {}  # by unit: events that the device waits for before it computes
+        self._side_stream = torch.cuda.Stream() if device_type == "cuda" else None
+        # By unit: events that the device waits for before it computes.
+        self._unshard_events: dict[int, torch.cuda.Event] = {}
         for index, unit in enumerate(units):  # hooks run in order of registration, so FSDP2's own come first
             unit[0].register_forward_pre_hook(partial(self._before_forward, index))
             unit[-1].register_forward_hook(partial(self._after_forward, index))
@@ -36,20 +37,20 @@ class WeightPrefetch:
         self._begin(index, index - 1)
 
     def _begin(self, index: int, following: int) -> None:
-        came = self._coming.pop(index, None)
+        came = self._unshard_events.pop(index, None)
         if came is not None:
             torch.cuda.current_stream().wait_event(came)
         if 0 <= following < len(self._units):
-            self._bring(following)
+            self._start_unshard(following)
 
-    def _bring(self, index: int) -> None:
+    def _start_unshard(self, index: int) -> None:
         unit = self._units[index][0]
         assert isinstance(unit, FSDPModule)
-        if self._side is None:
+        if self._side_stream is None:
             unit.unshard()
             return
         # The side stream reuses memory that may have held another unit's weights until now.
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             unit.unshard()
-            self._coming[index] = self._side.record_event()
+            self._unshard_events[index] = self._side_stream.record_event()

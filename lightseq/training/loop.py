@@ -315,7 +315,7 @@ class Trainer:
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
             if self.saving is not None:
-                self.saving.before_overwriting()
+                self.saving.wait_before_update()
             if self._stop is not None:  # the ranks agree while the host launches the update
                 self._stop.begin_poll(self.saving is not None and self.saving.failed)
             norm, sick = self.engine.update()

@@ -44,9 +44,9 @@ class Saving:
         self._saver.wait()
         raise SaveError("a checkpoint could not be saved on another rank")
 
-    def before_overwriting(self) -> None:
+    def wait_before_update(self) -> None:
         """To be called before weights change: they may still be on their way to the host."""
-        self._saver.before_overwriting()
+        self._saver.wait_before_update()
 
     @property
     def can_prepare(self) -> bool:
