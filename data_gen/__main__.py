@@ -30,6 +30,8 @@ TEXT_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that raises ValueError instead of exiting."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
@@ -39,6 +41,7 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of both commands."""
     root = Parser(prog="python3 -m data_gen", description=__doc__, formatter_class=_Raw)
     commands = root.add_subparsers(dest="command", required=True)
     indent = {"initial_indent": "  ", "subsequent_indent": "    "}
@@ -67,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_synthetic(arguments: argparse.Namespace) -> str:
+    """Writes synthetic documents and returns the closing line."""
     spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
     check_spec(spec)
     extra_meta: dict[str, object] = {
@@ -81,6 +85,7 @@ def make_synthetic(arguments: argparse.Namespace) -> str:
 
 
 def make_text(arguments: argparse.Namespace) -> str:
+    """Writes tokenized texts and returns the closing line."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max_tokens {arguments.max_tokens} is no size; give 1 or more, or leave it out")
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -106,6 +111,7 @@ def make_text(arguments: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 2 after one line for refused input."""
     try:
         arguments = parser().parse_args(argv)
         print({"synthetic": make_synthetic, "text": make_text}[arguments.command](arguments))

@@ -29,6 +29,8 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class SyntheticKind:
+    """A kind of synthetic document: its description, how it is drawn, and its smallest sizes."""
+
     help: str
     draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
     least_length: int = 2
@@ -36,10 +38,12 @@ class SyntheticKind:
 
 
 def draw_uniform(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws ids with equal probability."""
     return generator.integers(0, vocab_size, length)
 
 
 def draw_zipf(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws id i with a probability in proportion to 1/(i+1)."""
     return np.searchsorted(_zipf_cumulative(vocab_size), generator.random(length), side="right")
 
 
@@ -51,11 +55,13 @@ def _zipf_cumulative(vocab_size: int) -> NDArray[np.float64]:
 
 
 def draw_copy(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws half a document and repeats it."""
     half = generator.integers(0, vocab_size, (length + 1) // 2)
     return np.concatenate([half, half])[:length]
 
 
 def draw_needle(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws a key and value at a random position, and again at the end of the document."""
     position = _draw_needle_position(generator, length)
     hay_ids = vocab_size // 2
     ids = generator.integers(0, hay_ids, length)
@@ -88,6 +94,7 @@ KINDS: Mapping[str, SyntheticKind] = {
 
 
 def check_spec(spec: Synthetic) -> None:
+    """Raises ValueError for sizes that are too small for the kind."""
     kind = KINDS[spec.kind]
     least = {"documents": 1, "length": kind.least_length, "vocab_size": kind.least_vocab_size, "seed": 0}
     for name, smallest in least.items():
@@ -98,10 +105,12 @@ def check_spec(spec: Synthetic) -> None:
 
 
 def generator_of(spec: Synthetic, index: int) -> Generator:
+    """Returns the random generator of a document."""
     return np.random.default_rng((spec.seed, index))
 
 
 def draw_document(spec: Synthetic, index: int) -> Ids:
+    """Draws the document with this index."""
     return KINDS[spec.kind].draw(generator_of(spec, index), spec.length, spec.vocab_size)
 
 

@@ -40,6 +40,7 @@ def files_below(directory: Path) -> list[str]:
 
 
 def write(directory: Path, files: Mapping[str, File]) -> None:
+    """Writes the manifest of a directory."""
     content = {"version": VERSION, "files": {name: asdict(files[name]) for name in sorted(files)}}
     (directory / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 

@@ -183,6 +183,7 @@ def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
 
 
 def rng_file(rank: int) -> str:
+    """Returns the name of a rank's file of random states."""
     return f"random-{rank}.json"
 
 
@@ -201,7 +202,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(path: Path, device: torch.device) -> None:
-    """Restores random states from a file; without the file, nothing changes."""
+    """Restores random states from a file; without the file, nothing changes. Raises ValueError if it is damaged."""
     if not path.is_file():
         return
     try:

@@ -249,16 +249,19 @@ class BatchStream:
         return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:
+        """Returns the epochs read after so many steps, at most those of the run."""
         places = self.consumed_samples(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
     def example(self, sample: int) -> Example | None:
+        """Returns a sample's example; None past the end."""
         if self.end is not None and sample >= self.end:
             return None
         epoch, index = divmod(sample, len(self.examples))
         return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
+        """Returns a data rank's batch at a step and an accumulation index."""
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
         row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
         first = self.consumed_samples(step) + row_of_step

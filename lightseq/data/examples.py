@@ -160,6 +160,7 @@ def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: i
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
+    """Opens a token directory as windows. Raises ValueError if it has no target or ids outside the vocabulary."""
     source = open_token_directory(path)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
@@ -220,6 +221,8 @@ def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -
 
 
 def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
+    """Opens a .pkl file as sequences. Raises ValueError for ids outside the vocabulary."""
+
     def checked() -> Iterator[IdsAndLabels]:
         for index, (ids, labels) in enumerate(read_pickle(path)):
             check_ids(ids, vocab_size, f"{path} sequence {index}")
@@ -252,6 +255,7 @@ class LazyTextExamples:
 def open_lazy_texts(
     path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
 ) -> LazyTextExamples:
+    """Opens the texts of a file, to be tokenized on access. Raises ValueError if there is none."""
     rows = (
         (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
     )

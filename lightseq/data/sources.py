@@ -51,6 +51,7 @@ def get_text(row: Row, column: str, where: str) -> str:
 
 
 def join_names(columns: Iterable[str]) -> str:
+    """Returns names in one line for an error message."""
     return ", ".join(columns) or "none"
 
 
@@ -127,6 +128,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_row(line: bytes, where: str) -> Row:
+    """Parses a line of JSON. Raises ValueError if it is not an object."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:  # its message counts lines within this one
@@ -231,6 +233,7 @@ class SkippedRows:
 
 
 def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
+    """Returns a note on skipped rows, from the counts in meta.json."""
     counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
     shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
     return [f"{source}: left out: {counts}{shown}"] if counts else []

@@ -79,6 +79,7 @@ def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> R
 
 
 def get_column(row: Row, name: str, where: str) -> Any:
+    """Returns a column of a row. Raises ValueError if it is missing."""
     if name not in row:
         raise ValueError(f"{where} has no column {name!r}; it has: {join_names(row)}")
     return row[name]

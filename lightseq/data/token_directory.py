@@ -138,6 +138,7 @@ class TokenDirectory:
     targets: IntArray | None = None
 
     def document(self, index: int) -> IntArray:
+        """Returns the tokens of a document."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def targets_of(self, index: int) -> IntArray | None:

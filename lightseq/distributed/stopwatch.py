@@ -37,6 +37,7 @@ class Stopwatch:
 
     @contextmanager
     def lap(self) -> Iterator[None]:
+        """Times the work in the block."""
         begin = DeviceTimestamp(self._device)
         yield
         self._laps.append((begin, DeviceTimestamp(self._device)))

@@ -66,6 +66,7 @@ class HostBufferPool:
         return self._made[size].view(dtype)
 
     def release(self, buffer: Tensor) -> None:
+        """Makes a buffer available again."""
         insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)
 
 

@@ -130,6 +130,7 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
 
 def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
     # Seed and name become a 32-bit number, because CPU generators ignore the upper half of a larger one.
+    """Returns a random generator for one parameter."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
@@ -312,6 +313,7 @@ def has_tokenizer(weights: Path | str | None) -> bool:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copies the files of a tokenizer."""
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             (directory / file.name).write_bytes(file.read_bytes())

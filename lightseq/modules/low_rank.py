@@ -23,6 +23,7 @@ class LinearWeights(NamedTuple):
     scale: float = 1.0
 
     def forward(self, x_NI: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns y for x, written to `out` if given."""
         if self.a is None or self.b is None:
             return torch.mm(x_NI, self.weight.T, out=out)
         return torch.mm(_joined(x_NI, self.adapter_output(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)

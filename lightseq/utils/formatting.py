@@ -20,4 +20,5 @@ def four_significant_digits(value: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

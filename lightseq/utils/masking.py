@@ -22,6 +22,7 @@ IN_COMMANDS: Final = re.compile(rf"(?i)(--?[\w-]*{ENDS}[ =]+)[^\s'\"]+")
 
 
 def is_secret_name(name: str) -> bool:
+    """Returns whether a name is one that secrets have."""
     return NAMES.search(name) is not None and NOT_NAMES.search(name) is None
 
 
