@@ -16,10 +16,10 @@ from data_gen.output import limit_tokens, write
 from data_gen.sources import SkippedTexts, expand_sources, read_texts
 from data_gen.synthetic import KINDS, Synthetic, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
-from lightseq.data.progress import progress_bar
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
 from lightseq.utils.formatting import first_line
+from lightseq.utils.progress import progress_bar
 
 TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "

@@ -17,7 +17,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
-from lightseq.data.progress import progress_bar
 from lightseq.data.sources import (
     FOLDER_SUFFIXES,
     NamedRow,
@@ -38,6 +37,7 @@ from lightseq.data.token_directory import (
 )
 from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.utils.formatting import plural
+from lightseq.utils.progress import progress_bar
 
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer

@@ -16,7 +16,6 @@ from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.progress import progress_bar
 from lightseq.distributed.environment import launcher_note, launcher_shutdown_seconds, secrets
 from lightseq.distributed.mesh import Meshes, World, make_deterministic, make_meshes, on_all_ranks
 from lightseq.distributed.preemption import StopRequest
@@ -50,6 +49,7 @@ from lightseq.training.setup import Inputs
 from lightseq.training.sharding import Sharding
 from lightseq.training.step_stats import StepResult, Window, Work
 from lightseq.training.terminal import Terminal
+from lightseq.utils.progress import progress_bar
 
 
 class Trainer:

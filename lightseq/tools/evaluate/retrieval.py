@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import IGNORE_INDEX, Example, Examples, window
-from lightseq.data.progress import progress_bar
 from lightseq.modules.loss import likeliest_tokens, token_losses
 from lightseq.parallelize import ReadOptions
 from lightseq.tools.evaluate.needle import Ids, Search
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
+from lightseq.utils.progress import progress_bar
 
 
 @dataclass(frozen=True)
