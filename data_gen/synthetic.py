@@ -33,8 +33,8 @@ class SyntheticKind:
 
     help: str
     draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
-    least_length: int = 2
-    least_vocab_size: int = 2
+    min_length: int = 2
+    min_vocab_size: int = 2
 
 
 def draw_uniform(generator: Generator, length: int, vocab_size: int) -> Ids:
@@ -87,8 +87,8 @@ KINDS: Mapping[str, SyntheticKind] = {
         "a key and its value, both from the upper half of the vocabulary, stand at a random depth in uniform ids "
         "of the lower half; the document ends with the key and the value again (depths: needle_depth in the output)",
         draw_needle,
-        least_length=5,
-        least_vocab_size=4,
+        min_length=5,
+        min_vocab_size=4,
     ),
 }
 
@@ -96,7 +96,7 @@ KINDS: Mapping[str, SyntheticKind] = {
 def check_spec(spec: Synthetic) -> None:
     """Raises ValueError for sizes that are too small for the kind."""
     kind = KINDS[spec.kind]
-    least = {"documents": 1, "length": kind.least_length, "vocab_size": kind.least_vocab_size, "seed": 0}
+    least = {"documents": 1, "length": kind.min_length, "vocab_size": kind.min_vocab_size, "seed": 0}
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
             raise ValueError(f"--{name} {getattr(spec, name)} is too small for {spec.kind}; give {smallest} or more")

@@ -344,7 +344,7 @@ def test_layers_with_adapters_compile_alike_and_give_the_same_gradients(policy: 
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaModel(config)
-    adapters.add(model, adapters.Lora(3, 6.0, ("q_proj", "down_proj")), torch.float32)
+    adapters.add_adapters(model, adapters.Lora(3, 6.0, ("q_proj", "down_proj")), torch.float32)
     for name, module in model.named_modules():
         if "lora_" in name:
             module.to_empty(device="cpu")  # they are made without memory

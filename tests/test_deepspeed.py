@@ -145,7 +145,7 @@ def write_settings(folder: Path, name: str) -> None:
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
     loop.DeepSpeedEngine = Remembering  # type: ignore[misc]
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     with_files()
     return [program(rank, "llama3", line) for line in runs]
 

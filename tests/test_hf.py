@@ -646,7 +646,7 @@ def test_of_a_group_that_runs_again_the_last_layer_keeps_what_attention_gives(
     alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(mlp, "TILE_TOKENS", 16)
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     config = {"num_hidden_layers": 5}

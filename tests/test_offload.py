@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def even_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
 
 
 def make(
@@ -236,7 +236,7 @@ def test_what_attention_gave_leaves_too() -> None:
 
 
 def _kept_by_llama(rank: int) -> None:
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64,

@@ -81,7 +81,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
 
 
 def _train(rank: int, commands: list[str], device: str = "cpu") -> None:
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device(device, rank) if device == "cuda" else torch.device(device))
     for command in commands:

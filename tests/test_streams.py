@@ -177,9 +177,9 @@ def _layers_away(
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, num_key_value_heads=2))
     context, layers = hf.enable(model), list(model.model.layers)
-    with emulated(streams), patch.object(offload, "LEAST_BYTES", 1):
+    with emulated(streams), patch.object(offload, "MIN_BYTES", 1):
         outer, inner = (Offload(torch.device("cpu"), memory, in_flight) for _ in range(2))
-        outer._side, inner._side = streams.stream(), streams.stream()
+        outer._side_stream, inner._side_stream = streams.stream(), streams.stream()
         apply_remat(layers, "attention", offload=inner if group > 1 else outer)
         groups = [layers[i : i + group] for i in range(0, len(layers), group)]
         if group > 1:

@@ -200,7 +200,7 @@ def test_a_last_layer_that_keeps_what_attention_gives_holds_no_more() -> None:
 @pytest.mark.parametrize("tiled", [True, False])
 def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of the gradients that come down, none that is used up."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
     inner = Offload(torch.device("cpu"), HostBufferPool(1e9, pinned=False), in_flight=1)
     alone = held_by_backward(False, grouped=False, tiled=tiled)
     assert held_by_backward(False, grouped=True, tiled=tiled, inner=inner) == alone + HIDDEN

@@ -35,7 +35,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import read_pickle
 from lightseq.distributed.mesh import World, make_meshes
-from lightseq.distributed.preemption import ANSWER, StopRequest
+from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
 from lightseq.training import journal, loop
@@ -435,7 +435,7 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
     words = [sys.executable, str(tmp_path / "told.py"), first, last]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
-    answer = ANSWER.format("another" if first == "SIGINT" else "a")
+    answer = STOP_MESSAGE.format("another" if first == "SIGINT" else "a")
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
 
 

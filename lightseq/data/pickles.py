@@ -22,7 +22,7 @@ PICKLE_ERRORS = (  # raised for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
-PLAIN: Final = frozenset(  # opcodes whose argument is the value
+VALUE_OPCODES: Final = frozenset(  # opcodes whose argument is the value
     ["INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING"]
     + ["SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"]
     + ["SHORT_BINBYTES", "BINBYTES", "BINBYTES8"]
@@ -30,12 +30,12 @@ PLAIN: Final = frozenset(  # opcodes whose argument is the value
 CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 # Runs of opcodes for integers, lists, dicts and short operands: nearly all of a file of integer lists.
-SIMPLE: Final = re.compile(
+SIMPLE_OPCODES: Final = re.compile(
     rb"(?:(?:J.{4})++|(?:M.{2})++|(?:K.)++|[(\]})ldaesuN\x88\x89\x94]++|[hq\x80].|j.{4}|[G\x95].{8}"
     rb"|[ILFgVS][^\n]*+\n)*+",
     re.DOTALL,
 )
-COUNTED: Final = {  # opcodes whose operand begins with its length; bytes of that length
+COUNTED_OPCODES: Final = {  # opcodes whose operand begins with its length; bytes of that length
     **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
     **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
     **dict.fromkeys((b"\x8d", b"\x8e"), 8),
@@ -71,7 +71,7 @@ class _PickleMachine:
     def run(self) -> Any:
         for opcode, argument, _ in pickletools.genops(cast(IO[bytes], self._data)):
             name = opcode.name
-            if name in PLAIN:
+            if name in VALUE_OPCODES:
                 self._stack.append(argument)
             elif name in CONSTANTS:
                 self._stack.append(CONSTANTS[name])
@@ -222,11 +222,11 @@ def _is_simple(data: mmap.mmap) -> bool:
     keys, once for each path to them.
     """
     position = 0
-    while run := SIMPLE.match(data, position):
+    while run := SIMPLE_OPCODES.match(data, position):
         end = run.end()
         opcode, operand, index = data[end : end + 1], end + 1, 0
-        if opcode in COUNTED:
-            position = operand + COUNTED[opcode]
+        if opcode in COUNTED_OPCODES:
+            position = operand + COUNTED_OPCODES[opcode]
             position += int.from_bytes(data[operand:position], "little")
         elif opcode == b"r":
             index, position = int.from_bytes(data[operand : operand + 4], "little"), operand + 4

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightseq.distributed.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ANSWER = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
-ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both deliver one
+STOP_MESSAGE = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
+CTRL_C_SECONDS = 1.0  # seconds in which a terminal and a launcher may both deliver one
 
 
 class StopRequest:
@@ -51,14 +51,14 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and time.monotonic() - self._first > ONE_CTRL_C and self._is_ctrl_c(number):
+        if self._asked and time.monotonic() - self._first > CTRL_C_SECONDS and self._is_ctrl_c(number):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self._asked:
             return
         self._asked, self._first = number, time.monotonic()
         if is_main_process():
-            answer = ANSWER.format("another" if number == signal.SIGINT else "a")
+            answer = STOP_MESSAGE.format("another" if number == signal.SIGINT else "a")
             line = f"\n{signal.Signals(number).name}: {answer}\n"
             os.write(2, line.encode())  # Python's own streams are not reentrant
 

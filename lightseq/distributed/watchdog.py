@@ -79,7 +79,7 @@ class Watchdog:
         self._began = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of its last heartbeat, and when it came
         self._closed = threading.Event()
-        self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
+        self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
         self._asked: float | None = None  # when the unanswered request to the store began
@@ -259,7 +259,7 @@ def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
 
 
-def _store_of_its_own(restarts: int) -> dist.Store:
+def _own_store_connection(restarts: int) -> dist.Store:
     """Returns a connection besides the one the main thread may be waiting on, with keys of this restart alone."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
-LEAST_BYTES = 1 << 20  # smaller tensors stay: copying costs more than their memory is worth
+MIN_BYTES = 1 << 20  # smaller tensors stay: copying costs more than their memory is worth
 IN_FLIGHT = 2  # layers with tensors on the device: one computes, one is being copied
 
 
@@ -226,7 +226,7 @@ class Offload:
             stored.original = stored.restored = None
 
     def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:
-        here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES
+        here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= MIN_BYTES
         return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
 
     @contextmanager

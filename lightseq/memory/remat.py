@@ -156,9 +156,9 @@ def _storing_contexts(offload: Offload | None) -> Contexts:
         stored.append([store(x.detach()) for x in results])
         return results
 
-    def taking(_compute: Callable[[], Results]) -> Results:
+    def reusing(_compute: Callable[[], Results]) -> Results:
         if not stored:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
         return tuple(fetch(x).detach() for x in stored.popleft())
 
-    return checkpointed(storing, runs_again()), checkpointed(taking, again=True)
+    return checkpointed(storing, runs_again()), checkpointed(reusing, again=True)

@@ -93,7 +93,7 @@ def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
 
 
-def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
+def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
     """Adds adapters to the linears of a model on the meta device; freezes all else, in the compute dtype."""
     if lora is None:
         return

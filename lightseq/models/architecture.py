@@ -25,7 +25,7 @@ from lightseq.utils.formatting import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
-MOST_LAYERS: Final = 10_000  # each takes a millisecond to build on the meta device
+MAX_LAYERS: Final = 10_000  # each takes a millisecond to build on the meta device
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -163,8 +163,8 @@ def inspect_architecture(config: PreTrainedConfig, length: int | None = None) ->
 def _inspect(kind: Any, text: str) -> Architecture:
     try:
         config = kind.from_dict(json.loads(text))
-        if config.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MOST_LAYERS}")
+        if config.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MAX_LAYERS}")
         model = build_on_meta(config)
     except Exception as error:  # the model's code may raise anything
         raise ValueError(f"{kind.model_type!r} is no causal language model here: {first_line(error)}") from error

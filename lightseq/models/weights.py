@@ -189,23 +189,23 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         ) from error
 
 
-FRESH = "give a local directory, or add --random_init to train the architecture from fresh weights"
+DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train the architecture from fresh weights"
 
 
-def download(hub_id: str, remedy: str = FRESH) -> Path:
+def download(hub_id: str, remedy: str = DOWNLOAD_REMEDY) -> Path:
     """Returns the local copy of a hub repository's safetensors and tokenizer.
 
     Raises ValueError if it cannot be fetched.
     """
-    return _fetched(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
+    return _download(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
 
 
 def download_tokenizer(hub_id: str) -> Path:
     """Returns the local copy of a hub repository's tokenizer. Raises ValueError if it cannot be fetched."""
-    return _fetched(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
+    return _download(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
 
 
-def _fetched(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
+def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions

@@ -18,7 +18,7 @@ from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, 
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
-LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
+MIN_TILE_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
 def tile_mlps(
@@ -74,7 +74,7 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def shrunk(tokens: int, shrink: float) -> int:
     """Returns a tile's size where a run stands for one that is `shrink` times as long."""
-    return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
+    return max(min(tokens, MIN_TILE_TOKENS), int(tokens / shrink))
 
 
 def gated_mlp(

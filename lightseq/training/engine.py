@@ -103,7 +103,7 @@ class FsdpEngine:
         names = meshes.parameters.mesh_dim_names or ()
         self._copy = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
         self.model = weights.build_on_meta(inputs.model_config)
-        adapters.add(self.model, inputs.lora, techniques.compute_dtype)
+        adapters.add_adapters(self.model, inputs.lora, techniques.compute_dtype)
         loss_model, self.context = on_all_ranks(
             world, lambda: parallelize(self.model, meshes, world.device, techniques)
         )

@@ -5,25 +5,27 @@ from collections.abc import Collection
 from typing import Any, Final
 
 MASK: Final = "***"
-LEAST_LETTERS: Final = 6  # shorter values would mask ordinary words
+MIN_SECRET_LENGTH: Final = 6  # shorter values would mask ordinary words
 
 # Endings of secret names; special tokens of a vocabulary share one.
-ENDS: Final = r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
-NAMES: Final = re.compile(rf"(?i){ENDS}$")
-NOT_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
-FORMS: Final = (
+SECRET_ENDINGS: Final = (
+    r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
+)
+SECRET_NAMES: Final = re.compile(rf"(?i){SECRET_ENDINGS}$")
+SPECIAL_TOKEN_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
+SECRET_FORMS: Final = (
     re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),  # user:password@host
     re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|sk-|wandb_)[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]+"),  # a JSON web token
     re.compile(r"(?i)(?<=bearer )[\w.~+/-]+"),
 )
-IN_COMMANDS: Final = re.compile(rf"(?i)(--?[\w-]*{ENDS}[ =]+)[^\s'\"]+")
+SECRET_FLAGS: Final = re.compile(rf"(?i)(--?[\w-]*{SECRET_ENDINGS}[ =]+)[^\s'\"]+")
 
 
 def is_secret_name(name: str) -> bool:
     """Returns whether a name is one that secrets have."""
-    return NAMES.search(name) is not None and NOT_NAMES.search(name) is None
+    return SECRET_NAMES.search(name) is not None and SPECIAL_TOKEN_NAMES.search(name) is None
 
 
 def mask_secrets(value: Any, known: Collection[str] = ()) -> Any:
@@ -40,8 +42,8 @@ def mask_secrets(value: Any, known: Collection[str] = ()) -> Any:
     if not isinstance(value, str):
         return value
     for secret in sorted(known, key=len, reverse=True):
-        if len(secret) >= LEAST_LETTERS:
+        if len(secret) >= MIN_SECRET_LENGTH:
             value = value.replace(secret, MASK)
-    for form in FORMS:
+    for form in SECRET_FORMS:
         value = form.sub(MASK, value)
-    return IN_COMMANDS.sub(rf"\1{MASK}", value)
+    return SECRET_FLAGS.sub(rf"\1{MASK}", value)
