@@ -34,7 +34,7 @@ from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
-from lightseq.models.architecture import examine
+from lightseq.models.architecture import inspect_architecture
 from lightseq.parallelize import Techniques, parallelize
 
 LENGTH, VOCABULARY = 50, 64
@@ -309,8 +309,8 @@ def compare_changed(model_type: str, changes: dict[str, Any]) -> str:
 
 def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     """A step of `lightseq train` without its optimizer against one process. Returns the errors."""
-    examine(config, LENGTH)
-    if packed and not examine(config).passes_documents:
+    inspect_architecture(config, LENGTH)
+    if packed and not inspect_architecture(config).passes_documents:
         raise ValueError("layers hand no packed documents on to attention")
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
@@ -319,7 +319,7 @@ def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     loss_model, context = parallelize(model, make_meshes(world, world.size, "full_shard"), CPU, techniques)
     weights.materialize(model, CPU)
     state = want.state_dict()
-    for name, parameter in weights.own_parameters(model).items():
+    for name, parameter in weights.base_parameters(model).items():
         weights.fill(parameter, state[name].__getitem__)
     batch = hf.shard_batch(context, ids(), ids(), cu_seqlens=DOCUMENTS if packed else None)
     loss = loss_model(batch["input_ids"], batch["position_ids"], batch["labels"], batch.get("documents"))

@@ -29,7 +29,7 @@ from benchmarks.plan import Subject, subjects
 from benchmarks.report import columns, header, line
 from lightseq.config.lengths import shown
 from lightseq.distributed.environment import is_main_process
-from lightseq.distributed.mesh import World, agree, check_devices, start
+from lightseq.distributed.mesh import World, check_devices, init_distributed, on_all_ranks
 from lightseq.kernels import KERNELS
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
@@ -41,10 +41,10 @@ def main(words: Sequence[str]) -> None:
         if is_main_process():
             parser().print_help()
         return
-    with start(TIMEOUT_SECONDS) as world:
-        flags = agree(world, lambda: parse(words))
-        agree(world, lambda: check_devices(world))
-        file = agree(world, lambda: open_output(flags, world))
+    with init_distributed(TIMEOUT_SECONDS) as world:
+        flags = on_all_ranks(world, lambda: parse(words))
+        on_all_ranks(world, lambda: check_devices(world))
+        file = on_all_ranks(world, lambda: open_output(flags, world))
         every = subjects(flags)
         write(file, header(world, words, flags.commit, packed=flags.documents is not None))
         say(world, columns(every, flags.check))

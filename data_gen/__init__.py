@@ -1,1 +1,1 @@
-"""Makes the data a run trains on: synthetic tokens whose structure is known, or text through a tokenizer."""
+"""Data sets for training: synthetic tokens with a known structure, or text run through a tokenizer."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data_gen.output import up_to, write
-from data_gen.sources import Skipped, expand, texts_of
-from data_gen.synthetic import KINDS, Synthetic, check, document, needle_depths
+from data_gen.output import limit_tokens, write
+from data_gen.sources import SkippedTexts, expand_sources, read_texts
+from data_gen.synthetic import KINDS, Synthetic, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
-from lightseq.data.corpus import batches
-from lightseq.data.progress import with_bar
+from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
 from lightseq.utils.formatting import first_line
+from lightseq.utils.progress import progress_bar
 
 TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "
@@ -30,6 +30,8 @@ TEXT_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that raises ValueError instead of exiting."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
@@ -39,6 +41,7 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of both commands."""
     root = Parser(prog="python3 -m data_gen", description=__doc__, formatter_class=_Raw)
     commands = root.add_subparsers(dest="command", required=True)
     indent = {"initial_indent": "  ", "subsequent_indent": "    "}
@@ -67,40 +70,48 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_synthetic(arguments: argparse.Namespace) -> str:
+    """Writes synthetic documents and returns the closing line."""
     spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
-    check(spec)
-    about: dict[str, object] = {"tokenizer": None, "source": f"synthetic {spec.kind}", "seed": spec.seed, "skipped": {}}
+    check_spec(spec)
+    extra_meta: dict[str, object] = {
+        "tokenizer": None,
+        "source": f"synthetic {spec.kind}",
+        "seed": spec.seed,
+        "skipped": {},
+    }
     extra = {"needle_depth": needle_depths(spec)} if spec.kind == "needle" else {}
-    drawn = with_bar((document(spec, index) for index in range(spec.documents)), spec.documents)
-    return write(arguments.output, drawn, spec.vocab_size, lambda: about, extra, arguments.force)
+    drawn = progress_bar((draw_document(spec, index) for index in range(spec.documents)), spec.documents)
+    return write(arguments.output, drawn, spec.vocab_size, lambda: extra_meta, extra, arguments.force)
 
 
 def make_text(arguments: argparse.Namespace) -> str:
+    """Writes tokenized texts and returns the closing line."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max_tokens {arguments.max_tokens} is no size; give 1 or more, or leave it out")
     tokenizer = load_tokenizer(arguments.tokenizer)
-    sources = expand(arguments.sources)
-    skipped = Skipped()
+    sources = expand_sources(arguments.sources)
+    skipped = SkippedTexts()
 
     def texts() -> Iterator[str]:
         for source in sources:
-            yield from texts_of(source, arguments.column, skipped)
+            yield from read_texts(source, arguments.column, skipped)
 
-    def about() -> Mapping[str, object]:
+    def extra_meta() -> Mapping[str, object]:
         origin = " ".join(arguments.sources)
         return {"tokenizer": tokenizer.name, "source": origin, "seed": None, **skipped.facts()}
 
-    encoded = (ids for batch in batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
-    tokenised = with_bar(up_to(arguments.max_tokens, encoded))
+    encoded = (ids for batch in tokenizer_batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
+    tokenised = progress_bar(limit_tokens(arguments.max_tokens, encoded))
     try:
-        closing = write(arguments.output, tokenised, tokenizer.vocab_size, about, {}, arguments.force)
-    finally:  # where every file is unreadable, this says why there is nothing to write
+        closing = write(arguments.output, tokenised, tokenizer.vocab_size, extra_meta, {}, arguments.force)
+    finally:  # explains an empty output if every file is unreadable
         for story in skipped.stories:
             print(f"data_gen: left out: {story}", file=sys.stderr)
     return closing + (f"; left out: {skipped}" if skipped.counts else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 2 after one line for refused input."""
     try:
         arguments = parser().parse_args(argv)
         print({"synthetic": make_synthetic, "text": make_text}[arguments.command](arguments))

@@ -1,4 +1,4 @@
-"""How documents are written: a token directory, or a pickle of lists where the path ends in .pkl."""
+"""Output of data_gen: a token directory, or a pickle of lists where the path ends in .pkl."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lightseq.data.tokens import IntArray, write_token_directory, written_whole
+from lightseq.data.token_directory import IntArray, atomic_write, write_token_directory
 from lightseq.utils.formatting import plural
 
 
-def up_to(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
-    """Stops at max_tokens exactly, by cutting the last document."""
+def limit_tokens(max_tokens: int | None, documents: Iterable[IntArray]) -> Iterator[IntArray]:
+    """Yields documents up to exactly `max_tokens` tokens; the last one is cut."""
     left = max_tokens
     for ids in documents:
         yield ids if left is None else ids[:left]
@@ -23,16 +23,16 @@ def write(
     path: Path,
     documents: Iterable[IntArray],
     vocab_size: int,
-    about: Callable[[], Mapping[str, object]],
+    extra_meta: Callable[[], Mapping[str, object]],
     extra: Mapping[str, object],
     force: bool,
 ) -> str:
-    """Writes what is asked for and returns the closing line; `extra` goes into either kind, `about` into meta.json."""
+    """Writes documents and returns the closing line. `extra` goes into either format, `extra_meta` into meta.json."""
     if path.suffix == ".pkl":
         count, tokens = write_pickle(path, documents, extra, force)
         kind = "lists"
     else:
-        meta = write_token_directory(path, documents, vocab_size, lambda: {**about(), **extra}, force)
+        meta = write_token_directory(path, documents, vocab_size, lambda: {**extra_meta(), **extra}, force)
         count, tokens, kind = meta["documents"], meta["tokens"], meta["dtype"]
     return f"{plural(count, 'document')}, {plural(tokens, 'token')} ({kind}) in {path}"
 
@@ -40,8 +40,11 @@ def write(
 def write_pickle(
     path: Path, documents: Iterable[IntArray], extra: Mapping[str, object], force: bool
 ) -> tuple[int, int]:
-    """The form of the original experiments, `{'input_ids': [[...], ...]}`; it is held in memory whole."""
-    with written_whole(path, force) as partial:
+    """Writes `{'input_ids': [[...], ...]}`, the format of the original experiments, and returns documents and tokens.
+
+    All documents are held in memory.
+    """
+    with atomic_write(path, force) as partial:
         input_ids = [ids.tolist() for ids in documents]
         if not input_ids:
             raise ValueError(f"no document to write to {path}; the sources hold no text")

@@ -1,4 +1,4 @@
-"""Where texts come from: files, folders, globs, Hugging Face data sets and Python's own standard library."""
+"""Text sources of data_gen: files, folders, globs, Hugging Face data sets and Python's standard library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightseq.data import corpus
-from lightseq.data.examples import STORIES
-from lightseq.data.sources import HUB_PREFIX, Row, lines_of, row_in, rows_of, text_in
+from lightseq.data.sources import (
+    HUB_PREFIX,
+    MAX_NAMED,
+    Row,
+    SkippedRows,
+    get_text,
+    numbered_lines,
+    parse_row,
+    read_rows,
+)
 from lightseq.data.targets import EMPTY
 from lightseq.utils.formatting import first_line, plural
 
@@ -20,20 +27,20 @@ NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
-class Skipped(corpus.Skipped):
-    """What was left out: counted by reason, the first few unreadable files and rows with their whole story."""
+class SkippedTexts(SkippedRows):
+    """Rows and files that were left out, counted by reason, with messages for the first few unreadable ones."""
 
     told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    cut_short: list[str] = field(default_factory=list)  # files of which the rest could not be read
+    cut_short: list[str] = field(default_factory=list)  # files that could be read only in part
 
     def add(self, reason: str, where: str, story: str = "") -> None:
         super().add(reason, where)
-        if story and len(self.told[reason]) < STORIES:
+        if story and len(self.told[reason]) < MAX_NAMED:
             self.told[reason].append(story)
 
     @property
     def stories(self) -> list[str]:
-        """Each reason has its own few: a file that breaks off is said beside any number of bad rows."""
+        """Returns the messages, a few per reason, so that a truncated file shows beside any number of bad rows."""
         return [story for stories in self.told.values() for story in stories]
 
     def facts(self) -> dict[str, object]:
@@ -43,8 +50,11 @@ class Skipped(corpus.Skipped):
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.counts.items()))
 
 
-def expand(sources: Sequence[str]) -> list[Path | str]:
-    """Files in the order given, each source's own in name order; data sets of the hub stay names, to be streamed."""
+def expand_sources(sources: Sequence[str]) -> list[Path | str]:
+    """Returns the files of all sources in the given order, sorted by name within a source; hub data sets stay names.
+
+    Raises ValueError for a source without files.
+    """
     found: list[Path | str] = []
     for source in sources:
         files = [source] if source.startswith(HUB_PREFIX) else _files(source)
@@ -68,15 +78,17 @@ def _files(source: str) -> Sequence[Path]:
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:
-    """Files in name order, hidden ones and what lies in hidden folders (.git, .venv) aside."""
+    """Returns files in name order, without hidden ones and those in hidden folders (.git, .venv)."""
     files = (path for path in sorted(folder.rglob(pattern)) if path.is_file())
     return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
-def texts_of(source: Path | str, column: str, skipped: Skipped) -> Iterator[str]:
-    """The texts of one file or data set. Rows and files that cannot be read are counted; a data set that cannot is an
-    error."""
-    streamed = ((where, text_in(row, column, where)) for where, row in rows_of(source))
+def read_texts(source: Path | str, column: str, skipped: SkippedTexts) -> Iterator[str]:
+    """Yields the texts of one file or data set.
+
+    Counts rows and files that cannot be read; raises ValueError for a data set that cannot.
+    """
+    streamed = ((where, get_text(row, column, where)) for where, row in read_rows(source))
     for where, text in streamed if isinstance(source, str) else _readable(source, column, skipped):
         if text:
             yield text
@@ -84,13 +96,13 @@ def texts_of(source: Path | str, column: str, skipped: Skipped) -> Iterator[str]
             skipped.add(EMPTY, where)
 
 
-def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[tuple[str, str]]:
+def _readable(path: Path, column: str, skipped: SkippedTexts) -> Iterator[tuple[str, str]]:
     rows = 0
     try:
         if path.suffix not in TEXT_SUFFIXES:
             yield str(path), path.read_bytes().decode("utf-8")
             return
-        for where, row in lines_of(path) if path.suffix == ".jsonl" else rows_of(path):
+        for where, row in numbered_lines(path) if path.suffix == ".jsonl" else read_rows(path):
             text = _text_or_none(row, column, where, skipped)
             if text is not None:
                 yield where, text
@@ -106,10 +118,10 @@ def _readable(path: Path, column: str, skipped: Skipped) -> Iterator[tuple[str, 
         skipped.add("cut short", str(path), f"{first_line(error)}; {rest}")
 
 
-def _text_or_none(row: Row | bytes, column: str, where: str, skipped: Skipped) -> str | None:
-    """None for a row that is counted as unreadable: those after it may be sound."""
+def _text_or_none(row: Row | bytes, column: str, where: str, skipped: SkippedTexts) -> str | None:
+    """Returns None for an unreadable row, which is counted: later rows may be fine."""
     try:
-        return text_in(row_in(row, where) if isinstance(row, bytes) else row, column, where)
+        return get_text(parse_row(row, where) if isinstance(row, bytes) else row, column, where)
     except ValueError as error:
         skipped.add("unreadable", where, first_line(error))
         return None

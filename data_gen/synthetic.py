@@ -1,4 +1,4 @@
-"""Synthetic documents with a structure that is known: what each kind means and how it is drawn."""
+"""Synthetic documents with a known structure: what each kind means and how it is drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Generator = np.random.Generator
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Document i depends on the seed and on i alone, so a larger set begins with the smaller one."""
+    """Settings of a synthetic data set.
+
+    Document i depends only on the seed and i, so a larger set begins with a smaller one.
+    """
 
     kind: str
     documents: int
@@ -25,34 +28,40 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SyntheticKind:
+    """A kind of synthetic document: its description, how it is drawn, and its smallest sizes."""
+
     help: str
     draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
-    least_length: int = 2
-    least_vocab_size: int = 2
+    min_length: int = 2
+    min_vocab_size: int = 2
 
 
 def draw_uniform(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws ids with equal probability."""
     return generator.integers(0, vocab_size, length)
 
 
 def draw_zipf(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws id i with a probability in proportion to 1/(i+1)."""
     return np.searchsorted(_zipf_cumulative(vocab_size), generator.random(length), side="right")
 
 
 @lru_cache(maxsize=1)
 def _zipf_cumulative(vocab_size: int) -> NDArray[np.float64]:
     cumulative = np.cumsum(1.0 / np.arange(1, vocab_size + 1))
-    cumulative /= cumulative[-1]  # ends at exactly 1, so no draw below 1 falls outside the vocabulary
+    cumulative /= cumulative[-1]  # exactly 1, so that no draw falls outside the vocabulary
     return cumulative
 
 
 def draw_copy(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws half a document and repeats it."""
     half = generator.integers(0, vocab_size, (length + 1) // 2)
     return np.concatenate([half, half])[:length]
 
 
 def draw_needle(generator: Generator, length: int, vocab_size: int) -> Ids:
+    """Draws a key and value at a random position, and again at the end of the document."""
     position = _draw_needle_position(generator, length)
     hay_ids = vocab_size // 2
     ids = generator.integers(0, hay_ids, length)
@@ -66,25 +75,28 @@ def _draw_needle_position(generator: Generator, length: int) -> int:
     return int(generator.integers(0, length - 3))  # the pair ends before the question, which is the last two tokens
 
 
-KINDS: Mapping[str, Kind] = {
-    "uniform": Kind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
-    "zipf": Kind("independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf),
-    "copy": Kind(
+KINDS: Mapping[str, SyntheticKind] = {
+    "uniform": SyntheticKind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
+    "zipf": SyntheticKind(
+        "independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf
+    ),
+    "copy": SyntheticKind(
         "uniform ids, and the second half repeats the first: learnt by looking half a document back", draw_copy
     ),
-    "needle": Kind(
+    "needle": SyntheticKind(
         "a key and its value, both from the upper half of the vocabulary, stand at a random depth in uniform ids "
         "of the lower half; the document ends with the key and the value again (depths: needle_depth in the output)",
         draw_needle,
-        least_length=5,
-        least_vocab_size=4,
+        min_length=5,
+        min_vocab_size=4,
     ),
 }
 
 
-def check(spec: Synthetic) -> None:
+def check_spec(spec: Synthetic) -> None:
+    """Raises ValueError for sizes that are too small for the kind."""
     kind = KINDS[spec.kind]
-    least = {"documents": 1, "length": kind.least_length, "vocab_size": kind.least_vocab_size, "seed": 0}
+    least = {"documents": 1, "length": kind.min_length, "vocab_size": kind.min_vocab_size, "seed": 0}
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
             raise ValueError(f"--{name} {getattr(spec, name)} is too small for {spec.kind}; give {smallest} or more")
@@ -93,14 +105,16 @@ def check(spec: Synthetic) -> None:
 
 
 def generator_of(spec: Synthetic, index: int) -> Generator:
+    """Returns the random generator of a document."""
     return np.random.default_rng((spec.seed, index))
 
 
-def document(spec: Synthetic, index: int) -> Ids:
+def draw_document(spec: Synthetic, index: int) -> Ids:
+    """Draws the document with this index."""
     return KINDS[spec.kind].draw(generator_of(spec, index), spec.length, spec.vocab_size)
 
 
 def needle_depths(spec: Synthetic) -> list[float]:
-    """Where each document's key stands: 0 at the start, 1 right before the question."""
+    """Returns the relative position of each document's key: 0 at the start, 1 right before the question."""
     positions = (_draw_needle_position(generator_of(spec, index), spec.length) for index in range(spec.documents))
     return [round(position / max(1, spec.length - 4), 4) for position in positions]

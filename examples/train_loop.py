@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from lightseq import hf
-from lightseq.distributed.mesh import World, start
+from lightseq.distributed.mesh import World, init_distributed
 
 STEPS, BATCH, LENGTH = 5, 2, 250
 CONFIG = LlamaConfig(
@@ -52,5 +52,5 @@ def train(world: World) -> list[float]:
 
 
 if __name__ == "__main__":
-    with start(timeout_seconds=600) as world:
+    with init_distributed(timeout_seconds=600) as world:
         train(world)

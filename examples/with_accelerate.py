@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from with_trainer import LEARNING_RATE, collate, documents
 
 from lightseq import hf
-from lightseq.distributed.mesh import World, start
+from lightseq.distributed.mesh import World, init_distributed
 
 EPOCHS, BATCH = 2, 2
 
@@ -42,5 +42,5 @@ def train(world: World) -> list[float]:
 
 
 if __name__ == "__main__":
-    with start(timeout_seconds=600) as world:
+    with init_distributed(timeout_seconds=600) as world:
         train(world)

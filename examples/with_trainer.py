@@ -12,7 +12,7 @@ from train_loop import CONFIG
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from lightseq import hf
-from lightseq.distributed.mesh import World, start
+from lightseq.distributed.mesh import World, init_distributed
 
 LEARNING_RATE = 0.5
 LENGTHS = (250, 40, 133, 250, 77, 250, 19, 201)  # of the documents: batches have different numbers of targets
@@ -74,5 +74,5 @@ def train(world: World, output_dir: str, **changes: object) -> list[float]:
 
 
 if __name__ == "__main__":
-    with start(timeout_seconds=600) as world, tempfile.TemporaryDirectory() as folder:
+    with init_distributed(timeout_seconds=600) as world, tempfile.TemporaryDirectory() as folder:
         train(world, folder)

@@ -41,7 +41,7 @@ from launch.sweep_run import (
     submit,
     typed,
 )
-from lightseq.utils.quiet import silence
+from lightseq.utils.quiet import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: all cells asked for that fit this host are done (or handed over); 1: some failed; 2: the input was refused;
     130: stopped."""
     arguments = parser().parse_args(argv)
-    silence()
+    silence_loggers()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sweep = read_sweep(arguments.config, arguments.changes)

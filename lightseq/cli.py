@@ -15,13 +15,13 @@ import llama3
 from lightseq.config.command_line import help_text, shows_help
 from lightseq.config.parser import refused
 from lightseq.distributed.environment import is_main_process, set_up_process
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 
-BOTH = Family(
+BOTH = ModelFamily(
     "llama2 or llama3",
     {**llama2.FAMILY.presets, **llama3.FAMILY.presets},
     {**llama2.FAMILY.aliases, **llama3.FAMILY.aliases},
-    llama3.FAMILY.grown,
+    llama3.FAMILY.scaled_preset,
     program="python3 -m lightseq train",
 )
 

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.input_checks import FACTS, batch_facts, install_checks, transformers_model
+from lightseq.data.input_checks import BATCH_FACTS, batch_facts, install_checks, transformers_model
 from lightseq.data.shard_batch import (
     check_right_padding,
     find_boundaries,
@@ -135,7 +135,7 @@ def shard_batch(
     else:
         positions = packed_positions(context, documents).to(input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
-    batch[FACTS] = batch_facts(input_ids, labels)
+    batch[BATCH_FACTS] = batch_facts(input_ids, labels)
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}

@@ -18,23 +18,23 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.context import Documents, SequenceContext
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP, keeps_gathered
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.memory.offload import HostMemory, Offload, layers_in_flight
+from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import AGAIN, AWAY, KEEP, OFFLOAD
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
-from lightseq.memory.weight_prefetch import Ahead
-from lightseq.models.architecture import examine
+from lightseq.memory.weight_prefetch import WeightPrefetch
+from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.modules.loss import CHUNK_TOKENS, cross_entropy_sum
 from lightseq.modules.mlp import shrunk, tile_mlps
-from lightseq.modules.projections import keep_projections
+from lightseq.modules.projections import store_projections
 from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 
-Reading = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
+ReadOptions = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
 MOST_GRAPHS = 64  # of a layer: lengths of a batch, in training and in evaluation, under two policies, and some more
 # Of a rank that rehearses; with more, tiled operations run their first tile only, and host memory is counted.
 MOST_WHOLE_TOKENS = 2**18
@@ -131,7 +131,7 @@ class LossModel(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
         documents: Documents | None = None,
-        read: Reading | None = None,
+        read: ReadOptions | None = None,
     ) -> Tensor:
         """The sum of -log p(label) over this rank's valid labels; all three (batch, local sequence), labels shifted.
 
@@ -149,7 +149,7 @@ def _head_loss(
     chunk_tokens: int,
     hidden: Tensor,
     labels: Tensor,
-    read: Reading | None,
+    read: ReadOptions | None,
 ) -> Tensor:
     if read is not None:
         return read(hidden, head.weight, labels)
@@ -167,7 +167,7 @@ def parallelize(
     shard_parameters(loss_model, model, meshes.parameters, techniques.compute_dtype, groups, on_host, staying)
     alone = meshes.parameters.size(-1) == 1
     if on_host and alone and not techniques.tile_layers:  # layers over tiles compute for seconds
-        Ahead(groups, device.type)
+        WeightPrefetch(groups, device.type)
     return loss_model, context
 
 
@@ -197,10 +197,10 @@ def transform(
     shrink = (techniques.stands_for or techniques.length) / techniques.length
     first_tile_only = techniques.rehearses and techniques.length > MOST_WHOLE_TOKENS * context.layout.world
     if techniques.remat != "none":
-        last = examine(model.config).mlp_is_last
-        tile_mlps(layers, first_tile_only, shrink, techniques.remat in KEEPING_MLP, ends_layer=last)
-    if techniques.remat == KEEP_LINEARS:
-        keep_projections(layers)
+        last = inspect_architecture(model.config).mlp_is_last
+        tile_mlps(layers, first_tile_only, shrink, techniques.remat in STORES_MLP, ends_layer=last)
+    if techniques.remat == STORE_LINEARS:
+        store_projections(layers)
     offload, inner = _offloads(techniques, device, first_tile_only)
     states, options = _states(techniques, len(layers)), FP8_COMPILE_OPTIONS if techniques.fp8 else None
     # A graph for each length of a batch: one for all lengths would be slower at each.
@@ -251,7 +251,7 @@ def _offloads(techniques: Techniques, device: torch.device, counts_only: bool) -
     """For what waits from the forward to the backward pass, and for what waits while a group of layers runs again."""
     if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
         return None, None
-    memory = HostMemory(techniques.host_memory_bytes, device.type == "cuda", counts_only)
+    memory = HostBufferPool(techniques.host_memory_bytes, device.type == "cuda", counts_only)
     make = partial(Offload, device, memory, layers_in_flight(techniques.tile_layers))
     return make(), make() if techniques.layers_per_checkpoint > 1 else None
 

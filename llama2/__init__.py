@@ -1,9 +1,9 @@
-"""What is true of the Llama 2 family alone: its published architectures and the hub ids that have them."""
+"""Llama 2: its published architectures and their hub ids."""
 
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 
 from .presets import ALIASES, PRESETS
 
-FAMILY = Family("llama2", PRESETS, ALIASES, sibling="llama3")
+FAMILY = ModelFamily("llama2", PRESETS, ALIASES, sibling="llama3")
 
 __all__ = ["FAMILY"]

@@ -1,4 +1,4 @@
-"""The entry point for a Llama 2 in a user's own script: `patch(model, group)`, see `lightseq.hf.enable`."""
+"""Entry point for a Llama 2 in a user's own script: `patch(model, group)`, see `lightseq.hf.enable`."""
 
 from lightseq.hf import enable as patch
 

@@ -37,9 +37,9 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
-    # The 7B with every other layer left out.
+    # The 7B without every other layer.
     "llama2-3b": {**LLAMA2, "num_hidden_layers": 16},
-    # 16 words more, for infilling, and a longer context through a larger base.
+    # 16 more words, for infilling, and a longer context from a larger base.
     "codellama-7b": {
         **LLAMA2,
         "vocab_size": 32016,

@@ -1,4 +1,4 @@
-"""Trains a Llama 2 across ranks.
+"""Training script of Llama 2 across ranks.
 
 python3 -m torch.distributed.run --nproc_per_node=4 llama2/train.py --help
 """
@@ -6,7 +6,9 @@ python3 -m torch.distributed.run --nproc_per_node=4 llama2/train.py --help
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # runs uninstalled, and hides no package behind this folder
+sys.path[0] = str(
+    Path(__file__).resolve().parent.parent
+)  # so that the script runs uninstalled and this folder hides no package
 
 from lightseq.training.command import main
 from llama2 import FAMILY

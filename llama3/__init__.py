@@ -1,9 +1,9 @@
-"""What is true of the Llama 3 family alone: its published architectures and the hub ids that have them."""
+"""Llama 3: its published architectures and their hub ids."""
 
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 
-from .presets import ALIASES, PRESETS, grown
+from .presets import ALIASES, PRESETS, scaled_preset
 
-FAMILY = Family("llama3", PRESETS, ALIASES, grown, sibling="llama2")
+FAMILY = ModelFamily("llama3", PRESETS, ALIASES, scaled_preset, sibling="llama2")
 
 __all__ = ["FAMILY"]

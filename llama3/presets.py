@@ -23,7 +23,7 @@ LLAMA3: Final[Mapping[str, object]] = {
 
 
 def llama3_scaling(factor: float, original: int = 8192) -> dict[str, object]:
-    """Llama 3.1's scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between the two."""
+    """Returns Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones unchanged, a ramp between them."""
     return {
         "rope_type": "llama3",
         "rope_theta": THETA,
@@ -34,7 +34,7 @@ def llama3_scaling(factor: float, original: int = 8192) -> dict[str, object]:
     }
 
 
-# 3.1 and 3.2 are published with 131072 positions, whatever their factor times the original 8192 makes.
+# 3.1 and 3.2 are published with 131072 positions, although factor times 8192 differs.
 LLAMA3_2: Final[Mapping[str, object]] = {
     **LLAMA3,
     "max_position_embeddings": 131072,
@@ -100,8 +100,8 @@ ALIASES: Final[Mapping[str, str]] = {
 }
 
 
-def grown(name: str) -> Mapping[str, object] | None:
-    """`scaled-all-S` and `scaled-n_layers-S`: Llamas of any size S, to see which is the largest that a GPU holds.
+def scaled_preset(name: str) -> Mapping[str, object] | None:
+    """Returns `scaled-all-S` or `scaled-n_layers-S`: Llamas of any size S, to find the largest that a GPU holds.
 
     `all` is 256·S wide, with 8·S layers and 8·S heads of 32; `n_layers` is Llama-3-8B with 32 + 8·(S - 1) layers. The
     vocabulary is 131072, the MLP 1.3 · 8/3 times as wide as the model, in multiples of 256.

@@ -31,6 +31,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     found = torch.cuda.device_count()
     if found < wanted:
         pytest.skip(f"needs {wanted} GPU(s), {found} here")
-    from lightseq.distributed.environment import keep_compiled_kernels
+    from lightseq.distributed.environment import cache_compiled_kernels
 
-    keep_compiled_kernels()
+    cache_compiled_kernels()

@@ -34,7 +34,7 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
 
 def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
-    train.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    train.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -143,7 +143,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
     for name, held in json.loads((folder / "seen.json").read_text()).items():
         assert held == ("torch.float32 True" if ".lora_" in name else "torch.bfloat16 False"), name
     count = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))
-    assert adapters.adapter_parameters(LORA, CONFIG) == count
+    assert adapters.count_adapter_parameters(LORA, CONFIG) == count
     assert f"{count:,} of adapters train" in (folder / "said.txt").read_text()
     own = 2 * model_flops(CONFIG, 8, 1) - model_flops(CONFIG, 8, 1, 1) + 6 * 8  # a third less on each weight of its own
     assert own - model_flops(CONFIG, 8, 1) == 2 * 8 * sum(
@@ -168,7 +168,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
 def test_adapters_that_cannot_be_are_refused(flags: str, line: str) -> None:
     with pytest.raises(ValueError) as refusal:
         words = f"--model_name_or_path x --data_path x --output_dir x {flags}"
-        adapters.lora_of(parse(words.split(), "train"), CONFIG)
+        adapters.lora_from_config(parse(words.split(), "train"), CONFIG)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -208,7 +208,7 @@ def test_an_adapter_computes_as_pefts_does_and_what_it_adds_is_not_rounded_away(
 
 
 def test_every_linear_of_the_layers_gets_an_adapter_of_twice_the_scale_by_default() -> None:
-    lora = adapters.lora_of(TrainConfig("x", data_path="x", output_dir="x", lora_rank=8), CONFIG)
+    lora = adapters.lora_from_config(TrainConfig("x", data_path="x", output_dir="x", lora_rank=8), CONFIG)
     names = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
     assert lora == adapters.Lora(8, 16.0, tuple(names.split())) and lora.scale == 2
 
@@ -281,7 +281,7 @@ def halve(path: Path) -> None:
             lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8}'),
             "a/adapter_config.json names no model; name it with --model_name_or_path",
         ),
-        (lambda a, b: (a / adapters.ROPE).write_text("{"), "a/adapter_rope.json cannot be read ("),
+        (lambda a, b: (a / adapters.ROPE_FILE).write_text("{"), "a/adapter_rope.json cannot be read ("),
         (lambda a, b: halve(b / "model-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors cannot be read"),
         (lambda a, b: narrow(b / "model-00003-of-00003.safetensors"), "the adapter ["),
         (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
@@ -344,11 +344,11 @@ def test_layers_with_adapters_compile_alike_and_give_the_same_gradients(policy: 
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaModel(config)
-    adapters.add(model, adapters.Lora(3, 6.0, ("q_proj", "down_proj")), torch.float32)
+    adapters.add_adapters(model, adapters.Lora(3, 6.0, ("q_proj", "down_proj")), torch.float32)
     for name, module in model.named_modules():
         if "lora_" in name:
             module.to_empty(device="cpu")  # they are made without memory
-    trained = [parameter for _, parameter in adapters.trained(model)]
+    trained = [parameter for _, parameter in adapters.lora_parameters(model)]
     for parameter in trained:
         torch.nn.init.normal_(parameter, std=0.1)  # B begins as zero, and A's gradient with it
     ids = torch.arange(20).reshape(1, 20) % 32

@@ -11,10 +11,10 @@ from programs import Ended, program
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from worlds import spawn
 
-from lightseq.config.remat_policies import KEEPING_MLP
+from lightseq.config.remat_policies import STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
-from lightseq.models.architecture import examine, with_layers
+from lightseq.models.architecture import inspect_architecture, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
 from lightseq.modules import mlp
 from lightseq.training.metrics import read_records
@@ -45,7 +45,7 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = config_of(model_type, attn_implementation="eager")
-    model, found = AutoModelForCausalLM.from_config(config), examine(config)
+    model, found = AutoModelForCausalLM.from_config(config), inspect_architecture(config)
     assert found.total == model.num_parameters()
     assert found.layer_class == type(model.model.layers[0]).__name__
     ids = torch.zeros(1, 16, dtype=torch.long)
@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
 )  # fmt: skip
 def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        examine(config_of(model_type, **changes), LENGTH)
+        inspect_architecture(config_of(model_type, **changes), LENGTH)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -89,7 +89,7 @@ RAISING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", RAISING)
 def test_a_model_that_raises_in_its_own_code_is_one_line(model_type: str) -> None:
     with pytest.raises(ValueError, match=r"is no causal language model here|does not run as") as caught:
-        examine(CONFIG_MAPPING[model_type](**RAISING[model_type]))
+        inspect_architecture(CONFIG_MAPPING[model_type](**RAISING[model_type]))
     assert "\n" not in str(caught.value)
 
 
@@ -98,8 +98,8 @@ def test_a_model_that_raises_in_its_own_code_is_one_line(model_type: str) -> Non
     [("olmo2", "needs it in the backward pass"), ("exaone4", "needs it"), ("phi3", "has another")],
 )
 def test_what_a_layer_needs_of_its_mlp_again_is_not_left_out(model_type: str, line: str) -> None:
-    found = examine(config_of(model_type))
-    for policy in KEEPING_MLP:
+    found = inspect_architecture(config_of(model_type))
+    for policy in STORES_MLP:
         asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", remat=policy)
         with pytest.raises(ValueError, match=line):
             check_layers(asked, found)
@@ -107,7 +107,7 @@ def test_what_a_layer_needs_of_its_mlp_again_is_not_left_out(model_type: str, li
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_layer_that_ends_with_its_mlp_may_keep_gate_and_up(model_type: str) -> None:
-    assert examine(config_of(model_type)).can_keep_mlp
+    assert inspect_architecture(config_of(model_type)).can_store_mlp
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -119,20 +119,22 @@ def test_positions_that_depend_on_the_length_are_no_obstacle(rope_type: str) -> 
         "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4,
     }
-    assert examine(config_of("llama", rope_parameters=rope, original_max_position_embeddings=32)).layers == 2
+    assert (
+        inspect_architecture(config_of("llama", rope_parameters=rope, original_max_position_embeddings=32)).layers == 2
+    )
 
 
 def test_a_model_of_fewer_layers_lists_fewer() -> None:
     config = config_of("qwen3", num_hidden_layers=3)
     assert len(with_layers(config, 2).layer_types) == 2 and len(config.layer_types) == 3
-    assert examine(with_layers(config, 2)).layers == 2
+    assert inspect_architecture(with_layers(config, 2)).layers == 2
 
 
 def test_an_architecture_is_looked_at_once_however_its_model_is_used() -> None:
     config = config_of("llama")
-    found, model = examine(config), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    found, model = inspect_architecture(config), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.use_cache = False
-    assert examine(model.config) is found
+    assert inspect_architecture(model.config) is found
 
 
 def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
@@ -167,7 +169,7 @@ def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]
     runs = [
         f"--model_name_or_path {tmp_path / name} --data_path {tmp_path}/data.pkl --output_dir {tmp_path}/{name}-out "
         f"--model_max_length {LENGTH} --learning_rate 1e-2 --lr_scheduler_type constant --max_steps {STEPS} "
-        f"--fsdp_transformer_layer_cls_to_wrap {examine(config_of(name)).layer_class}"
+        f"--fsdp_transformer_layer_cls_to_wrap {inspect_architecture(config_of(name)).layer_class}"
         for name in names
     ]
     for end in spawn(2, programs, runs)[0]:
@@ -178,6 +180,6 @@ def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]
         assert losses == pytest.approx(expected[:-1], abs=1e-5), name
         saved = tmp_path / f"{name}-out" / f"checkpoint-{STEPS}"
         model, notes = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
-        assert not any(notes.values()) and type(model).__name__ == examine(config_of(name)).name
+        assert not any(notes.values()) and type(model).__name__ == inspect_architecture(config_of(name)).name
         ids = torch.tensor([data[permutation(len(data), 42, 0)[STEPS]]])
         assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5), name

@@ -47,7 +47,7 @@ def program(rank: int, words: str, more_peers: dict[str, Any] | None = None) -> 
     """The benchmark on this rank, in the process group that the test has joined already: status, out, err."""
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
-    attention.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    attention.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     peers.PEERS.update(more_peers or {})
     flags = importlib.reload(importlib.import_module("benchmarks.flags"))  # its lists name every peer
     attention.parse = flags.parse

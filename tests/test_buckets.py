@@ -16,7 +16,7 @@ from worlds import spawn
 
 import llama3
 from lightseq.config.command_line import parse
-from lightseq.data.buckets import MOST_LENGTHS, bucket_lengths
+from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
 from lightseq.distributed.mesh import World
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import read_records
@@ -86,7 +86,7 @@ def check_same_losses(files: Path, world: int, cases: dict[str, str]) -> None:
         np.testing.assert_allclose(short.eval_losses, padded.eval_losses, rtol=1e-5, err_msg=name)
         assert min(padded.lengths) == max(padded.lengths) >= LENGTH, "the comparison is with full padding"
         assert sum(short.lengths) < 0.7 * sum(padded.lengths)
-        assert len(set(short.lengths)) <= MOST_LENGTHS
+        assert len(set(short.lengths)) <= MAX_BUCKETS
         for rank in ranks[1:]:
             assert rank[name][0].lengths == short.lengths, "ranks that run together have batches of one length"
             assert rank[name][0].losses == short.losses
@@ -99,7 +99,7 @@ def check_same_losses(files: Path, world: int, cases: dict[str, str]) -> None:
 @pytest.mark.parametrize("multiple", [1, 16, 48, 128])
 def test_there_are_at_most_eight_lengths_and_each_is_about_half_the_next(longest: int, multiple: int) -> None:
     lengths = bucket_lengths(longest, multiple)
-    assert lengths[-1] == longest and len(lengths) <= MOST_LENGTHS and list(lengths) == sorted(set(lengths))
+    assert lengths[-1] == longest and len(lengths) <= MAX_BUCKETS and list(lengths) == sorted(set(lengths))
     assert all(length % multiple == 0 for length in lengths[:-1])
     for shorter, longer in pairwise(lengths):
         assert longer <= 2 * shorter < 2 * longer

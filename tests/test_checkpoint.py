@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
-from lightseq.checkpoint import disk, manifest, saver, state_files
-from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts, sweep
-from lightseq.checkpoint.manifest import MANIFEST, File, complaint
+from lightseq.checkpoint import checkpoints, manifest, saver, state_files
+from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
+from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
+from lightseq.checkpoint.resume import find_checkpoint
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
@@ -86,8 +87,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 def find_all(rank: int, outputs: list[str]) -> list[tuple[str | None, list[str]]]:
     world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
-    found = [find(Path(output), "auto", world) for output in outputs]
-    return [(f.path.name if f.path else None, [f"{path.name} {why}" for path, why in f.passed_over]) for f in found]
+    found = [find_checkpoint(Path(output), "auto", world) for output in outputs]
+    return [(f.path.name if f.path else None, [f"{path.name} {why}" for path, why in f.damaged]) for f in found]
 
 
 def test_each_kind_of_damage_is_said_and_the_newest_whole_checkpoint_is_taken(files: Path, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_each_kind_of_damage_is_said_and_the_newest_whole_checkpoint_is_taken(fi
 def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
-    cut(tmp_path / "run" / "checkpoint-3" / FACTS)
+    cut(tmp_path / "run" / "checkpoint-3" / TRAINER_STATE)
     flags = f"{SAVED} --output_dir {tmp_path}/run --save_total_limit 1 --resume_from_checkpoint auto"
     end = train(2, words(files, "run", flags))[0]
     assert "warning: passed over" in end.out and "checkpoint-3: trainer_state.json has" in end.out
@@ -116,7 +117,7 @@ def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Pat
     found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert found == ["checkpoint-3.broken", "checkpoint-4", "checkpoint-4.broken"]
     assert losses(tmp_path, "run") == losses(files, "whole")
-    assert complaint(tmp_path / "run" / "checkpoint-4") is None
+    assert find_damage(tmp_path / "run" / "checkpoint-4") is None
 
 
 def test_only_damaged_checkpoints_are_no_reason_to_begin_anew(files: Path, tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def rewrite(index: Metadata, change: Callable[[Metadata], object]) -> bytes:
     return pickle.dumps(index)
 
 
-def first_place(index: Metadata) -> Any:
+def first_sample(index: Metadata) -> Any:
     return next(iter(index.storage_data.values()))
 
 
@@ -202,17 +203,17 @@ FORGED: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda index: setattr(index, "state_dict_metadata", OrderedDict(index.state_dict_metadata)),
         "OrderedDict",
     ),
-    "a name with a zero byte": (lambda index: setattr(first_place(index), "relative_path", "a\0b"), "names the file"),
-    "a name that is no string": (lambda index: setattr(first_place(index), "relative_path", ["__0_0.distcp"]), "list"),
-    "a file that is not there": (lambda index: setattr(first_place(index), "relative_path", "x"), "is not there"),
-    "bytes before the file": (lambda index: setattr(first_place(index), "offset", -1), "outside of the file"),
-    "a negative length": (lambda index: setattr(first_place(index), "length", -1), "outside of the file"),
-    "bytes after the file": (lambda index: setattr(first_place(index), "length", 1 << 40), "outside of the file"),
+    "a name with a zero byte": (lambda index: setattr(first_sample(index), "relative_path", "a\0b"), "names the file"),
+    "a name that is no string": (lambda index: setattr(first_sample(index), "relative_path", ["__0_0.distcp"]), "list"),
+    "a file that is not there": (lambda index: setattr(first_sample(index), "relative_path", "x"), "is not there"),
+    "bytes before the file": (lambda index: setattr(first_sample(index), "offset", -1), "outside of the file"),
+    "a negative length": (lambda index: setattr(first_sample(index), "length", -1), "outside of the file"),
+    "bytes after the file": (lambda index: setattr(first_sample(index), "length", 1 << 40), "outside of the file"),
     "an offset that is no number": (
-        lambda index: setattr(first_place(index), "offset", "0"),
+        lambda index: setattr(first_sample(index), "offset", "0"),
         "str in the place of a int",
     ),
-    "a transform": (lambda index: setattr(first_place(index), "transform_descriptors", ["zip"]), "names the file"),
+    "a transform": (lambda index: setattr(first_sample(index), "transform_descriptors", ["zip"]), "names the file"),
     "a part that is missing": (shrink, "do not add up"),
     "a part outside of its tensor": (overhang, "outside of its shape"),
     "a place that is missing": (lambda index: index.storage_data.popitem(), "does not say where"),
@@ -233,7 +234,7 @@ def test_a_forged_index_of_tensors_is_one_line(files: Path, tmp_path: Path, name
 def test_an_index_of_tensors_names_no_link_or_pipe(files: Path, tmp_path: Path) -> None:
     state = tmp_path / STATE
     shutil.copytree(files / "whole" / "checkpoint-4" / STATE, state)
-    file = state / first_place(read_index(state)).relative_path
+    file = state / first_sample(read_index(state)).relative_path
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="no regular file"):
@@ -248,7 +249,7 @@ def test_an_index_of_tensors_changes_no_class(tmp_path: Path) -> None:
     """BUILD with the state (None, {...}) sets attributes, of a class as of any object."""
     named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (tmp_path / ".metadata").write_bytes(named + b"N}S'planted'\nS'yes'\ns\x86b.")
-    with pytest.raises(ValueError, match="is no index of tensors: it changes a Name"):
+    with pytest.raises(ValueError, match="is no index of tensors: it changes a PickledGlobal"):
         read_index(tmp_path)
     assert not hasattr(Metadata, "planted")
 
@@ -273,13 +274,15 @@ def test_a_resume_from_a_forged_checkpoint_is_one_line(files: Path, tmp_path: Pa
 @pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "state/../../secret", ""])
 def test_a_manifest_names_no_file_elsewhere(tmp_path: Path, elsewhere: str) -> None:
     manifest.write(tmp_path, {elsewhere: File(1, "0")})
-    assert "is no file of the checkpoint" in str(complaint(tmp_path))
+    assert "is no file of the checkpoint" in str(find_damage(tmp_path))
 
 
 def test_every_file_of_a_checkpoint_is_in_its_manifest(files: Path) -> None:
     checkpoint = files / "whole" / "checkpoint-4"
     assert sorted(manifest.read(checkpoint)) == manifest.files_below(checkpoint)
-    assert {"model.safetensors", "state/.metadata", "state/random-1.json", FACTS} <= manifest.read(checkpoint).keys()
+    assert {"model.safetensors", "state/.metadata", "state/random-1.json", TRAINER_STATE} <= manifest.read(
+        checkpoint
+    ).keys()
 
 
 # ---- writing beside the training -------------------------------------------------------------------------------------
@@ -414,7 +417,7 @@ def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
     assert ends[0].err.startswith("error: ") and f"checkpoint-2 could not be saved: {DISKS[failing]}" in ends[0].err
     assert ends[0].err.count("\n") == 1 and ends[1].err == ""
     assert [path.name for path in (files / output).glob("checkpoint-*")] == ["checkpoint-1"]
-    assert complaint(files / output / "checkpoint-1") is None
+    assert find_damage(files / output / "checkpoint-1") is None
 
 
 def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
@@ -443,22 +446,22 @@ def test_much_goes_into_several_files_of_which_each_is_hashed_and_read(
     parts = sorted(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert len(parts) == state_files.THREADS and parts[-1] < 2 * parts[0]
     assert hashes == {path.name: manifest.describe(path).sha256 for path in tmp_path.iterdir()}
-    read = dict(state_files.whole_tensors(tmp_path, "model."))
+    read = dict(state_files.read_full_tensors(tmp_path, "model."))
     assert all(torch.equal(read[name.removeprefix("model.")], tensor) for name, tensor in tensors.items())
 
 
 def test_a_disk_that_is_full_for_one_of_several_files_ends_the_run_in_one_line(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = state_files._HashingFiles.create_stream
+    create = state_files._HashingFileSystem.create_stream
 
     @contextmanager
-    def full(self: state_files._HashingFiles, path: Path, mode: str) -> Iterator[Any]:
+    def full(self: state_files._HashingFileSystem, path: Path, mode: str) -> Iterator[Any]:
         with create(self, "/dev/full" if "__0_2_" in str(path) else path, mode) as stream:
             yield stream
 
     monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 1)
-    monkeypatch.setattr(state_files._HashingFiles, "create_stream", full)
+    monkeypatch.setattr(state_files._HashingFileSystem, "create_stream", full)
     end = in_one_process(words(files, "full-for-one", SAVED))
     assert end.status == 1 and end.err.count("\n") == 1
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
@@ -483,27 +486,27 @@ def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monk
     run = words(files, "tight", "--max_steps 2 --save_steps 1")
     end = in_one_process(run)
     assert "checkpoints are written while the training waits: copies of" in end.out
-    assert complaint(files / "tight" / "checkpoint-2") is None
+    assert find_damage(files / "tight" / "checkpoint-2") is None
 
 
 def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float16 overflows, the first updates are skipped; a save may come before the one that is taken."""
-    unscale, prepare, scales, prepared = LossScaler.unscale, saver.Saver.prepare, [], []
+    unscale, prepare, scales, prepared = LossScaler.unscale, saver.CheckpointSaver.prepare, [], []
 
     def overflows(self: LossScaler, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
         scales.append(self.scale)
         return unscale(self, grads, norm * (torch.inf if len(scales) < 3 else 1.0))
 
-    def noted(self: saver.Saver, tensors: dict[str, Tensor]) -> str | None:
+    def noted(self: saver.CheckpointSaver, tensors: dict[str, Tensor]) -> str | None:
         prepared.append((len(scales), {name.split(".")[-1] for name in tensors if name.startswith("optimizer.")}))
         return prepare(self, tensors)
 
     monkeypatch.setattr(LossScaler, "unscale", overflows)
-    monkeypatch.setattr(saver.Saver, "prepare", noted)
+    monkeypatch.setattr(saver.CheckpointSaver, "prepare", noted)
     run = words(files, "overflows", "--fp16 --max_steps 4 --save_steps 1")
     assert in_one_process(run).status == 0
     assert prepared == [(3, {"step", "exp_avg", "exp_avg_sq"})]
-    assert complaint(files / "overflows" / "checkpoint-4") is None
+    assert find_damage(files / "overflows" / "checkpoint-4") is None
 
 
 def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +533,7 @@ def in_one_process(run: str) -> Ended:
 def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "launcher_patience", lambda: 0.0)
+    monkeypatch.setattr(loop, "launcher_shutdown_seconds", lambda: 0.0)
     flags = f"--max_steps 3 --output_dir {tmp_path}/run"
     ends = [in_one_process(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
     assert [out.count("export a higher TORCH_ELASTIC_SHUTDOWN_TIMEOUT") for out in (end.out for end in ends)] == [1, 0]
@@ -548,11 +551,11 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
 
     whole = read(BatchStream(examples, 48, 1), range(24))
     before = BatchStream(examples, 48, 1, data_ranks=2, accumulation=2)
-    after = BatchStream(examples, 48, 3, first_step=3, first_place=before.places_after(3))
+    after = BatchStream(examples, 48, 3, first_step=3, first_sample=before.consumed_samples(3))
     assert read(before, range(3)) + read(after, range(3, 7)) == whole
-    bounded = BatchStream(examples, 48, 3, epochs=2, first_step=3, first_place=before.places_after(3))
+    bounded = BatchStream(examples, 48, 3, epochs=2, first_step=3, first_sample=before.consumed_samples(3))
     assert bounded.steps == 3 + 7 and bounded.epochs_after(bounded.steps) == 2
-    over = BatchStream(examples, 48, 2, epochs=1, first_step=3, first_place=len(examples) + 2)
+    over = BatchStream(examples, 48, 2, epochs=1, first_step=3, first_sample=len(examples) + 2)
     assert over.steps == 3, "the last step had read beyond the end by more than a step reads now"
 
 
@@ -609,9 +612,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_left_for_later(
     (tmp_path / "checkpoint-1.deleted" / "held").mkdir(parents=True)
     with monkeypatch.context() as patched:
         patched.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
-        sweep(tmp_path)
+        remove_leftovers(tmp_path)
     assert (tmp_path / "checkpoint-1.deleted").is_dir()
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -636,7 +639,7 @@ def test_a_run_resumes_on_other_ranks_to_the_same_losses(files: Path, case: str)
     checkpoint = files / "as-before" / "checkpoint-4"
     train(world, words(files, output, f"{base} {flags} --resume_from_checkpoint {checkpoint}"))
     assert losses(files, output) == pytest.approx(losses(files, "as-before")[4:], abs=1e-5)
-    assert read_facts(files / output / "checkpoint-8")["data"]["places"] == 16
+    assert read_trainer_state(files / output / "checkpoint-8")["data"]["places"] == 16
 
 
 # ---- room on the disk ------------------------------------------------------------------------------------------------
@@ -648,16 +651,16 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path))
     limited = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path), save_total_limit=2)
     gib = 2**30
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10 * gib})())
     output = tmp_path / "not" / "yet"
-    assert str(disk.check_disk(output, 2 * gib, 5, 0, config)).startswith(
+    assert str(checkpoints.check_disk(output, 2 * gib, 5, 0, config)).startswith(
         "a checkpoint takes about 2.0 GiB, 5 of them 10.0 GiB; "
     )
-    assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(disk.check_disk(output, 100 << 20, 3, 0, config))
-    assert disk.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
+    assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(checkpoints.check_disk(output, 100 << 20, 3, 0, config))
+    assert checkpoints.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(ValueError, match=r"takes about 11\.0 GiB, and .* has 10\.0 GiB free; free some, name another"):
-        disk.check_disk(output, 11 * gib, 1, 0, config)
-    warning = disk.check_disk(output, 2 * gib, 6, 0, config)
+        checkpoints.check_disk(output, 11 * gib, 1, 0, config)
+    warning = checkpoints.check_disk(output, 2 * gib, 6, 0, config)
     assert (
         warning
         and "a checkpoint takes about 2.0 GiB, 6 of them 12.0 GiB; " in warning
@@ -665,7 +668,7 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     )
 
     def warns(one: int, there: int) -> bool:
-        return str(disk.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
+        return str(checkpoints.check_disk(output, one * gib, 100, there, limited)).startswith("warning: ")
 
     assert not warns(3, there=0), "two stay while a third is written"
     assert warns(4, there=0) and not warns(4, there=1), "one of the three is there already"
@@ -674,13 +677,13 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
 def test_the_reckoning_is_close_to_what_a_checkpoint_takes(files: Path) -> None:
     asked = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
     taken = sum(file.bytes for file in manifest.read(files / "whole" / "checkpoint-4").values())
-    assert disk.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)
+    assert checkpoints.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)
 
 
 def test_saves_are_counted() -> None:
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", save_steps=4)
-    assert [disk.saves_left(config, 0, total, 0.0) for total in (3, 4, 8, 9)] == [1, 1, 2, 3]
-    assert disk.saves_left(config, 4, 9, 0.0) == 2 and disk.saves_left(config, 9, 9, 0.0) == 0
+    assert [checkpoints.saves_left(config, 0, total, 0.0) for total in (3, 4, 8, 9)] == [1, 1, 2, 3]
+    assert checkpoints.saves_left(config, 4, 9, 0.0) == 2 and checkpoints.saves_left(config, 9, 9, 0.0) == 0
 
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import pytest
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.pickles import load_plain_pickle, read_pickle
+from lightseq.data.token_directory import ReadOptions, open_token_directory, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
-from lightseq.data.tokens import Reading, open_token_directory, write_token_directory
 from lightseq.models import hub
 
 
@@ -146,7 +146,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "token id -5" in refusal(negative, 4, 99)
     assert "labels 0 holds the token id 99" in refusal(labels, 4, 99)
     assert f"{text} line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte")
-    cached = {"lazy": False, "reading": Reading(cache=tmp_path / "cache")}
+    cached = {"lazy": False, "read_options": ReadOptions(cache=tmp_path / "cache")}
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 
@@ -339,7 +339,7 @@ def test_a_text_is_cut_on_access_or_split_into_windows_beforehand(tmp_path: Path
         pq.write_table(pa.table({"text": ["abcd", None, "", "e"]}), path)
     else:
         jsonl_file(path, "abcd", None, "", "e")
-    examples = open_examples(path, 3, 300, "byte", lazy, reading=Reading(cache=tmp_path / "cache"))
+    examples = open_examples(path, 3, 300, "byte", lazy, read_options=ReadOptions(cache=tmp_path / "cache"))
     assert as_lists(examples, 0) == (list(b"abc"), list(b"bcd"))
     assert as_lists(examples, len(examples) - 1) == ([ord("e"), 256], [256, IGNORE_INDEX])
     notes = "\n".join(examples.notes)
@@ -536,11 +536,16 @@ def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="trained on other data, of as many examples"):
         other.resumed(1, before.state(1), HERE)
     moved = open_examples(
-        jsonl_file(tmp_path / "c.jsonl", *texts), 9, 300, "byte", False, reading=Reading(cache=tmp_path / "cache")
+        jsonl_file(tmp_path / "c.jsonl", *texts),
+        9,
+        300,
+        "byte",
+        False,
+        read_options=ReadOptions(cache=tmp_path / "cache"),
     )
     assert BatchStream(moved, 9, 1).resumed(1, before.state(1), HERE)[1] == (), "the same, wherever it lies"
     older = {key: value for key, value in before.state(1).items() if key != "fingerprint"}
-    assert other.resumed(1, older, HERE)[0].first_place == 1
+    assert other.resumed(1, older, HERE)[0].first_sample == 1
 
 
 def test_a_sequence_without_a_target_is_left_out_and_counted(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from data_gen.__main__ import main
-from data_gen.sources import Skipped, expand, texts_of
-from data_gen.synthetic import KINDS, Synthetic, document, needle_depths
+from data_gen.sources import SkippedTexts, expand_sources, read_texts
+from data_gen.synthetic import KINDS, Synthetic, draw_document, needle_depths
 from lightseq.data.batches import open_examples
+from lightseq.data.token_directory import open_token_directory
 from lightseq.data.tokenizer import ByteTokenizer
-from lightseq.data.tokens import open_token_directory
 
 
 def run(*arguments: object) -> int:
@@ -26,7 +26,7 @@ def run(*arguments: object) -> int:
 
 def drawn(kind: str, length: int, vocab_size: int, count: int = 20, seed: int = 0) -> list[np.ndarray]:
     spec = Synthetic(kind, count, length, vocab_size, seed)
-    return [document(spec, index) for index in range(count)]
+    return [draw_document(spec, index) for index in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,7 @@ def test_a_needle_stands_once_in_the_hay_at_its_depth_and_is_asked_for_at_the_en
     spec = Synthetic("needle", 200, 16, 40, 5)
     depths = needle_depths(spec)
     for index in range(spec.documents):
-        ids = document(spec, index)
+        ids = draw_document(spec, index)
         position = round(depths[index] * (spec.length - 4))
         assert (ids[position : position + 2] == ids[-2:]).all()
         hay = np.delete(ids, [position, position + 1, 14, 15])
@@ -80,7 +80,7 @@ def test_a_token_directory_is_read_as_it_was_drawn(tmp_path: Path, capsys: pytes
     assert run(*made, "--output", output) == 0
     assert capsys.readouterr().out == f"4 documents, 40 tokens (uint32) in {output}\n"
     spec, source = Synthetic("needle", 4, 10, 70_000, 3), open_token_directory(output)
-    assert all((source.document(i) == document(spec, i)).all() for i in range(4))
+    assert all((source.document(i) == draw_document(spec, i)).all() for i in range(4))
     assert source.meta["seed"] == 3 and source.meta["needle_depth"] == needle_depths(spec)
 
 
@@ -149,9 +149,9 @@ def test_a_file_that_breaks_off_keeps_the_rows_before_and_says_that_the_rest_was
 
 def test_globs_and_columns_choose_what_is_read(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus")
-    assert expand([f"{folder}/**/*.md", f"{folder}/a.*"]) == [folder / "sub" / "b.md", folder / "a.txt"]
+    assert expand_sources([f"{folder}/**/*.md", f"{folder}/a.*"]) == [folder / "sub" / "b.md", folder / "a.txt"]
     (tmp_path / "rows.jsonl").write_text('{"text": "no", "body": "yes"}\n')
-    assert list(texts_of(tmp_path / "rows.jsonl", "body", Skipped())) == ["yes"]
+    assert list(read_texts(tmp_path / "rows.jsonl", "body", SkippedTexts())) == ["yes"]
 
 
 def test_max_tokens_is_met_exactly(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_max_tokens_is_met_exactly(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_read_without_its_tests(tmp_path: Path) -> None:
-    files = [path for path in expand(["stdlib"]) if isinstance(path, Path)]
+    files = [path for path in expand_sources(["stdlib"]) if isinstance(path, Path)]
     assert "argparse.py" in {path.name for path in files} and files == sorted(files)
     assert not [path for path in files if {"test", "tests", "site-packages"} & set(path.parts[-4:])]
     assert run("text", "stdlib", "--max_tokens", 200_000, "--output", tmp_path / "out") == 0

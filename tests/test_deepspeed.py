@@ -22,11 +22,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
-from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed import mesh
-from lightseq.distributed.host_memory import Bytes
+from lightseq.distributed.host_memory import MemoryBytes
 from lightseq.distributed.mesh import World
 from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
@@ -94,7 +94,7 @@ class Remembering(DeepSpeedEngine):
 
     def __init__(self, config: TrainConfig, *others: Any) -> None:
         super().__init__(config, *others)
-        masters = dict(self.whole_parameters())
+        masters = dict(self.full_parameters())
         if torch.distributed.get_rank() == 0:
             save_file({name: tensor.clone() for name, tensor in masters.items()}, f"{config.output_dir}.masters")
 
@@ -145,7 +145,7 @@ def write_settings(folder: Path, name: str) -> None:
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
     loop.DeepSpeedEngine = Remembering  # type: ignore[misc]
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     with_files()
     return [program(rank, "llama3", line) for line in runs]
 
@@ -179,7 +179,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
 
     loop.DeepSpeedEngine = Kept  # type: ignore[misc]
     with_files()
-    mesh.host_memory = lambda: Bytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
+    mesh.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []
     for name in runs:
@@ -439,7 +439,9 @@ def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files:
     assert opened.dtype == torch.float32
     assert_equal_runs(files, "tuned-zero3", "tuned-fsdp2", step=1)
     checkpoint = files / "zero2" / "checkpoint-2"
-    assert read_facts(checkpoint)["engine"] == "DeepSpeed ZeRO-2" and read_facts(checkpoint)["ranks"] == 2
+    assert (
+        read_trainer_state(checkpoint)["engine"] == "DeepSpeed ZeRO-2" and read_trainer_state(checkpoint)["ranks"] == 2
+    )
     assert sorted(path.name for path in (files / "zero2").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightseq.checkpoint.checkpoints import FACTS, check_engine
+from lightseq.checkpoint.checkpoints import TRAINER_STATE
+from lightseq.checkpoint.resume import check_engine
 from lightseq.config.deepspeed import deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 
@@ -139,7 +140,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_under_the_engine_and_the_ranks_that_saved_it(tmp_path: Path) -> None:
-    (tmp_path / FACTS).write_text(json.dumps({"step": 1, "engine": "DeepSpeed ZeRO-2", "ranks": 2}))
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 1, "engine": "DeepSpeed ZeRO-2", "ranks": 2}))
     check_engine(tmp_path, "DeepSpeed ZeRO-2", 2)
     for engine, ranks, this in (
         (None, 2, "FSDP2"),
@@ -148,7 +149,7 @@ def test_a_checkpoint_goes_on_under_the_engine_and_the_ranks_that_saved_it(tmp_p
     ):
         with pytest.raises(ValueError, match=f"saved by DeepSpeed ZeRO-2 on 2 ranks, this run is .*{this}; resume as"):
             check_engine(tmp_path, engine, ranks)
-    (tmp_path / FACTS).write_text(json.dumps({"step": 1, "scaler": None}))
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 1, "scaler": None}))
     check_engine(tmp_path, None, 4)
     with pytest.raises(ValueError, match=r"saved by FSDP2, this run is DeepSpeed ZeRO-1 on 2; .* --model_name_or_path"):
         check_engine(tmp_path, "DeepSpeed ZeRO-1", 2)

@@ -24,14 +24,14 @@ from worlds import spawn
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import open_examples
+from lightseq.data.token_directory import ReadOptions, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
-from lightseq.data.tokens import Reading, write_token_directory
 from lightseq.distributed.mesh import World
 from lightseq.tools.evaluate import command as evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.tasks import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
-from lightseq.utils.formatting import four_digits
+from lightseq.utils.formatting import four_significant_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -46,7 +46,7 @@ def evaluation(rank: int, words: str) -> Ended:
     """One evaluation on this rank, in the process group that the test has joined already."""
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
-    evaluate.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    evaluate.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -188,7 +188,7 @@ def test_bins_cover_every_position_once() -> None:
 
 def test_perplexities_have_four_digits_in_every_row() -> None:
     values = {124.0: "124.0", 93.265: "93.27", 1.0: "1.000", 1234.4: "1,234", 123456.0: "1.235e+05"}
-    assert {value: four_digits(value) for value in values} == values
+    assert {value: four_significant_digits(value) for value in values} == values
 
 
 def test_a_perplexity_too_large_for_a_number_is_none() -> None:
@@ -244,7 +244,9 @@ def search_of(root: Path, name: str, choices: int) -> Search:
     hay = None
     if "data_path" in NEEDLE[name][1]:
         hay = haystack(
-            open_examples(root / "text.jsonl", max(lengths), 257, "byte", False, reading=Reading(cache=root / "cache")),
+            open_examples(
+                root / "text.jsonl", max(lengths), 257, "byte", False, read_options=ReadOptions(cache=root / "cache")
+            ),
             4 * max(lengths),
             (256,),
         )

@@ -36,7 +36,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
-from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
+from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.mesh import World, make_meshes
@@ -639,7 +639,7 @@ def remat(rank: int) -> None:
         assert expected.any(), name
         assert torch.equal(gradients["attention"][name], expected), name
         assert torch.equal(gradients["full"][name], expected), name
-        for policy in KEEPING_MLP:
+        for policy in STORES_MLP:
             assert (gradients[policy][name] - expected).norm() <= 1e-5 * expected.norm(), (policy, name)
 
 
@@ -660,7 +660,7 @@ def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
     alone: None, monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], units: list[int]
 ) -> None:
     come: list[int] = []
-    monkeypatch.setattr("lightseq.parallelize.Ahead", lambda groups, _: come.append(len(groups)))
+    monkeypatch.setattr("lightseq.parallelize.WeightPrefetch", lambda groups, _: come.append(len(groups)))
     prepared("attention", **techniques)
     assert come == units
 
@@ -671,7 +671,7 @@ def test_of_a_group_that_runs_again_the_last_layer_keeps_what_attention_gives(
     alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(mlp, "TILE_TOKENS", 16)
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     config = {"num_hidden_layers": 5}

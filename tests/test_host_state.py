@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import spawn
 
-from lightseq.memory.host_adamw import update_on
+from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.training.optimization import clip
 
 optim = pytest.importorskip("torchao.optim")
@@ -22,7 +22,7 @@ def trained(device: str | None, piece: int = 0) -> tuple[list[Tensor], list[Tens
     groups = [{"params": weights[:3], "weight_decay": 0.1}, {"params": [*weights[3:], frozen]}]
     optimizer = optim.AdamW8bit(groups, lr=1e-2)
     if device is not None:
-        update_on(torch.device(device), optimizer, piece)
+        compute_updates_on(torch.device(device), optimizer, piece)
     for step in range(3):
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=g) * 10**-step
@@ -57,7 +57,7 @@ def _made_where_the_weights_are(rank: int) -> None:
     weights = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((65, 512), (6, 7))]
     expected = [optim.AdamW8bit(weights)._new_buffer(weight, True) for weight in weights]
     optimizer = optim.AdamW8bit(weights)
-    update_on(torch.device("cpu"), optimizer)
+    compute_updates_on(torch.device("cpu"), optimizer)
     DTensor.from_local = None  # type: ignore[assignment]  # it moves a tensor to its mesh, whose GPU has no room for it
     for weight in weights:
         weight.grad = torch.ones_like(weight)

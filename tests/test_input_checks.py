@@ -28,7 +28,7 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.models.architecture import examine
+from lightseq.models.architecture import inspect_architecture
 from lightseq.utils import versions
 
 LENGTH, VOCABULARY = 50, 64
@@ -186,7 +186,7 @@ def test_an_architecture_says_whether_packed_documents_reach_attention(
     if drops:
         monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, documents=None, **k: forward(self, *a, **k))
     config = CONFIG_MAPPING["llama"](**SIZES | {"hidden_size": 40 + 8 * drops})  # another, for it is looked at once
-    assert examine(config).passes_documents is not drops
+    assert inspect_architecture(config).passes_documents is not drops
 
 
 def packed_for_another_context(rank: int) -> None:

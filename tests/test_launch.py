@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightseq.distributed.environment import LAUNCHER_SETTINGS, launcher_note, launcher_patience
+from lightseq.distributed.environment import LAUNCHER_SETTINGS, launcher_note, launcher_shutdown_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
@@ -145,14 +145,14 @@ def launcher_words(settings: dict[str, str]) -> str:
 def test_what_a_launcher_was_not_told_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHER_SETTINGS, "PET_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
-    assert launcher_note() == () and launcher_patience() is None  # no launcher, or another's
+    assert launcher_note() == () and launcher_shutdown_seconds() is None  # no launcher, or another's
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     (line,) = launcher_note()
     assert "ends this run 30 s after SIGTERM, saved or not, and at once on SIGUSR1, without a checkpoint" in line
-    assert line.endswith(launcher_words(LAUNCHER_SETTINGS)) and launcher_patience() == 30
+    assert line.endswith(launcher_words(LAUNCHER_SETTINGS)) and launcher_shutdown_seconds() == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900")
     (line,) = launcher_note()
-    assert "after SIGTERM" not in line and launcher_patience() == 900
+    assert "after SIGTERM" not in line and launcher_shutdown_seconds() == 900
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")  # as torch makes it of a flag, too
     assert launcher_note() == ()
 

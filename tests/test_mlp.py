@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from lightseq.config.remat_policies import KEEP_MLP, POLICIES
+from lightseq.config.remat_policies import POLICIES, STORE_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.modules import mlp as tiled
-from lightseq.modules.low_rank import Linear, gradient_of_input
+from lightseq.modules.low_rank import LinearWeights, input_gradient
 from lightseq.modules.mlp import LINEARS, gated_mlp, tile_mlps
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
@@ -47,24 +47,24 @@ def weights(m: Any) -> tuple[Tensor, Tensor, Tensor]:
     return m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight
 
 
-def linears(m: Any) -> list[Linear]:
-    return [Linear(weight) for weight in weights(m)]
+def linears(m: Any) -> list[LinearWeights]:
+    return [LinearWeights(weight) for weight in weights(m)]
 
 
 def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (x, *weights(m)), dout)]
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("tile", TILES)
-def test_value_and_gradients_are_those_of_transformers(tile: int, keep: bool) -> None:
+def test_value_and_gradients_are_those_of_transformers(tile: int, store: bool) -> None:
     m, (x, dout) = module(), inputs()
     want = results(m(x), x, m, dout)
-    for got, expected in zip(results(gated_mlp(x, linears(m), tile, keep=keep), x, m, dout), want, strict=True):
+    for got, expected in zip(results(gated_mlp(x, linears(m), tile, store=store), x, m, dout), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
-def check_half_precision(dtype: torch.dtype, device: str, tile: int, keep: bool) -> None:
+def check_half_precision(dtype: torch.dtype, device: str, tile: int, store: bool) -> None:
     """Against float64 on the same, already rounded numbers; plain is the module itself."""
     m, (x, dout) = module(dtype, device), inputs(dtype, device)
     exact, wide = copy.deepcopy(m).double(), x.detach().double().requires_grad_()
@@ -73,24 +73,24 @@ def check_half_precision(dtype: torch.dtype, device: str, tile: int, keep: bool)
     def errors(found: list[Tensor]) -> list[float]:
         return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
 
-    ours = errors(results(gated_mlp(x, linears(m), tile, keep=keep), x, m, dout))
+    ours = errors(results(gated_mlp(x, linears(m), tile, store=store), x, m, dout))
     plain = errors(results(m(x), x, m, dout))
     for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
         assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tile", "keep"), [(7, False), (7, True), (50, False)])
-def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, keep: bool) -> None:
-    check_half_precision(dtype, "cpu", tile, keep)
+@pytest.mark.parametrize(("tile", "store"), [(7, False), (7, True), (50, False)])
+def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, store: bool) -> None:
+    check_half_precision(dtype, "cpu", tile, store)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("tile", [8, 50])
-def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, keep: bool) -> None:
-    check_half_precision(dtype, "cuda", tile, keep)
+def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, store: bool) -> None:
+    check_half_precision(dtype, "cuda", tile, store)
 
 
 def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
@@ -101,15 +101,15 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
         (torch.ones(1, 1, dtype=torch.bfloat16) for _ in "gud"),
     )
     down.requires_grad_()
-    gated_mlp(x, [Linear(gate), Linear(up), Linear(down)], 1).sum().backward()
+    gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], 1).sum().backward()
     assert down.grad is not None
     torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("targets", [LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
 def test_adapters_beside_the_weights_give_what_peft_gives(
-    targets: tuple[str, ...], keep: bool, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...], store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
@@ -122,7 +122,7 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
     adapters = [p for p in layer.parameters() if p.requires_grad]
     want = torch.autograd.grad(out := m(x), (x, *adapters), dout)
     monkeypatch.setattr(tiled, "TILE_TOKENS", 7)
-    tile_mlps([layer], keep=keep)
+    tile_mlps([layer], store=store)
     with Operators() as operators:
         ours = m(x)
         found = torch.autograd.grad(ours, (x, *adapters), dout)
@@ -135,19 +135,19 @@ def check_small_adapters(device: str) -> None:
     g = torch.Generator().manual_seed(0)
     x, weight, a, b = (torch.randn(n, 64, generator=g).to(device) for n in (512, 96, 8, 96))
     x, weight, a, b = x.bfloat16(), weight.bfloat16(), a.bfloat16(), (2e-4 * b[:, :8]).bfloat16()
-    adapted = Linear(weight, a, b, 0.5)
+    adapted = LinearWeights(weight, a, b, 0.5)
     part = (0.5 * (x.double() @ a.double().T) @ b.double().T).flatten()
     for got, plain in (
-        (adapted.forward(x), Linear(weight).forward(x)),
-        (adapted.forward(x, out=torch.empty(512, 96, dtype=x.dtype, device=device)), Linear(weight).forward(x)),
+        (adapted.forward(x), LinearWeights(weight).forward(x)),
+        (adapted.forward(x, out=torch.empty(512, 96, dtype=x.dtype, device=device)), LinearWeights(weight).forward(x)),
     ):
         found = (got.double() - plain.double()).flatten()
         assert (found @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
     dy = torch.randn(512, 96, generator=g).to(device).bfloat16()
     part = (0.5 * (dy.double() @ b.double()) @ a.double()).flatten()
     with_adapter, without = (
-        gradient_of_input([linear], [dy], torch.empty_like(x)).double().flatten()
-        for linear in (adapted, Linear(weight))
+        input_gradient([linear], [dy], torch.empty_like(x)).double().flatten()
+        for linear in (adapted, LinearWeights(weight))
     )
     assert ((with_adapter - without) @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
 
@@ -184,12 +184,12 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
     tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3
     with torch.no_grad():
-        kept = tiled._keeping_gated_mlp._init_fn(flat, tensors, scales, 7, False)[1:]
+        stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, 7, False)[1:]
     for operator, words, most in (
         (tiled._gated_mlp, (flat, tensors, scales, 7, False, False), 2),
-        (tiled._keeping_gated_mlp, (flat, tensors, scales, 7, False), 1),  # gate and up are whole
+        (tiled._gated_mlp_stored, (flat, tensors, scales, 7, False), 1),  # gate and up are whole
         (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains, 7, False), 3),
-        (tiled._gated_mlp_backward, (dout, flat, tensors, kept, scales, trains, 7, False), 3),
+        (tiled._gated_mlp_backward, (dout, flat, tensors, stored, scales, trains, 7, False), 3),
     ):
         with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
             operator._init_fn(*words)
@@ -204,12 +204,12 @@ def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPa
     layer = nn.Module()
     layer.mlp = m
     tile_mlps([layer])
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    stored: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         out = m(x)
     with LargestResult() as ours:
         results(gated_mlp(x, linears(m), 5), x, m, dout)
-    assert {t.numel() for t in kept} == {TOKENS * HIDDEN, HIDDEN * INTERMEDIATE}
+    assert {t.numel() for t in stored} == {TOKENS * HIDDEN, HIDDEN * INTERMEDIATE}
     assert plain.elements == TOKENS * INTERMEDIATE and ours.elements == max(TOKENS * HIDDEN, HIDDEN * INTERMEDIATE)
     torch.testing.assert_close(out, LlamaMLP.forward(m, x))
 
@@ -269,8 +269,8 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     multiply = tiled._silu_mul
     monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
     monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
-    tile_mlps(model.layers, keep=True)
-    apply_remat(model.layers, KEEP_MLP, compiled)
+    tile_mlps(model.layers, store=True)
+    apply_remat(model.layers, STORE_MLP, compiled)
     for layer in model.layers if compiled else []:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
     total = loss()
@@ -325,11 +325,11 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
     assert not replaced(lambda m: setattr(m, "up_proj", Adapted(HIDDEN, INTERMEDIATE, bias=False)))
     assert not replaced(lambda m: setattr(m, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE)))
     with pytest.raises(ValueError, match="no gated MLP of plain linears"):
-        tile_mlps([nn.Linear(2, 2)], keep=True)
+        tile_mlps([nn.Linear(2, 2)], store=True)
     tile_mlps([nn.Linear(2, 2)])  # a layer without an MLP
 
 
-@pytest.mark.parametrize("name", ["gated_mlp", "keeping_gated_mlp"])
+@pytest.mark.parametrize("name", ["gated_mlp", "gated_mlp_stored"])
 def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(

@@ -17,17 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
-from lightseq.distributed.mesh import World
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
-from lightseq.memory.offload import HostMemory, Kept, Offload
+from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
 from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import keep_projections
+from lightseq.modules.projections import store_projections
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
@@ -60,7 +59,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def even_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
 
 
 def make(
@@ -75,7 +74,7 @@ def make(
     plain, wrapped = Model(layers).to(device, dtype), Model(layers).to(device, dtype)
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    host = Offload(target, HostMemory(budget, pinned=device == "cuda"))
+    host = Offload(target, HostBufferPool(budget, pinned=device == "cuda"))
     *most, last = wrapped.layers
     host.wrap(most, last, most[len(most) - staying :])
     return plain, wrapped, host
@@ -108,15 +107,15 @@ def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
 def test_of_layers_that_leave_nothing_is_there_beside_two_that_stay_until_the_first_of_these_runs_backward() -> None:
     plain, wrapped, host = make("cpu", staying=1)
     x, everyones = inputs("cpu")
-    coming: list[list[bool]] = []
+    fetching: list[list[bool]] = []
     for layer in wrapped.layers[1:-1]:  # a hook of its input runs when its backward pass has
-        note = partial(_when_its_gradient_is_there, lambda _: coming.append([x.coming for x in host._layers]))
+        note = partial(_when_its_gradient_is_there, lambda _: fetching.append([x.fetching for x in host._layers]))
         layer.register_forward_pre_hook(note)
     loss = wrapped(x, everyones)
-    assert [len(layer.kept) for layer in host._layers] == [2, 2, 0] and host.stayed_bytes == 0
-    assert all(kept.leaving is None for layer in host._layers for kept in layer.kept.values())
+    assert [len(layer.stored) for layer in host._layers] == [2, 2, 0] and host.on_device_bytes == 0
+    assert all(stored.original is None for layer in host._layers for stored in layer.stored.values())
     got = torch.autograd.grad(loss, [x, *wrapped.parameters()])
-    assert coming == [[False, True, True], [True, True, True]]
+    assert fetching == [[False, True, True], [True, True, True]]
     assert all(map(torch.equal, got, gradients(plain, x, everyones)))
 
 
@@ -144,24 +143,26 @@ def test_device_memory_shrinks_by_what_is_kept() -> None:
         return torch.cuda.max_memory_allocated()
 
     plain, wrapped, host = make("cuda", dtype=torch.float32, layers=12)
-    assert peak(plain) - peak(wrapped) > host.kept_bytes / 2  # some layers' are leaving, one's is on its way back
+    assert peak(plain) - peak(wrapped) > host.offloaded_bytes / 2  # some layers' are leaving, one's is on its way back
 
 
-def kept(model: Model, host: Offload) -> list[Tensor | Kept]:
+def stored(model: Model, host: Offload) -> list[Tensor | OffloadedTensor]:
     """What every layer's saved tensors became, in order."""
-    found: list[Tensor | Kept] = []
-    keep: Callable[[Tensor], Kept | Tensor] = host.keep
-    host.keep = lambda tensor: found.append(keep(tensor)) or found[-1]  # type: ignore[func-returns-value, method-assign]
+    found: list[Tensor | OffloadedTensor] = []
+    store: Callable[[Tensor], OffloadedTensor | Tensor] = host.store
+    host.store = lambda tensor: found.append(store(tensor)) or found[-1]  # type: ignore[func-returns-value, method-assign]
     model(*inputs("cpu"))
     return found
 
 
 def test_weights_and_what_all_layers_share_stay() -> None:
     _, wrapped, host = make("cpu")
-    stayed = [x for x in kept(wrapped, host) if isinstance(x, Tensor)]
+    stayed = [x for x in stored(wrapped, host) if isinstance(x, Tensor)]
     weights, (_, everyones) = {x.data_ptr() for x in wrapped.parameters()}, inputs("cpu")
     assert stayed and all(x.data_ptr() in weights or torch.equal(x, everyones) for x in stayed)
-    assert host.kept_bytes == 2 * (LAYERS - 1) * ROWS * WIDTH * 8  # each layer's input, and what the sine was taken of
+    assert (
+        host.offloaded_bytes == 2 * (LAYERS - 1) * ROWS * WIDTH * 8
+    )  # each layer's input, and what the sine was taken of
 
 
 def test_the_last_layer_keeps_its_own() -> None:
@@ -174,8 +175,8 @@ def test_of_two_layers_at_most_the_tensors_are_there() -> None:
     _, wrapped, host = make("cpu", layers=6)
 
     def there() -> list[int]:
-        return [i for i, x in enumerate(host._layers) if any(k.leaving is not None or k.back is not None
-                                                             for k in x.kept.values())]  # fmt: skip
+        return [i for i, x in enumerate(host._layers) if any(k.original is not None or k.restored is not None
+                                                             for k in x.stored.values())]  # fmt: skip
 
     seen: list[list[int]] = []
     for layer in wrapped.layers:
@@ -189,34 +190,34 @@ def test_of_two_layers_at_most_the_tensors_are_there() -> None:
 def test_past_the_budget_tensors_stay_and_are_counted() -> None:
     _, wrapped, host = make("cpu", budget=4 * ROWS * WIDTH * 8 + 1)
     wrapped(*inputs("cpu"))
-    assert host.kept_bytes == 4 * ROWS * WIDTH * 8 and host.stayed_bytes >= ROWS * WIDTH * 8
+    assert host.offloaded_bytes == 4 * ROWS * WIDTH * 8 and host.on_device_bytes >= ROWS * WIDTH * 8
 
 
 def test_without_gradients_nothing_leaves() -> None:
     _, wrapped, host = make("cpu")
     with torch.no_grad():
         wrapped(*inputs("cpu"))
-    assert host.kept_bytes == 0 and host._layers == []
+    assert host.offloaded_bytes == 0 and host._layers == []
 
 
 def test_who_only_counts_takes_one_buffer_and_the_limit_holds() -> None:
-    counted, real = (HostMemory(10 * 4096, pinned=False, counts_only=c) for c in (True, False))
+    counted, real = (HostBufferPool(10 * 4096, pinned=False, counts_only=c) for c in (True, False))
     for memory, places in ((counted, 1), (real, 10)):
-        taken = [memory.take(1024, torch.float32) for _ in range(11)]
+        taken = [memory.acquire(1024, torch.float32) for _ in range(11)]
         assert [x is None for x in taken] == [False] * 10 + [True]
         assert len({x.data_ptr() for x in taken if x is not None}) == places
         assert memory.allocated_bytes == 10 * 4096
 
 
 def test_a_short_batch_waits_in_the_buffers_of_a_long_one() -> None:
-    memory, sizes = HostMemory(float("inf"), pinned=False), (4096, 512, 2048, 4096)
+    memory, sizes = HostBufferPool(float("inf"), pinned=False), (4096, 512, 2048, 4096)
     for part in (1, 4, 2, 8, 1):
-        taken = [memory.take(size // part, torch.float32) for size in (sizes if part % 4 else reversed(sizes))]
+        taken = [memory.acquire(size // part, torch.float32) for size in (sizes if part % 4 else reversed(sizes))]
         assert [len(x) * part for x in taken if x is not None] == list(sizes if part % 4 else reversed(sizes))
         assert len({x.data_ptr() for x in taken if x is not None}) == len(sizes)
         for buffer in taken:
             assert buffer is not None
-            memory.give_back(buffer)
+            memory.release(buffer)
         assert memory.allocated_bytes == 4 * sum(sizes)
 
 
@@ -235,7 +236,7 @@ def test_what_attention_gave_leaves_too() -> None:
 
 
 def _kept_by_llama(rank: int) -> None:
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64,
@@ -244,26 +245,26 @@ def _kept_by_llama(rank: int) -> None:
     context = hf.enable(model)
     batch = hf.shard_batch(context, torch.randint(64, (1, 24)), torch.randint(64, (1, 24)))
     want = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
-    for policy, compiled in product(("attention", *KEEPING_MLP), (False, True)):
+    for policy, compiled in product(("attention", *STORES_MLP), (False, True)):
         wrapped = LlamaForCausalLM(config)
         wrapped.load_state_dict(model.state_dict())
         hf.enable(wrapped)
-        layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), HostMemory(float("inf"), False))
-        keep, products = policy in KEEPING_MLP, policy == KEEP_LINEARS
-        tile_mlps(layers, keep=keep)
+        layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), HostBufferPool(float("inf"), False))
+        store, products = policy in STORES_MLP, policy == STORE_LINEARS
+        tile_mlps(layers, store=store)
         if products:
-            keep_projections(layers)
+            store_projections(layers)
         apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
         host.wrap(layers[:-1], layers[-1])
         loss = wrapped(**batch).loss
         size, lse, wide = 24 * 32 * 4, 24 * 4 * 4, 24 * 64 * 4
-        own = [kept.host.nbytes for layer in host._layers for kept in layer.kept.values()]
-        assert {size, lse} <= set(own) and own.count(wide) == 2 * 2 * keep, (policy, compiled, own)
+        own = [stored.host.nbytes for layer in host._layers for stored in layer.stored.values()]
+        assert {size, lse} <= set(own) and own.count(wide) == 2 * 2 * store, (policy, compiled, own)
         # Of keys and values; compiled layers keep keys as they are once rotated, too.
         assert own.count(24 * 16 * 4) >= 2 * 2 * products, (policy, compiled, own)
-        assert host.kept_bytes >= 2 * (2 * size + lse), (policy, compiled, host.kept_bytes)
+        assert host.offloaded_bytes >= 2 * (2 * size + lse), (policy, compiled, host.offloaded_bytes)
         got = torch.autograd.grad(loss, list(wrapped.parameters()))
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-7)
@@ -271,15 +272,15 @@ def _kept_by_llama(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [512, 1000, 3 * 2**20])
 def test_pinned_memory_is_locked_to_the_byte_within_the_budget(size: int, locks: "Locks") -> None:
-    memory = HostMemory(10.5 * size, pinned=True)
+    memory = HostBufferPool(10.5 * size, pinned=True)
     buffers = []
-    while (buffer := memory.take(size // 2, torch.bfloat16)) is not None:
+    while (buffer := memory.acquire(size // 2, torch.bfloat16)) is not None:
         buffers.append(buffer.fill_(len(buffers)))
     assert len(buffers) == 10 and memory.allocated_bytes == 10 * size
     assert locks.now == {x.data_ptr(): size for x in buffers}
     assert all(int(x[0]) == i == int(x[-1]) for i, x in enumerate(buffers)), "buffers do not overlap"
-    memory.give_back(buffers[3])
-    taken = memory.take(size // 2, torch.bfloat16)
+    memory.release(buffers[3])
+    taken = memory.acquire(size // 2, torch.bfloat16)
     assert taken is not None and taken.data_ptr() == buffers[3].data_ptr()
     del memory
     assert not locks.now, "what goes back to the system is unlocked first"
@@ -288,19 +289,19 @@ def test_pinned_memory_is_locked_to_the_byte_within_the_budget(size: int, locks:
 def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: "Locks") -> None:
     locks.refuse = True
     with pytest.raises(OSError, match="4,096 bytes of host memory cannot be pinned"):
-        HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+        HostBufferPool(float("inf"), pinned=True).acquire(1024, torch.float32)
 
 
 def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     locks: "Locks", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locks.refuse = True
-    monkeypatch.setattr(errors, "leave", sys.exit)
-    monkeypatch.setattr(errors, "first_to", lambda _: True)
-    monkeypatch.setattr(errors, "has_done", lambda _: None)
+    monkeypatch.setattr(errors, "exit_process", sys.exit)
+    monkeypatch.setattr(errors, "is_first_to", lambda _: True)
+    monkeypatch.setattr(errors, "mark_done", lambda _: None)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
-        HostMemory(float("inf"), pinned=True).take(1024, torch.float32)
+        HostBufferPool(float("inf"), pinned=True).acquire(1024, torch.float32)
     assert capsys.readouterr().err.splitlines() == [
         "error: rank 0: host out of memory. 4,096 bytes of host memory cannot be pinned (CUDA error 1)",
         "to fit: less",
@@ -312,7 +313,7 @@ def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "
     for tensor in tensors:
         memory.lock(tensor)
     assert locks.now == {tensors[0].data_ptr(): 12, tensors[2].data_ptr(): 280}
-    memory.keep(tensors[:2])
+    memory.retain_only(tensors[:2])
     assert locks.now == {tensors[0].data_ptr(): 12}
     del memory
     assert not locks.now
@@ -361,7 +362,7 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
 
     weights.materialize(model, torch.device(device), lambda _: torch.device("cpu"), take, root)
     held = {name.removesuffix(".weight"): local_part(p) for name, p in model.named_parameters()}
-    memory.keep(held.values())
+    memory.retain_only(held.values())
     if device == "cuda":
         assert all(local.is_pinned() for local in held.values())
     moved = {name for name, local in held.items() if local.data_ptr() not in {x.data_ptr() for x in made}}

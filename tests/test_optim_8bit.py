@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq.memory.host_adamw import update_on
+from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.training import engine, optimization
 from lightseq.training.optimization import check_optimizer
 
@@ -38,7 +38,7 @@ def run(rank: int, runs: list[str], in_pieces: str = "none") -> tuple[list[Ended
     def remember(*args: Any) -> torch.optim.Optimizer:
         optimizers.append(make(*args))
         if args[1].output_dir.endswith(in_pieces):
-            update_on(torch.device("cpu"), optimizers[-1], piece=2048)
+            compute_updates_on(torch.device("cpu"), optimizers[-1], piece=2048)
         return optimizers[-1]
 
     engine.make_optimizer = remember  # type: ignore[assignment]

@@ -11,8 +11,15 @@ import torch.distributed as dist
 from programs import Ended, program
 from small import losses, words, write_inputs
 
-from lightseq.checkpoint.checkpoints import FACTS, listed, make_room, prune, remove_all, sweep
-from lightseq.checkpoint.manifest import MANIFEST, complaint
+from lightseq.checkpoint.checkpoints import (
+    TRAINER_STATE,
+    clear_path,
+    list_checkpoints,
+    prune,
+    remove_checkpoints,
+    remove_leftovers,
+)
+from lightseq.checkpoint.manifest import MANIFEST, find_damage
 from lightseq.training import loop
 from lightseq.training.metrics import MetricsFile, damaged_lines, read_records
 from lightseq.training.output_directory import clear
@@ -112,11 +119,11 @@ def test_a_checkpoint_gives_way_without_what_others_put_into_it(files: Path, tmp
     shutil.copytree(files / "whole", run)
     (run / "checkpoint-1" / "state" / "notes.txt").write_text("mine")
     prune(run, 1, False)
-    assert [path.name for path in listed(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
     assert [path.name for path in (run / "checkpoint-1").rglob("*")] == ["state", "notes.txt"]
     prune(run, 1, False)
     assert (run / "checkpoint-1" / "state" / "notes.txt").read_text() == "mine"
-    assert complaint(run / "checkpoint-2") is None
+    assert find_damage(run / "checkpoint-2") is None
 
 
 def test_a_checkpoint_that_is_a_link_loses_the_link_alone(files: Path, tmp_path: Path) -> None:
@@ -124,17 +131,17 @@ def test_a_checkpoint_that_is_a_link_loses_the_link_alone(files: Path, tmp_path:
     (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "archived")
     (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "archived")
     prune(tmp_path / "run", 1, False)
-    assert not (tmp_path / "run" / "checkpoint-1").exists() and complaint(tmp_path / "archived") is None
+    assert not (tmp_path / "run" / "checkpoint-1").exists() and find_damage(tmp_path / "archived") is None
 
 
 def test_only_the_run_s_own_checkpoints_count_among_those_to_keep(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     other = tmp_path / "run" / "checkpoint-9"
     other.mkdir()
-    (other / FACTS).write_text('{"global_step": 9}')  # as transformers' Trainer has it
+    (other / TRAINER_STATE).write_text('{"global_step": 9}')  # as transformers' Trainer has it
     prune(tmp_path / "run", 1, False)
     names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert names == ["checkpoint-2", "checkpoint-9"] and (other / FACTS).is_file()
+    assert names == ["checkpoint-2", "checkpoint-9"] and (other / TRAINER_STATE).is_file()
 
 
 def test_a_save_moves_what_no_run_wrote_out_of_its_way(tmp_path: Path) -> None:
@@ -142,11 +149,11 @@ def test_a_save_moves_what_no_run_wrote_out_of_its_way(tmp_path: Path) -> None:
         for _ in range(2):
             (tmp_path / name).mkdir()
             (tmp_path / name / "notes.txt").write_text("mine")
-            make_room(tmp_path / name)
+            clear_path(tmp_path / name)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"checkpoint-1{end}.other{n}" for end in ("", ".partial") for n in ("", "-2")]
-    sweep(tmp_path, ".partial")
-    remove_all(tmp_path)
+    remove_leftovers(tmp_path, ".partial")
+    remove_checkpoints(tmp_path)
     assert len(list(tmp_path.glob("*/notes.txt"))) == 4
 
 

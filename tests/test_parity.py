@@ -134,7 +134,7 @@ def make_trainer(
 
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
-    mlp.TILE_TOKENS, parallelize.CHUNK_TOKENS, offload.LEAST_BYTES = case.tile_tokens, case.chunk_tokens, 0
+    mlp.TILE_TOKENS, parallelize.CHUNK_TOKENS, offload.MIN_BYTES = case.tile_tokens, case.chunk_tokens, 0
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
         patch.setattr(torch, "compile", lambda f, **words: TORCH_COMPILE(f, backend="aot_eager"))

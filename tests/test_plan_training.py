@@ -19,7 +19,7 @@ from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.host_memory import Bytes, host_memory
+from lightseq.distributed.host_memory import MemoryBytes, host_memory
 from lightseq.distributed.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.memory import offload
 from lightseq.memory.planner.breakdown import GIB
@@ -39,7 +39,7 @@ from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.tools.verify.machines import machine
 from lightseq.training import loop
-from lightseq.training.setup import never
+from lightseq.training.setup import warn_unreached
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
@@ -81,7 +81,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
 
 
 def _train(rank: int, commands: list[str], device: str = "cpu") -> None:
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device(device, rank) if device == "cuda" else torch.device(device))
     for command in commands:
@@ -201,7 +201,7 @@ def test_a_host_has_what_every_cgroup_leaves_of_it(
 
 def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("distributed.mesh", "memory.planner.of_this_run", "tools.verify.machines"):
-        monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+        monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
     assert free_host_memory(world) == FREE_SHARE * 16 * GIB
@@ -215,7 +215,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
         return host_memory_for_layers(planned_run(model, flags, 4), world, counts_only)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
-    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
     states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - host_by_layer(run, OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments
@@ -239,7 +239,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
 def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
     stage: int, parts: tuple[str, ...], bytes_of_a_weight: int, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     offloads = {part: {"device": "cpu", "pin_memory": pins} for part in parts}
     zero = {"stage": stage, "sub_group_size": 1e7, **offloads}
@@ -301,7 +301,7 @@ def test_what_such_a_line_cannot_be_made_of_is_refused_on_every_rank(tmp_path: P
 def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total: int, said: list[str]) -> None:
     config = parse(f"--model_name_or_path m --data_path d --output_dir o --learning_rate 1 {flags}".split(), "")
     stream: Any = SimpleNamespace(first_step=0, epochs_after=lambda steps: steps / 5)
-    notes = never(config, stream, total)
+    notes = warn_unreached(config, stream, total)
     assert len(notes) == len(said) and all(want in note for want, note in zip(said, notes, strict=True)), notes
 
 

@@ -124,7 +124,7 @@ def test_vocabulary_ids_are_the_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("each", FAMILIES, ids=lambda each: each.name)
-def test_every_alias_names_a_preset(each: family.Family) -> None:
+def test_every_alias_names_a_preset(each: family.ModelFamily) -> None:
     assert set(each.aliases.values()) <= set(each.presets)
 
 
@@ -151,15 +151,15 @@ def test_a_hub_id_whose_weights_are_wanted_is_read_from_the_hub(monkeypatch: pyt
     config = config_of("llama3.2-1b")
     monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr(family.AutoConfig, "from_pretrained", lambda name, **options: config)
-    assert resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", False) == family.Source(config, "unsloth/Llama-3.2-1B")
+    assert resolve(llama3.FAMILY, "unsloth/Llama-3.2-1B", False) == family.ModelSource(config, "unsloth/Llama-3.2-1B")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(url: str, timeout: float) -> None:
+    def hub_error(url: str, timeout: float) -> None:
         assert timeout < 60
         raise RuntimeError("We couldn't connect.\nCheck your connection.")
 
-    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", hub_error)
     for name, remedy in (("a/b", "give --random_init and a preset"), ("unsloth/Llama-3.2-1B", "add --random_init")):
         with pytest.raises(ValueError, match=rf"^--model_name_or_path {name} .*couldn't connect\).*{remedy}.*$"):
             resolve(llama3.FAMILY, name, False)

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from lightseq.config.remat_policies import KEEP_LINEARS
+from lightseq.config.remat_policies import STORE_LINEARS
 from lightseq.memory.remat import apply_remat
-from lightseq.modules.low_rank import Linear
+from lightseq.modules.low_rank import LinearWeights
 from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import PROJECTIONS, keep_projections
+from lightseq.modules.projections import PROJECTIONS, store_projections
 
 LAYERS, WIDTH = 3, 16
 CONFIG = {
@@ -42,16 +42,16 @@ def test_a_checkpoint_that_keeps_products_makes_none_of_them_again(
     model, trained, loss = made(rank)
     want = torch.autograd.grad(loss(), trained)
     products: list[tuple[int, ...]] = []
-    multiply = Linear.forward
+    multiply = LinearWeights.forward
 
-    def counted(linear: Linear, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def counted(linear: LinearWeights, x: Tensor, out: Tensor | None = None) -> Tensor:
         products.append(tuple(linear.weight.shape))
         return multiply(linear, x, out)
 
-    monkeypatch.setattr(Linear, "forward", counted)
-    tile_mlps(model.layers, keep=True)
-    keep_projections(model.layers)
-    apply_remat(model.layers, KEEP_LINEARS, compiled)
+    monkeypatch.setattr(LinearWeights, "forward", counted)
+    tile_mlps(model.layers, store=True)
+    store_projections(model.layers)
+    apply_remat(model.layers, STORE_LINEARS, compiled)
     for layer in model.layers if compiled else []:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
     total = loss()
@@ -68,14 +68,14 @@ def test_a_checkpoint_that_keeps_products_makes_none_of_them_again(
 def test_projections_that_are_something_else_are_refused() -> None:
     model = LlamaModel(LlamaConfig(**CONFIG, attention_bias=True))
     with pytest.raises(ValueError, match="LlamaDecoderLayer has no four plain linears around its attention"):
-        keep_projections(model.layers)
+        store_projections(model.layers)
 
 
 def test_a_second_backward_pass_through_what_was_kept_is_refused_in_words() -> None:
     model, trained, loss = made()
-    keep_projections(model.layers)
-    tile_mlps(model.layers, keep=True)
-    apply_remat(model.layers, KEEP_LINEARS)
+    store_projections(model.layers)
+    tile_mlps(model.layers, store=True)
+    apply_remat(model.layers, STORE_LINEARS)
     total = loss()
     torch.autograd.grad(total, trained, retain_graph=True)
     with pytest.raises(RuntimeError, match="is gone after its backward pass; a second one needs --remat none"):

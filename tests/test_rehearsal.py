@@ -26,7 +26,7 @@ from lightseq.kernels.elided import Elided
 from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.models.family import preset_config
 from lightseq.modules.loss import cross_entropy_sum
-from lightseq.modules.mlp import Linear, gated_mlp
+from lightseq.modules.mlp import LinearWeights, gated_mlp
 from lightseq.schedule.cost import AttentionShape
 from lightseq.tools.plan.rehearsal import STAGES
 from lightseq.training import errors
@@ -84,7 +84,9 @@ def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
         torch.randn(2, 6, 4).double(),
         torch.randn(4, 6).double(),
     )
-    whole, first = (gated_mlp(x, [Linear(gate), Linear(up), Linear(down)], 3, only) for only in (False, True))
+    whole, first = (
+        gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], 3, only) for only in (False, True)
+    )
     assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
     hidden, head, labels = torch.randn(10, 4), torch.randn(7, 4), torch.arange(10) % 7
     part = cross_entropy_sum(hidden, head, labels, 4, first_chunk_only=True)
@@ -219,7 +221,7 @@ def test_out_of_memory_ends_with_the_parts_and_the_knob(tmp_path: Path) -> None:
 def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tuple[float, float, str]:
     """When rank 0 had explained it, when this rank left, and what rank 0 had said before it began to explain."""
     errors.RANK_0_SECONDS, errors.EXPLAINING_SECONDS = 0.2, others_stay
-    errors.leave = sys.exit  # type: ignore[assignment]
+    errors.exit_process = sys.exit  # type: ignore[assignment]
     explained, said, err = 0.0, "", io.StringIO()
 
     def explain() -> list[str]:
@@ -248,7 +250,7 @@ def test_an_end_that_no_memory_is_left_to_explain_is_one_all_the_same(
     def explain() -> list[str]:
         raise MemoryError
 
-    for name, stand_in in (("first_to", bool), ("has_done", done.append), ("leave", sys.exit)):
+    for name, stand_in in (("is_first_to", bool), ("mark_done", done.append), ("exit_process", sys.exit)):
         monkeypatch.setattr(errors, name, stand_in)
     world = World(0, 1, 0, 1, torch.device("cpu"))
     with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), explain):

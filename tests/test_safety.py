@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightseq.checkpoint import tensor_index
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.environment import keep_compiled_kernels
+from lightseq.distributed.environment import cache_compiled_kernels
 from lightseq.models import weights
 from lightseq.models.family import resolve
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.models.weights import INDEX, WEIGHTS
 from lightseq.training.metrics import RUN, write_run
-from lightseq.utils.masking import is_secret_name, masked
+from lightseq.utils.masking import is_secret_name, mask_secrets
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = LlamaConfig(
@@ -93,7 +93,7 @@ def test_a_config_that_names_code_runs_none_and_asks_nothing(tmp_path: Path) -> 
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="its config cannot be read"):
-        resolve(Family("llama3", {}, {}), str(tmp_path), random_init=True)
+        resolve(ModelFamily("llama3", {}, {}), str(tmp_path), random_init=True)
     assert not (tmp_path / "ran").exists()
 
 
@@ -105,20 +105,20 @@ def test_an_index_of_weights_names_no_file_elsewhere(tmp_path: Path, elsewhere: 
     names = dict.fromkeys((name for name, _ in model.named_parameters()), elsewhere)
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ValueError, match=r"names .*secret\.bin, which is not there"):
-        weights.load_named(LlamaForCausalLM(TINY), tmp_path / "model", "--model_name_or_path")
+        weights.load_or_refuse(LlamaForCausalLM(TINY), tmp_path / "model", "--model_name_or_path")
 
 
-MALFORMED = [
+PICKLE_ERRORS = [
     "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {"lm_head.weight": 3}}', '{"weight_map": {"a": null}}',
     "[" * 100_000, '{"weight_map": {"a": "a\\u0000b"}}',
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
+@pytest.mark.parametrize("text", PICKLE_ERRORS, ids=lambda text: text[:30])
 def test_a_malformed_index_of_weights_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=str(tmp_path)):
-        weights.load_named(LlamaForCausalLM(TINY), tmp_path, "--model_name_or_path")
+        weights.load_or_refuse(LlamaForCausalLM(TINY), tmp_path, "--model_name_or_path")
 
 
 SECRETS = {
@@ -150,14 +150,14 @@ def test_no_secret_is_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["OPENAI_KEY", "DB_PASS", "PGPASSWORD", "SSH_PASSPHRASE", "APIKEY", "pass"])
 def test_a_name_tells_a_secret(name: str) -> None:
-    assert is_secret_name(name) and masked({name: "x"}) == {name: "***"}
-    assert masked(f"curl --{name} hunter2") == f"curl --{name} ***"
+    assert is_secret_name(name) and mask_secrets({name: "x"}) == {name: "***"}
+    assert mask_secrets(f"curl --{name} hunter2") == f"curl --{name} ***"
 
 
 def test_what_is_no_secret_stays() -> None:
     words = "--model_name_or_path meta-llama/Llama-3.2-1B --tokenizer byte --output_dir outputs/sk-learn --seed 42"
     assert not [name for name in ("BYPASS", "compass", "MONKEY", "tokens") if is_secret_name(name)]
-    assert masked(words) == words and masked({"valid_tokens": "3", "eos_token": "</s>"}) == {
+    assert mask_secrets(words) == words and mask_secrets({"valid_tokens": "3", "eos_token": "</s>"}) == {
         "valid_tokens": "3",
         "eos_token": "</s>",
     }
@@ -274,11 +274,11 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_code(
     elif planted == "open to all":
         folder.mkdir()
         folder.chmod(0o777)
-    keep_compiled_kernels()
+    cache_compiled_kernels()
     kept = [os.environ.get(name) for name in CACHE]
     assert kept == ([str(folder / "fa4"), "1"] if planted == "nothing" else [None, None])
     if planted == "nothing":
         assert folder.stat().st_mode & 0o777 == 0o700
         monkeypatch.setenv(CACHE[1], "0")
-        keep_compiled_kernels()
+        cache_compiled_kernels()
         assert os.environ[CACHE[1]] == "0", "what the user set stands"

@@ -11,8 +11,8 @@ from programs import program
 from small import losses, words, write_inputs
 from worlds import spawn
 
-from lightseq.checkpoint.checkpoints import listed
-from lightseq.distributed.watchdog import STATUS, Unanswered
+from lightseq.checkpoint.checkpoints import list_checkpoints
+from lightseq.distributed.watchdog import STATUS, RankNotResponding
 from lightseq.training import errors
 
 FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 20"
@@ -76,7 +76,7 @@ def test_a_rank_that_ends_over_the_last_save_is_named(name: str, ends: dict[str,
     if CASES[name].what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
         assert line.startswith(f"error: {folder}/run/checkpoint-4 could not be saved: no sign of life")
         assert line.endswith("; go on with --resume_from_checkpoint auto")
-    assert [path.name for path in listed(folder / "run")] == ["checkpoint-2"]
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["checkpoint-2"]
 
 
 def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, Done]]) -> None:
@@ -90,13 +90,13 @@ def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, 
 
 def silent(error: Exception | None) -> Any:
     with errors.explained_silence():
-        raise Unanswered("checkpoint-4 could not be saved") from error
+        raise RankNotResponding("checkpoint-4 could not be saved") from error
 
 
 def test_a_silence_of_ranks_that_live_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(errors, "first_to", lambda do: True)
+    monkeypatch.setattr(errors, "is_first_to", lambda do: True)
     with pytest.raises(SystemExit) as end:
         silent(RuntimeError("timed out after 60000 ms.\nmore"))
     expected = (

@@ -26,9 +26,9 @@ from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches
 from lightseq.memory import offload, streamed_update
-from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.remat import apply_remat, checkpoint_groups
-from lightseq.memory.streamed_update import Piece, change_on
+from lightseq.memory.streamed_update import Piece, update_pieces
 from lightseq.schedule.layout import shard
 
 HEADS = 12, 6  # which two and three ranks can share out
@@ -180,13 +180,13 @@ def _layers_away(
     group: int, in_flight: int, limit_bytes: float, staying: Sequence[int] = ()
 ) -> tuple[set[str], set[str]]:
     """Of two updates from two backward passes each, an evaluation between them."""
-    streams, memory = Streams(0), HostMemory(limit_bytes, pinned=False)
+    streams, memory = Streams(0), HostBufferPool(limit_bytes, pinned=False)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, num_key_value_heads=2))
     context, layers = hf.enable(model), list(model.model.layers)
-    with emulated(streams), patch.object(offload, "LEAST_BYTES", 1):
+    with emulated(streams), patch.object(offload, "MIN_BYTES", 1):
         outer, inner = (Offload(torch.device("cpu"), memory, in_flight) for _ in range(2))
-        outer._side, inner._side = streams.stream(), streams.stream()
+        outer._side_stream, inner._side_stream = streams.stream(), streams.stream()
         apply_remat(layers, "attention", offload=inner if group > 1 else outer)
         groups = [layers[i : i + group] for i in range(0, len(layers), group)]
         if group > 1:
@@ -203,7 +203,7 @@ def _layers_away(
                 optimizer.step()
                 optimizer.zero_grad()
         streams.look_for_freed()
-    assert outer.kept_bytes and bool(outer.stayed_bytes) == (limit_bytes < 1e5)
+    assert outer.offloaded_bytes and bool(outer.on_device_bytes) == (limit_bytes < 1e5)
     return races(streams.touches), streams.freed_early
 
 
@@ -243,7 +243,7 @@ def _pieces_changed(without: str = "") -> tuple[set[str], set[str]]:
             stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
         with streams:
             for _ in range(2):
-                change_on(torch.device("cpu"), pieces)
+                update_pieces(torch.device("cpu"), pieces)
             assert host[0].tolist() == [i + 2 for i in range(40)] and wide[0].tolist() == [4] * 12
         streams.look_for_freed()
     return races(streams.touches), streams.freed_early

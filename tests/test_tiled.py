@@ -28,7 +28,7 @@ from transformers import (
 
 from lightseq import hf
 from lightseq.memory import offload
-from lightseq.memory.offload import HostMemory, Offload
+from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import _Live
 from lightseq.memory.planner.rates import TILED_MOMENTS
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
@@ -200,8 +200,8 @@ def test_a_last_layer_that_keeps_what_attention_gives_holds_no_more() -> None:
 @pytest.mark.parametrize("tiled", [True, False])
 def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of the gradients that come down, none that is used up."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
-    inner = Offload(torch.device("cpu"), HostMemory(1e9, pinned=False), in_flight=1)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    inner = Offload(torch.device("cpu"), HostBufferPool(1e9, pinned=False), in_flight=1)
     alone = held_by_backward(False, grouped=False, tiled=tiled)
     assert held_by_backward(False, grouped=True, tiled=tiled, inner=inner) == alone + HIDDEN
 

@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
-from lightseq.checkpoint.checkpoints import read_facts
+from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import read_pickle
 from lightseq.distributed.mesh import World, make_meshes
-from lightseq.distributed.preemption import ANSWER, StopRequest
+from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
 from lightseq.training import journal, loop
@@ -152,7 +152,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Pat
     )
     assert list(files.losses(parts)) == list(range(1, 9))
     assert files.losses(parts) == files.losses(whole)  # to the bit
-    scalers = [read_facts(Path(output) / "checkpoint-8")["scaler"] for output in (parts, whole)]
+    scalers = [read_trainer_state(Path(output) / "checkpoint-8")["scaler"] for output in (parts, whole)]
     assert scalers[0] == scalers[1] and (scalers[0] is not None) is ("--fp16" in flags)
 
 
@@ -326,11 +326,11 @@ def asked(rank: int) -> list[tuple[str | None, bool]]:
     with StopRequest() as stop:
         for step in range(2):
             time.sleep(0.2 * (rank == 0))
-            stop.ask(failed=step == 1 and rank == 0)
+            stop.begin_poll(failed=step == 1 and rank == 0)
             if (rank, step) == (1, 0):
                 signal.raise_signal(signal.SIGUSR1)
             dist.all_reduce(torch.ones(1))  # as an update does
-            answers.append(stop.agreed())
+            answers.append(stop.poll_result())
     return answers
 
 
@@ -435,7 +435,7 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
     words = [sys.executable, str(tmp_path / "told.py"), first, last]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
-    answer = ANSWER.format("another" if first == "SIGINT" else "a")
+    answer = STOP_MESSAGE.format("another" if first == "SIGINT" else "a")
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
 
 
@@ -464,8 +464,8 @@ def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files
 
 LAUNCHED = """
 import sys
-from lightseq.distributed.mesh import start
-with start(60) as world, open(sys.argv[1], "a") as file:
+from lightseq.distributed.mesh import init_distributed
+with init_distributed(60) as world, open(sys.argv[1], "a") as file:
     file.write(f"{world.launch}\\n")
 sys.exit(world.restarts < int(sys.argv[2]))
 """
@@ -640,7 +640,7 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
     assert first < last, "or this test tells nothing"
     assert files.checkpoints("best") == [f"checkpoint-{first}", f"checkpoint-{last}"]
     assert f"best        {files.root / 'best' / f'checkpoint-{first}'}, by evaluation loss" in ends[1].out
-    assert read_facts(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
+    assert read_trainer_state(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
 
 
 def test_lazy_preprocess_is_said_not_to_be_used_where_no_text_waits_to_be_tokenised(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from lightseq.cli import BOTH
 from lightseq.comm import transport as comm
 from lightseq.config.command_line import parse
 from lightseq.data import shard_batch
-from lightseq.data.tokens import write_token_directory
+from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.memory import offload
@@ -69,7 +69,7 @@ def run(rank: int, words: str, folder: str) -> Outcome:
 
 def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
     """What did not pass."""
-    offload.LEAST_BYTES = 0
+    offload.MIN_BYTES = 0
     wrong = []
     for case in cases:
         with mock.patch.object(mlp, "gated_mlp", wraps=mlp.gated_mlp) as tiled:

@@ -12,7 +12,7 @@ import torch
 from forked import Done
 
 from lightseq.distributed.mesh import World
-from lightseq.distributed.watchdog import PHASES, STATUS, Beat, Watchdog, verdict
+from lightseq.distributed.watchdog import PHASES, STATUS, Heartbeat, Watchdog, verdict
 
 TIMEOUT = 12.0  # a rank may have to wait for a core for seconds
 
@@ -21,10 +21,10 @@ PROGRAM = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightseq.distributed.mesh import start
+from lightseq.distributed.mesh import init_distributed
 from lightseq.distributed.watchdog import Watchdog
 what, stacks = sys.argv[1], Path(sys.argv[2])
-with start(60) as world:
+with init_distributed(60) as world:
     with Watchdog(world, %s, stacks) as watchdog:
         for step in range(1, 6):
             watchdog.mark(step, "data")
@@ -104,8 +104,8 @@ def test_a_healthy_run_is_left_alone(what: str, timeout: float, tmp_path: Path) 
     assert not (tmp_path / "hang").exists()
 
 
-def beat(rank: int, step: int, phase: str) -> Beat:
-    return Beat(rank, "node", 7, step, phase, 12.0)
+def beat(rank: int, step: int, phase: str) -> Heartbeat:
+    return Heartbeat(rank, "node", 7, step, phase, 12.0)
 
 
 def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
@@ -129,7 +129,7 @@ def test_who_makes_progress_within_a_phase_may_take_its_time(tmp_path: Path) -> 
     ends: list[str] = []
     passes = 0
     with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 1.5, tmp_path, ends.append) as watchdog:
-        watchdog.follow(lambda: passes)
+        watchdog.follow_progress(lambda: passes)
         watchdog.mark(1, "backward")
         for passes in range(1, 5):
             time.sleep(0.5)
@@ -184,7 +184,7 @@ def test_who_can_ask_no_store_and_write_no_file_still_says_so_and_ends(
     holds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("lightseq.distributed.watchdog.leave", ends.append)
+    monkeypatch.setattr("lightseq.distributed.watchdog.exit_process", ends.append)
     stacks = tmp_path / "hang"
     if holds == "nothing":
         stacks.write_text("a file of that name")

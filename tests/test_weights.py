@@ -62,7 +62,7 @@ def drawn(tied: bool) -> dict[str, Tensor]:
 
 
 def differing(model: PreTrainedModel, want: dict[str, Tensor]) -> list[str]:
-    got = dict(weights.whole_parameters(model))
+    got = dict(weights.full_parameters(model))
     assert got.keys() == want.keys()
     return [name for name in want if not torch.equal(got[name], want[name])]
 
@@ -241,7 +241,7 @@ def save_over(rank: int, folder: str) -> None:
         dist.barrier()
         again = empty(tiny())
         weights.load(again, Path(folder))
-        assert differing(again, dict(weights.whole_parameters(model))) == [], (
+        assert differing(again, dict(weights.full_parameters(model))) == [], (
             f"read the weights saved before seed {seed}"
         )
         plain = LlamaForCausalLM.from_pretrained(folder)
@@ -259,7 +259,7 @@ def save_narrow(rank: int, folder: str) -> None:
     again = empty(tiny())
     dist.barrier()
     weights.load(again, Path(folder))
-    rounded = {name: p.to(torch.bfloat16).float() for name, p in weights.whole_parameters(model)}
+    rounded = {name: p.to(torch.bfloat16).float() for name, p in weights.full_parameters(model)}
     assert differing(again, rounded) == [], "bfloat16 is read into float32 masters"
 
 

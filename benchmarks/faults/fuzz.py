@@ -27,8 +27,8 @@ from transformers import LlamaForCausalLM
 import llama2
 from benchmarks.faults import ranks
 from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
-from lightseq.checkpoint import manifest, randomness
-from lightseq.checkpoint.checkpoints import FACTS, STATE, read_facts
+from lightseq.checkpoint import manifest, state_files
+from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.checks import CHOICES
 from lightseq.config.train_config import TrainConfig
@@ -197,7 +197,7 @@ def read_data(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> None:
-    if (complaint := manifest.complaint(path)) is not None:
+    if (complaint := manifest.find_damage(path)) is not None:
         raise ValueError(complaint)
 
 
@@ -212,18 +212,18 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "weights/config.json": ("weights", lambda path: resolve(llama2.FAMILY, str(path), True)),
     "weights/model.safetensors.index.json": ("weights", lambda path: _load(path)),
     "weights/model-00001-of-00004.safetensors": ("weights", lambda path: _load(path)),
-    f"checkpoint/{FACTS}": ("checkpoint", read_facts),
+    f"checkpoint/{TRAINER_STATE}": ("checkpoint", read_trainer_state),
     "checkpoint/manifest.json": ("checkpoint", read_checkpoint),
     f"checkpoint/{STATE}/.metadata": ("checkpoint", lambda path: read_index(path / STATE)),
     f"checkpoint/{STATE}/random-0.json": (
         "checkpoint",
-        lambda path: randomness.restore(path / STATE / "random-0.json", torch.device("cpu")),
+        lambda path: state_files.restore_rng(path / STATE / "random-0.json", torch.device("cpu")),
     ),
 }
 
 
 def _load(path: Path) -> None:
-    weights.load_named(LlamaForCausalLM(CONFIG), path, "--model_name_or_path")
+    weights.load_or_refuse(LlamaForCausalLM(CONFIG), path, "--model_name_or_path")
 
 
 def malformed(content: bytes, dice: random.Random, folder: Path) -> bytes:
@@ -267,7 +267,7 @@ def try_file(dice: random.Random, seeds: Path, folder: Path) -> tuple[str, str]:
     (folder / kind).write_bytes(malformed((seeds / kind).read_bytes(), dice, seeds))
     try:
         read(folder / source)
-    except (ValueError, OSError) as refusal:  # what `agree` says in one line
+    except (ValueError, OSError) as refusal:  # what `on_all_ranks` says in one line
         assert str(refusal), f"{kind}: refused without a word"
         return kind, " ".join(str(refusal).split())
     return kind, ""

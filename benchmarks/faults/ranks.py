@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig
 
-from lightseq.checkpoint.checkpoints import listed
+from lightseq.checkpoint.checkpoints import list_checkpoints
 from lightseq.checkpoint.manifest import describe
-from lightseq.data.tokens import write_token_directory
+from lightseq.data.token_directory import write_token_directory
 from lightseq.training.metrics import read_records
 
 RANKS, LENGTH, VOCABULARY = 2, 48, 64
@@ -158,7 +158,7 @@ def outcome(output: Path, steps: int) -> tuple[str, list[float]]:
 
 
 def newest(output: Path) -> int:
-    found = listed(output)
+    found = list_checkpoints(output)
     return json.loads((found[-1] / "trainer_state.json").read_text())["step"] if found else 0
 
 

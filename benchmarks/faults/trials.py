@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.faults import child
 from benchmarks.faults.ranks import KILL, RANKS, STEP_TIMEOUT, STOP, Plant, Run, newest, outcome, start, until, words
-from lightseq.checkpoint.checkpoints import listed
-from lightseq.checkpoint.manifest import complaint, files_below
+from lightseq.checkpoint.checkpoints import list_checkpoints
+from lightseq.checkpoint.manifest import files_below, find_damage
 from lightseq.distributed.watchdog import STATUS
 
 STEPS, SAVE_STEPS = 30, 3
@@ -99,7 +99,7 @@ def kill(bench: Bench, kills: int) -> Iterator[Record]:
         assert None not in statuses, f"a rank hung: {statuses}\n{run.said}"
         assert 0 not in statuses or saved == STEPS, f"a rank took the fault for success: {statuses}\n{run.said}"
         count, more = count + 1, GO_ON
-        assert all(complaint(path) is None for path in listed(output)), "a checkpoint is not whole"
+        assert all(find_damage(path) is None for path in list_checkpoints(output)), "a checkpoint is not whole"
         yield {"rank": rank, "step": step, "saving": saving, "saved": saved, "statuses": statuses,
                "steps_lost": max(step, run.step) - saved}  # fmt: skip
     bench.finish(output)
@@ -173,7 +173,9 @@ def full_disk(bench: Bench) -> Iterator[Record]:
         statuses = ended(run, range(RANKS))
         line = error_of(run)
         assert statuses == [1] * RANKS and "No space left on device" in line and "Traceback" not in run.said, run.said
-        assert not list(output.glob("*.partial")) and all(complaint(path) is None for path in listed(output))
+        assert not list(output.glob("*.partial")) and all(
+            find_damage(path) is None for path in list_checkpoints(output)
+        )
         lost = run.step - newest(output)
         subprocess.run(["mount", "-o", "remount,size=100m", str(place)], check=True)
         bench.finish(output)
@@ -222,7 +224,7 @@ def failing(bench: Bench) -> Iterator[Record]:
     run = bench.run(output, "", (child.slow, (0.05,)), SLOW_DISK, (child.raises, (culprit, at, while_saving)))
     statuses = ended(run, range(RANKS))
     assert "RuntimeError: planted" in run.logs[culprit].read_text(), run.said
-    assert all(complaint(path) is None for path in listed(output))
+    assert all(find_damage(path) is None for path in list_checkpoints(output))
     lost = run.step - newest(output)
     yield {"rank": culprit, "while_saving": while_saving, "at": at, "statuses": statuses, "steps_lost": lost}
     bench.finish(output)
@@ -269,8 +271,10 @@ def sick_numbers(bench: Bench) -> Iterator[Record]:
     ended(run, range(RANKS))
     line = error_of(run)
     assert f"steps {at} to {at + 3} were skipped" in line, run.said
-    whole = [path for path in listed(output) if int(path.name.split("-")[1]) < at and complaint(path) is None]
-    for later in set(listed(output)) - set(whole):
+    whole = [
+        path for path in list_checkpoints(output) if int(path.name.split("-")[1]) < at and find_damage(path) is None
+    ]
+    for later in set(list_checkpoints(output)) - set(whole):
         shutil.rmtree(later)
     yield {"rank": culprit, "how": "for good", "at": at, "said": line, "steps_lost": run.step - newest(output)}
     bench.finish(output)

@@ -31,16 +31,16 @@ from analysis.profile import account_of, read
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, agree, start
+from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
 from lightseq.training.loop import Trainer
-from lightseq.training.step_stats import Moment, StepResult
+from lightseq.training.step_stats import DeviceTimestamp, StepResult
 
 
 class MeasuredTrainer(Trainer):
     """Notes every loss, when each phase of a step begins, and once asked to, what it takes at its peak."""
 
-    moments: list[tuple[str, Moment]]
+    moments: list[tuple[str, DeviceTimestamp]]
     losses: list[Tensor]  # this rank's share
     peaks: dict[str, int] | None = None
 
@@ -51,7 +51,7 @@ class MeasuredTrainer(Trainer):
 
     @contextmanager
     def _phase(self, step: int, name: str) -> Iterator[None]:
-        self.moments.append((name, Moment(self.world.device)))
+        self.moments.append((name, DeviceTimestamp(self.world.device)))
         if self.peaks is not None:
             torch.cuda.reset_peak_memory_stats()
         with super()._phase(step, name):
@@ -62,12 +62,14 @@ class MeasuredTrainer(Trainer):
 
 def main(words: Sequence[str]) -> None:
     result, warmup, steps, *flags = words
-    with start(TrainConfig.step_timeout) as world:
-        asked = agree(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *flags], "plan_point"))
+    with init_distributed(TrainConfig.step_timeout) as world:
+        asked = on_all_ranks(
+            world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *flags], "plan_point")
+        )
         folder = shared_folder(world, "lightseq-point-")
         try:
             config = without_traces(asked, folder)
-            inputs = agree(world, lambda: made_up_inputs(config, BOTH, world, folder))
+            inputs = on_all_ranks(world, lambda: made_up_inputs(config, BOTH, world, folder))
             trainer = MeasuredTrainer(config, inputs, world, None)
             trainer.moments, trainer.losses = [], []
             measured = measure(trainer, int(warmup), int(steps))
@@ -131,7 +133,7 @@ def timed(trainer: MeasuredTrainer, warmup: int, steps: int) -> tuple[list[float
         begun = [moment for name, moment in trainer.moments if name == "forward"]
         if step:
             begun[0].seconds_until(begun[-1])
-    trainer.moments.append(("end", Moment(trainer.world.device)))
+    trainer.moments.append(("end", DeviceTimestamp(trainer.world.device)))
     moments, accumulation = trainer.moments, trainer.config.gradient_accumulation_steps
     by_step: list[dict[str, float]] = [{} for _ in range(steps)]
     for i, ((name, moment), (_, after)) in enumerate(pairwise(moments)):

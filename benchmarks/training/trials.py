@@ -11,11 +11,11 @@ from transformers import LlamaConfig
 
 import llama2
 import llama3
-from data_gen.synthetic import Synthetic, document
+from data_gen.synthetic import Synthetic, draw_document
 from lightseq.config.lengths import shown
-from lightseq.data.tokens import write_token_directory
+from lightseq.data.token_directory import write_token_directory
 from lightseq.models.family import resolve
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "lightseq"
@@ -26,7 +26,7 @@ class Setting:
     """What is the same in every trial."""
 
     name: str  # of the model, as typed
-    family: Family
+    family: ModelFamily
     config: LlamaConfig
     world: int
     warmup: int
@@ -128,7 +128,7 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
     )  # fmt: skip
 
 
-def model_of(name: str) -> tuple[Family, LlamaConfig]:
+def model_of(name: str) -> tuple[ModelFamily, LlamaConfig]:
     """The family whose program trains it, and the architecture. Llama 3's takes what neither of them names."""
     families = (llama2.FAMILY, llama3.FAMILY)
     family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
@@ -150,6 +150,6 @@ def write_inputs(setting: Setting, lengths: list[int]) -> None:
     setting.config.save_pretrained(setting.model_directory)
     for length in lengths:
         spec = Synthetic("zipf", setting.all_steps, length + 1, setting.config.vocab_size, setting.seed)
-        documents = [document(spec, index) for index in range(spec.documents)]
+        documents = [draw_document(spec, index) for index in range(spec.documents)]
         about: dict[str, object] = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
         write_token_directory(setting.data_directory(length), documents, spec.vocab_size, about.copy, force=True)

@@ -24,7 +24,7 @@ from benchmarks.measure import CLOCKS
 from benchmarks.training.outcome import Outcome
 from benchmarks.training.peer import Job, Peer, StepOutcome
 from lightseq.data.batches import BatchStream, open_examples
-from lightseq.distributed.mesh import World, check_devices, start
+from lightseq.distributed.mesh import World, check_devices, init_distributed
 
 # Imported only when asked for: each needs packages of its own, and changes others on import.
 PEERS = {
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> None:
     flags = parser().parse_args(words)
-    with start(flags.timeout) as world:
+    with init_distributed(flags.timeout) as world:
         check_devices(world)
         config = LlamaConfig.from_pretrained(flags.model)
         job = Job(config, flags.length, world, flags.learning_rate, flags.seed, not flags.no_compile)

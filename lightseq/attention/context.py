@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
-from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
+from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.selection import unfit
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
@@ -168,7 +168,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if config.kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
-        keep_compiled_kernels()
+        cache_compiled_kernels()
     transport = make_transport(config.transport, group, device)
     chosen = _choose(dist.get_world_size(group), shape, plain(transport.name), config)
     schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)

@@ -1,10 +1,10 @@
-"""What a checkpoint is: a run as it was after a step, beside the model as a Hugging Face directory.
+"""Checkpoint directories of a run: naming, discovery, retention and disk space.
 
 checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
-states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json what fits
-in a line; manifest.json the SHA-256 of every file. A directory of that name was whole when it got it.
+states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json holds what
+fits in a line; manifest.json holds the SHA-256 of every file. A directory gets this name only when it is complete.
 
-Only what a run wrote is removed: a directory counts as such by its manifest or its facts, not by its name.
+Only directories that a run wrote are ever removed. The manifest or trainer_state.json identifies them, not the name.
 """
 
 import itertools
@@ -13,81 +13,34 @@ import math
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedModel
+from lightseq.checkpoint import manifest
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
-from lightseq.checkpoint import manifest, randomness, state_files
-from lightseq.distributed.mesh import World, agree
-from lightseq.utils.formatting import first_line
-
-STATE, FACTS, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
-# After the name of what is not a checkpoint, or no more; OTHER: a directory that no run wrote.
+STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
+# Suffixes of directories that are not, or no longer, checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-LEFT = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # such a name, with a number where it was taken already
-NEWEST = ("True", "auto")  # what asks for the newest one
+LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # a number follows if the name was taken
 
 
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint that a run goes on from, and what is wrong with the later ones, which it does not take."""
-
-    path: Path | None
-    passed_over: tuple[tuple[Path, str], ...] = ()
-
-
-ANEW = Found(None)
-
-
-def listed(output_dir: Path) -> list[Path]:
-    """Those of a run, oldest first; whether they are still whole is not looked at."""
-    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and _is_checkpoint(path)]
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Returns the checkpoints of a run, oldest first, without checking that they are complete."""
+    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and is_checkpoint(path)]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def find(output_dir: Path, asked: str | None, world: World) -> Found:
-    """The checkpoint that --resume_from_checkpoint names, each file of it read. Every rank calls it.
-
-    Ends the run with one line if there is none that is whole; with `auto`, only where there are some.
-    """
-    if asked is None:
-        return ANEW
-    if asked not in NEWEST:
-        agree(world, lambda: _require(_is_checkpoint(Path(asked)), f"{asked} is no checkpoint-N directory; name one"))
-        broken = _complaint(Path(asked), world)
-        agree(world, lambda: _require(broken is None, f"{asked} is damaged: {broken}; name another"))
-        return Found(Path(asked))
-    passed_over: tuple[tuple[Path, str], ...] = ()
-    candidates = agree(world, lambda: listed(output_dir))
-    for path in reversed(candidates):
-        broken = _complaint(path, world)
-        if broken is None:
-            return Found(path, passed_over)
-        passed_over += ((path, broken),)
-    line = f"{asked}: {output_dir} holds no checkpoint; leave it out, or give auto"
-    if passed_over:
-        why = "; ".join(f"{path.name}: {broken}" for path, broken in passed_over)
-        line = f"{asked}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
-    agree(world, lambda: _require(asked == "auto" and not passed_over, line))
-    return ANEW
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Returns whether it is one, maybe damaged. Other programs and people use the name, too."""
-    return any((path / name).is_file() for name in (FACTS, manifest.MANIFEST)) or (path / STATE).is_dir()
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether a directory is a checkpoint, maybe a damaged one. Other programs and people use the name too."""
+    return any((path / name).is_file() for name in (TRAINER_STATE, manifest.MANIFEST)) or (path / STATE).is_dir()
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Returns whether a run wrote the directory, as the manifest or the facts in it show."""
-    for read in (manifest.read, read_facts):
+    """Returns whether a run wrote the directory, as its manifest or trainer state shows."""
+    for read in (manifest.read, read_trainer_state):
         with suppress(ValueError, OSError):
             read(path)
             return True
@@ -95,63 +48,37 @@ def is_written_by_run(path: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Returns whether a save began to write the directory: it starts with an empty one, and then makes STATE."""
+    """Returns whether a save began to write the directory: it starts empty, and then STATE is made."""
     return not path.is_symlink() and ((path / STATE).is_dir() or not _holds_files(path))
 
 
-def _require(holds: bool, line: str) -> None:
-    if not holds:
-        raise ValueError(f"--resume_from_checkpoint {line}")
-
-
-def _complaint(path: Path, world: World) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank; each reads a share of its files."""
-    found: list[str | None] = [None] * world.size
-    dist.all_gather_object(found, manifest.complaint(path, world.rank, world.size))
-    return next((line for line in found if line is not None), None)
-
-
-def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
-    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
-    facts = read_facts(directory)
-    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
-    if saved == engine and (engine is None or saved_ranks == ranks):
-        return
-    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
-    raise ValueError(
-        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
-        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
-        f"with --model_name_or_path {directory}"
-    )
-
-
-def best(output_dir: Path) -> Path | None:
-    """The checkpoint of the lowest evaluation loss, the first of equals; a loss that is no number is none."""
-    losses = {path: _eval_loss(path) for path in listed(output_dir)}
+def best_checkpoint(output_dir: Path) -> Path | None:
+    """Returns the checkpoint with the lowest evaluation loss, the first of equals. A NaN loss does not count."""
+    losses = {path: _eval_loss(path) for path in list_checkpoints(output_dir)}
     known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
     return min(known, key=lambda path: known[path]) if known else None
 
 
 def _eval_loss(path: Path) -> float:
     try:
-        loss = read_facts(path).get(LOSS)
-    except (ValueError, OSError):  # a damaged one is the best of nothing
+        loss = read_trainer_state(path).get(LOSS)
+    except (ValueError, OSError):  # damaged
         return math.nan
     return float(loss) if isinstance(loss, int | float) else math.nan
 
 
-def prune(output_dir: Path, keep: int | None, keep_best: bool) -> None:
-    """Of the checkpoints the newest `keep` stay, and with `keep_best` the one of the lowest evaluation loss."""
-    kept = best(output_dir) if keep_best else None
-    own = [path for path in listed(output_dir) if is_written_by_run(path)]
-    for old in own[: -keep if keep else 0]:
+def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
+    """Removes all but the newest `retain` checkpoints and, with `retain_best`, the one of the lowest eval loss."""
+    kept = best_checkpoint(output_dir) if retain_best else None
+    own = [path for path in list_checkpoints(output_dir) if is_written_by_run(path)]
+    for old in own[: -retain if retain else 0]:
         if old != kept:
-            set_aside(old, DELETED)  # at once; what is half deleted should not look like a checkpoint
-    sweep(output_dir)
+            set_aside(old, DELETED)  # a half-deleted directory must not look like a checkpoint
+    remove_leftovers(output_dir)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a file or directory, and returns its new name, which nothing had before."""
+    """Renames a file or directory to an unused name, which it returns."""
     aside = path.with_name(path.name + why)
     taken = (path.with_name(f"{path.name}{why}-{number}") for number in itertools.count(2))
     while aside.exists():
@@ -159,8 +86,8 @@ def set_aside(path: Path, why: str) -> Path:
     return path.rename(aside)
 
 
-def make_room(path: Path) -> None:
-    """Gives the name of a checkpoint, or of an unfinished one, to the save that is about to take it."""
+def clear_path(path: Path) -> None:
+    """Frees the name of a checkpoint, or of an unfinished one, for the save that is about to use it."""
     if not path.exists():
         return
     if path.name.endswith(PARTIAL) and _is_unfinished(path):
@@ -169,37 +96,40 @@ def make_room(path: Path) -> None:
         set_aside(path, DELETED if is_written_by_run(path) else OTHER)
 
 
-def sweep(output_dir: Path, also: str = DELETED) -> None:
-    """Removes what was to be deleted, and with PARTIAL what a run that ended did not finish.
+def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
+    """Removes directories marked as deleted and, with PARTIAL, unfinished saves of an earlier run.
 
-    What cannot be removed, for another host reads it, say, is left for the next time.
+    A directory that cannot be removed, for example because another host reads it, is left for the next time.
     """
     for left in output_dir.glob("checkpoint-*"):
-        name = LEFT.fullmatch(left.name)
+        name = LEFTOVER.fullmatch(left.name)
         if name is not None and name[2] in (DELETED, also):
             _remove_own(left)
 
 
-def remove_all(output_dir: Path) -> None:
-    """Removes every checkpoint that a run wrote there, also unfinished and damaged ones."""
+def remove_checkpoints(output_dir: Path) -> None:
+    """Removes every checkpoint that a run wrote, including unfinished and damaged ones."""
     for path in output_dir.glob("checkpoint-*"):
         if NAME.fullmatch(path.name) and is_written_by_run(path):
             _remove_own(set_aside(path, DELETED))
-        elif LEFT.fullmatch(path.name):
+        elif LEFTOVER.fullmatch(path.name):
             _remove_own(path)
 
 
 def _remove_own(path: Path) -> None:
-    """Removes what a run wrote in a directory: the files that its manifest names, and all of it where it has none.
+    """Removes the files of a directory that its manifest names, or all of them if it has none.
 
-    What somebody else put there stays, under the checkpoint's name. Of a link only the link goes.
+    Other files stay, under the checkpoint's name. Of a link only the link is removed.
     """
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
         return
     try:
-        names = [*manifest.read(path), manifest.MANIFEST]  # it last: it tells the next sweep what is left to remove
+        names = [
+            *manifest.read(path),
+            manifest.MANIFEST,
+        ]  # the manifest last: it tells the next call what is left to remove
     except ValueError:
         unfinished = PARTIAL in path.name and _is_unfinished(path)
         if is_written_by_run(path) or unfinished or not _holds_files(path):
@@ -209,7 +139,7 @@ def _remove_own(path: Path) -> None:
         for name in names:
             (path / name).unlink(missing_ok=True)
         for folder in sorted((found for found in path.rglob("*") if found.is_dir()), reverse=True):
-            with suppress(OSError):  # it holds what no run wrote
+            with suppress(OSError):  # not empty: it holds other files
                 folder.rmdir()
         if _holds_files(path):
             path.rename(path.with_name(path.name.partition(".")[0]))
@@ -221,72 +151,58 @@ def _holds_files(path: Path) -> bool:
     return not path.is_dir() or any(not found.is_dir() for found in path.rglob("*"))
 
 
-def read_facts(directory: Path) -> dict[str, Any]:
-    """Raises ValueError where they are no facts."""
+def read_trainer_state(directory: Path) -> dict[str, Any]:
+    """Returns the contents of trainer_state.json. Raises ValueError if it is damaged."""
     try:
-        facts = json.loads((directory / FACTS).read_text())
+        facts = json.loads((directory / TRAINER_STATE).read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{directory / FACTS} is damaged; name another checkpoint") from error
+        raise ValueError(f"{directory / TRAINER_STATE} is damaged; name another checkpoint") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
-        raise ValueError(f"{directory / FACTS} does not say after which step it was; name another checkpoint")
+        raise ValueError(f"{directory / TRAINER_STATE} does not say after which step it was; name another checkpoint")
     return facts
 
 
-def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fills weights and the state that was made, each rank its own part. Raises ValueError for another model's."""
-    reader = state_files.Reader(directory / STATE)
-    saved = state_files.shapes(reader)
-    if _before_the_first_update(directory, saved):
-        optimizer.state.clear()
-    tensors = tensors_of(model, optimizer)
-    _check_fit(directory, saved, tensors)
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:  # on all ranks alike
-        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
-            rank, (failure, _) = next(iter(error.failures.items()))
-            raise ValueError(
-                f"--resume_from_checkpoint {directory} cannot be read (rank {rank}: {first_line(failure)}); "
-                "name another checkpoint"
-            ) from error
+def saved_bytes(parameters: int, config: TrainConfig) -> int:
+    """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
+    element = 4 if config.compute_dtype == "float32" else 2
+    return int(parameters * (MASTER_BYTES * (1 + moments_of(config)) + element))
+
+
+def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:
+    """Returns how many checkpoints a run will still write; the last step is always saved."""
+    if config.save_strategy == "no" or done >= total:
+        return 0
+    if config.save_strategy == "epoch":
+        return max(1, math.ceil(epochs_left))
+    return total // config.save_steps - done // config.save_steps + bool(total % config.save_steps)
+
+
+def check_disk(output_dir: Path, checkpoint_bytes: int, saves: int, existing: int, config: TrainConfig) -> str | None:
+    """Returns a note on the disk space of the checkpoints that exist at once, a warning if it is too little.
+
+    Raises ValueError if not even one checkpoint fits. The directory holds `existing` checkpoints and may not exist yet.
+    """
+    if not saves:
+        return None
+    place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    free_space = f"{place} has {_format_bytes(free)} free"
+    if checkpoint_bytes > free:
         raise ValueError(
-            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
-            "cut apart; resume on as many ranks as it was saved on"
-        ) from error
-
-
-def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
-    """Whether the optimizer had no state yet: float16 skips the first steps, and a signal may end a run after them."""
-    optim = (read_facts(directory).get("config") or {}).get("optim", "sgd")
-    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
-
-
-def restore_randomness(directory: Path, world: World) -> None:
-    """Random states go on where this rank's were; on another number of ranks there is no such place."""
-    if read_facts(directory).get("ranks") == world.size:
-        randomness.restore(directory / STATE / randomness.file_of(world.rank), world.device)
-
-
-def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, Tensor]) -> None:
-    remedy = "resume with the model and the optimizer that it was saved with"
-    for name, tensor in tensors.items():
-        if saved.get(name) != list(tensor.shape):
-            found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
-            raise ValueError(
-                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
-            )
-    without_place = [name for name in saved if name not in tensors]
-    if without_place:
-        raise ValueError(
-            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
+            f"a checkpoint in --output_dir {output_dir} takes about {_format_bytes(checkpoint_bytes)}, and "
+            f"{free_space}; free some, name another disk, or give --save_strategy no"
         )
+    limit = config.save_total_limit
+    held = (
+        saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - existing))
+    )  # older ones are deleted after a save
+    together = f", {held} of them {_format_bytes(held * checkpoint_bytes)}" if held > 1 else ""
+    said = f"a checkpoint takes about {_format_bytes(checkpoint_bytes)}{together}; {free_space}"
+    if held * checkpoint_bytes <= free:
+        return said
+    remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"
+    return f"warning: {said}; {remedy}, or free some"
 
 
-def tensors_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a run changes, by name; parameters that are tied appear once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
-    return found
+def _format_bytes(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, how long each is and its SHA-256, so that damage is found before it is read."""
+"""Manifest of a checkpoint: its files with lengths and SHA-256, so that damage is found before it is read."""
 
 import hashlib
 import json
@@ -9,43 +9,47 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 MANIFEST, VERSION = "manifest.json", 1
-READERS = 4  # files that a rank reads at a time
+READERS = 4  # files that a rank reads in parallel
 
 
 @dataclass(frozen=True)
 class File:
-    """What a file should be."""
+    """Expected length and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 def describe(path: Path) -> File:
-    """A file as the disk gives it back."""
+    """Returns length and SHA-256 of a file as the disk returns it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return File(path.stat().st_size, digest)
 
 
 def describe_all(directory: Path, names: Sequence[str]) -> dict[str, File]:
-    """Files of a directory as the disk gives them back, some at a time: a hash is as much work as to read."""
+    """Describes files of a directory in parallel, since hashing takes as long as reading."""
     with ThreadPoolExecutor(READERS) as readers:
         return dict(zip(names, readers.map(lambda name: describe(directory / name), names), strict=True))
 
 
 def files_below(directory: Path) -> list[str]:
-    """Every file of a checkpoint but the manifest, by its path in it."""
+    """Returns the relative path of every file of a checkpoint except the manifest."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def write(directory: Path, files: Mapping[str, File]) -> None:
+    """Writes the manifest of a directory."""
     content = {"version": VERSION, "files": {name: asdict(files[name]) for name in sorted(files)}}
     (directory / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read(directory: Path) -> dict[str, File]:
-    """Raises ValueError for a manifest that is missing, malformed, or that names a file outside the directory."""
+    """Returns the files of a manifest by name.
+
+    Raises ValueError if it is missing, malformed, or names a file outside the directory.
+    """
     path = directory / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -59,34 +63,34 @@ def read(directory: Path) -> dict[str, File]:
     return files
 
 
-def complaint(directory: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is. Only one of so many shares of its files is read."""
+def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
+    """Returns the damage of a checkpoint or None. Reads only share number `share` of `shares` of its files."""
     try:
         files = read(directory)
     except ValueError as error:
         return str(error)
-    return _first_complaint(directory, {name: files[name] for name in sorted(files)[share::shares]})
+    return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares]})
 
 
 def check_weights(directory: Path) -> None:
-    """Raises ValueError for tensors other than a manifest beside them, if there is one, says that were written."""
+    """Raises ValueError if tensors differ from what a manifest beside them says, if there is one."""
     try:
         files = read(directory)
     except ValueError:
-        return  # no checkpoint's; others call files so, too
+        return  # another program's file of this name
     tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
-    if wrong := _first_complaint(directory, tensors):
+    if wrong := _first_damage(directory, tensors):
         remedy = f"take another copy, or remove {MANIFEST} if this was meant"
         raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
 
 
-def _first_complaint(directory: Path, files: Mapping[str, File]) -> str | None:
+def _first_damage(directory: Path, files: Mapping[str, File]) -> str | None:
     with ThreadPoolExecutor(READERS) as readers:
-        complaints = readers.map(lambda name: _complaint(directory, name, files[name]), files)
+        complaints = readers.map(lambda name: _damage(directory, name, files[name]), files)
         return next((line for line in complaints if line is not None), None)
 
 
-def _complaint(directory: Path, name: str, should: File) -> str | None:
+def _damage(directory: Path, name: str, should: File) -> str | None:
     path = directory / name
     try:
         length = path.stat().st_size
@@ -102,7 +106,7 @@ def _complaint(directory: Path, name: str, should: File) -> str | None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Files and directories are on the disk, not only on their way there."""
+    """Flushes files and directories to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

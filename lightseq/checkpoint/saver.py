@@ -1,8 +1,8 @@
-"""Writes checkpoints while the training goes on: copies first, then files, checked, under a name that says so.
+"""Checkpoint writing beside the training: tensors are copied first, then written, verified and renamed.
 
-A thread on every rank writes what was copied; the ranks' threads agree after each part, over a process group of their
-own, so that what fails on one of them fails on all. The directory gets the name of a checkpoint when every file has
-been read back as it was written; only then are older ones deleted.
+A thread on every rank writes the copies. The threads agree after each part, over their own process group, so that a
+failure on one rank fails on all. The directory gets a checkpoint's name when every file reads back as it was written;
+only then are older ones deleted.
 """
 
 import functools
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.checkpoint import checkpoints, manifest, randomness, state_files
-from lightseq.checkpoint.checkpoints import FACTS, PARTIAL, STATE
+from lightseq.checkpoint import checkpoints, manifest, state_files
+from lightseq.checkpoint.checkpoints import PARTIAL, STATE, TRAINER_STATE
 from lightseq.checkpoint.manifest import File
 from lightseq.distributed.mesh import World, free_host_memory, set_device
-from lightseq.distributed.watchdog import Unanswered
+from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.memory.staging import Staging, local_bytes
 from lightseq.utils.formatting import first_line
 
@@ -31,24 +31,33 @@ Hashes = Mapping[str, str]
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written; the same line on every rank."""
+    """A checkpoint could not be written; the message is equal on all ranks."""
 
 
-class Saver:
-    """Saves one run. `patience_seconds` is the longest that ranks may differ in writing their parts."""
+class CheckpointSaver:
+    """Saver of one run's checkpoints. Ranks may differ by `timeout_seconds` in writing their parts."""
 
     def __init__(
-        self, output_dir: Path, world: World, keep: int | None, keep_best: bool, beside: bool, patience_seconds: float
+        self,
+        output_dir: Path,
+        world: World,
+        retain: int | None,
+        retain_best: bool,
+        in_background: bool,
+        timeout_seconds: float,
     ) -> None:
-        self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, keep, keep_best
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_seconds))
-        self._staging = Staging(world.device) if beside else None
+        self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, retain, retain_best
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._staging = Staging(world.device) if in_background else None
         self._thread: threading.Thread | None = None
-        self._error: SaveError | Unanswered | None = None
+        self._error: SaveError | RankNotResponding | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
-        """Makes room for copies; where a host has none, the training waits for each save, which the line says."""
-        self.wait()  # for a save that came before the first update
+        """Allocates host memory for copies.
+
+        If a host has too little, training waits for each save, which the returned line says.
+        """
+        self.wait()  # a save may precede the first update
         if self._staging is None:
             return None
         needed, free = local_bytes(tensors), free_host_memory(self._world)
@@ -63,10 +72,10 @@ class Saver:
             f"host memory than is free ({free / 2**30:.1f} GiB a rank)"
         )
 
-    def before_overwriting(self) -> None:
-        """To be called before weights change: they may still be on their way to the host."""
+    def wait_before_update(self) -> None:
+        """Waits until weights may change: they may still be on their way to the host."""
         if self._staging is not None:
-            self._staging.before_overwriting()
+            self._staging.wait_before_update()
 
     def save(
         self,
@@ -75,7 +84,10 @@ class Saver:
         tensors: dict[str, Tensor],
         write_model: Callable[[Path, Path], None],
     ) -> Path:
-        """Begins to save, once the save before has ended. `write_model` is rank 0's; it is given the whole state."""
+        """Starts a save once the previous one has ended.
+
+        Only rank 0 calls `write_model`, with the directory and its state.
+        """
         self.wait()
         staging = self._staging
         copies = staging.begin(tensors) if staging is not None else tensors
@@ -85,34 +97,34 @@ class Saver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._together(staging.finish)  # before all that can fail: the next update waits for it
+                self._on_all_ranks(staging.finish)  # first, because the next update waits for it
             self._on_main(lambda: _empty(partial / STATE))
-            hashes = self._together(lambda: write_state(partial / STATE))
+            hashes = self._on_all_ranks(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
             return {f"{STATE}/{name}": digest for found in hashes for name, digest in found.items()}
 
-        return self._start(step, facts, write, beside=staging is not None)
+        return self._start(step, facts, write, in_background=staging is not None)
 
     def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
-        """Saves what an engine writes itself, part after part, on every rank, while the training waits."""
+        """Saves what an engine writes itself, in parts, on every rank, while training waits."""
 
         def write(partial: Path) -> Hashes:
             self._on_main(lambda: _empty(partial / STATE))
             for write_part in parts:
-                self._together(functools.partial(write_part, partial))
+                self._on_all_ranks(functools.partial(write_part, partial))
             return {}
 
         self.wait()
-        return self._start(step, facts, write, beside=False)
+        return self._start(step, facts, write, in_background=False)
 
     @property
     def failed(self) -> bool:
         return self._error is not None
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises SaveError, on all ranks the same, if that failed.
+        """Waits until nothing is being written. Raises SaveError, the same on all ranks, if that failed.
 
-        Raises Unanswered where ranks could not agree on whether it did.
+        Raises RankNotResponding if the ranks could not agree on whether it did.
         """
         if self._thread is not None:
             self._thread.join()
@@ -120,8 +132,8 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def abandon(self, seconds: float) -> bool:
-        """Gives a save that was begun some time to end; whether it did."""
+    def wait_at_most(self, seconds: float) -> bool:
+        """Waits for a running save at most `seconds`. Returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
@@ -129,9 +141,9 @@ class Saver:
     def close(self) -> None:
         dist.destroy_process_group(self._group)
 
-    def _start(self, step: int, facts: dict[str, Any], write: Callable[[Path], Hashes], beside: bool) -> Path:
+    def _start(self, step: int, facts: dict[str, Any], write: Callable[[Path], Hashes], in_background: bool) -> Path:
         final = self._output_dir / f"checkpoint-{step}"
-        states = randomness.capture(self._world.device)
+        states = state_files.capture_rng(self._world.device)
 
         def run() -> None:
             try:
@@ -139,11 +151,11 @@ class Saver:
                 self._write(final, {"step": step, **facts, "ranks": self._world.size}, states, write)
             except SaveError as error:
                 self._error = SaveError(f"{final} could not be saved: {error}")
-            except Exception as error:  # the ranks' connection, most likely, with the rank behind it
-                self._error = Unanswered(f"{final} could not be saved")
+            except Exception as error:  # most likely the connection to another rank
+                self._error = RankNotResponding(f"{final} could not be saved")
                 self._error.__cause__ = error
 
-        if beside:
+        if in_background:
             self._thread = threading.Thread(target=run, name="saving", daemon=True)
             self._thread.start()
         else:
@@ -157,19 +169,19 @@ class Saver:
         partial = final.with_name(final.name + PARTIAL)
         try:
             hashes = write(partial)
-            states_file = partial / STATE / randomness.file_of(self._world.rank)
-            self._together(lambda: states_file.write_text(json.dumps(states)))
-            self._on_main(lambda: (partial / FACTS).write_text(json.dumps(facts) + "\n"))
+            states_file = partial / STATE / state_files.rng_file(self._world.rank)
+            self._on_all_ranks(lambda: states_file.write_text(json.dumps(states)))
+            self._on_main(lambda: (partial / TRAINER_STATE).write_text(json.dumps(facts) + "\n"))
             files = self._read_back(partial, hashes)
             self._on_main(lambda: self._publish(partial, final, files))
         except SaveError:
             if self._world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # what it took is needed
+                shutil.rmtree(partial, ignore_errors=True)  # frees the space
             raise
 
     def _read_back(self, partial: Path, hashes: Hashes) -> dict[str, File]:
-        """Every file as the disk gives it back, each by one of the ranks. Raises SaveError if one is another."""
-        names = self._together(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
+        """Returns every file as the disk returns it, each read by one rank. Raises SaveError if one differs."""
+        names = self._on_all_ranks(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
         mine = names[self._world.rank :: self._world.size]
 
         def check() -> dict[str, File]:
@@ -178,27 +190,27 @@ class Saver:
                 raise OSError(f"{wrong[0]} is not on the disk as it was written")
             return found
 
-        return {name: file for found in self._together(check) for name, file in found.items()}
+        return {name: file for found in self._on_all_ranks(check) for name, file in found.items()}
 
     def _publish(self, partial: Path, final: Path, files: Mapping[str, File]) -> None:
         manifest.write(partial, files)
         manifest.sync([*(path for path in partial.rglob("*")), partial])
-        checkpoints.make_room(final)
+        checkpoints.clear_path(final)
         partial.rename(final)
         manifest.sync([self._output_dir])
         checkpoints.prune(self._output_dir, self._keep, self._keep_best)
 
-    def _on_main(self, do: Callable[[], object]) -> None:
-        self._together(lambda: do() if self._world.is_main else None)
+    def _on_main(self, action: Callable[[], object]) -> None:
+        self._on_all_ranks(lambda: action() if self._world.is_main else None)
 
-    def _together(self, do: Callable[[], T]) -> list[T]:
-        """What `do` returned on every rank. Raises SaveError on all of them if it failed on any."""
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Returns the results of `action` on every rank. Raises SaveError on all of them if it failed on any."""
         error, result = None, None
         try:
-            result = do()
-        except Exception as failure:  # safetensors' own error is none of the built-in kinds
+            result = action()
+        except Exception as failure:  # safetensors raises its own class
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
-            # Whoever's own disk failed says why; the others know only that somebody's did.
+            # Prefer the OSError of the failing disk; other ranks only know that one failed.
             error = (not isinstance(failure, OSError), f"{first_line(failure)} {where}")
         ends: list[Any] = [None] * self._world.size
         dist.all_gather_object(ends, (error, result), group=self._group)
@@ -208,5 +220,5 @@ class Saver:
 
 
 def _empty(directory: Path) -> None:
-    checkpoints.make_room(directory.parent)
+    checkpoints.clear_path(directory.parent)
     directory.mkdir(parents=True)

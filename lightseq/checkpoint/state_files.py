@@ -1,11 +1,13 @@
-"""Tensors that ranks hold together as files of torch.distributed.checkpoint, read without running what a file says.
+"""Files of a checkpoint's state: distributed tensors, read without executing anything in them, and random states.
 
-What is written is hashed on its way. The index of such files is read by tensor_index.py.
+Files are hashed while they are written. tensor_index.py reads their index.
 """
 
 import hashlib
 import io
+import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,15 +27,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from transformers import PreTrainedModel
 
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.utils.formatting import first_line
 
-# To hash and to write are one thread's work by turns: four of them keep a disk busy.
+# A thread hashes and writes in turn, so four of them keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 
 
-class Hashed:
+class HashingFile:
     """A file that hashes what is written to it, in order."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
@@ -56,8 +60,8 @@ class Hashed:
         return getattr(self._file, name)
 
 
-class _HashingFiles(FileSystem):
-    """Files whose hashes are known by name as soon as they are closed."""
+class _HashingFileSystem(FileSystem):
+    """File system that knows the hash of each file by name once it is closed."""
 
     def __init__(self) -> None:
         self.written: dict[str, str] = {}
@@ -69,7 +73,7 @@ class _HashingFiles(FileSystem):
         hashed = None
         try:
             with Path(path).open("wb") as file:
-                hashed = Hashed(file)
+                hashed = HashingFile(file)
                 yield cast(io.IOBase, hashed)
         except OSError as error:
             self.failure = error
@@ -79,17 +83,17 @@ class _HashingFiles(FileSystem):
         self.written[Path(path).name.removesuffix(".tmp")] = hashed.hexdigest()
 
 
-class Writer(dcp.FileSystemWriter):
-    """Knows afterwards which files this rank wrote, with their SHA-256. Much goes into several files at a time."""
+class HashingWriter(dcp.FileSystemWriter):
+    """Checkpoint writer that records this rank's files with their SHA-256. Large states go to several files at once."""
 
     def __init__(self, directory: Path) -> None:
-        # Nothing is on a device any more; copying ahead would wait for what the device does for others.
+        # All tensors are on the host; copying ahead would wait for the device.
         super().__init__(directory, per_thread_copy_ahead=0)
-        self.fs: _HashingFiles = _HashingFiles()
+        self.fs: _HashingFileSystem = _HashingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def write_part(part: SavePlan) -> list[WriteResult]:
-            return super(Writer, self).write_data(part, planner).wait()
+            return super(HashingWriter, self).write_data(part, planner).wait()
 
         with ThreadPoolExecutor(THREADS) as threads:
             results = list(threads.map(write_part, _parts(plan)))
@@ -103,7 +107,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def _parts(plan: SavePlan) -> list[SavePlan]:
-    """What one rank writes, for files about as large as each other."""
+    """Splits one rank's plan into parts of about equal size, one per file."""
     sizes = {item.index: _bytes_of(item) for item in plan.items}
     parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
     if len(parts) == 1:
@@ -125,8 +129,8 @@ def _bytes_of(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
-class Reader(dcp.FileSystemReader):
-    """Reads tensors, and runs nothing. Raises ValueError for an index that is none, or that points elsewhere."""
+class TensorReader(dcp.FileSystemReader):
+    """Checkpoint reader that executes nothing. Raises ValueError for an invalid index."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -139,14 +143,14 @@ class Reader(dcp.FileSystemReader):
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> Mapping[str, str]:
-    """Every rank's part of the tensors; the files that this rank wrote, with their SHA-256.
+    """Writes every rank's part of the tensors. Returns this rank's files with their SHA-256.
 
-    Raises OSError on the rank whose disk failed it, RuntimeError on the others.
+    Raises OSError on the rank whose disk failed, RuntimeError on the others.
     """
-    writer = Writer(directory)
+    writer = HashingWriter(directory)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # on all ranks alike
+    except CheckpointException as error:  # equal on all ranks
         if writer.fs.failure is not None:
             raise writer.fs.failure from error
         rank, (failure, _) = next(iter(error.failures.items()))
@@ -154,14 +158,14 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup | N
     return writer.written
 
 
-def shapes(reader: Reader) -> dict[str, list[int]]:
-    """Of every tensor, by name."""
+def tensor_shapes(reader: TensorReader) -> dict[str, list[int]]:
+    """Returns the shape of every tensor by name."""
     return {name: list(stored.size) for name, stored in _stored(reader).items()}
 
 
-def whole_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors whose names begin with `prefix`, one after the other, whole, by the rest of the name."""
-    reader = Reader(directory)
+def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the whole tensors whose names begin with `prefix`, by the rest of the name."""
+    reader = TensorReader(directory)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     for name, stored in _stored(reader).items():
         if name.startswith(prefix):
@@ -172,5 +176,52 @@ def whole_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(prefix), tensor
 
 
-def _stored(reader: Reader) -> dict[str, TensorStorageMetadata]:
-    return cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)  # read_index has looked
+def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
+    return cast(
+        dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata
+    )  # read_index checked the types
+
+
+def rng_file(rank: int) -> str:
+    """Returns the name of a rank's file of random states."""
+    return f"random-{rank}.json"
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """Returns the random states of Python, numpy and torch, on the CPU and the device. Does not wait for the device."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state()
+    assert kind == "MT19937", kind
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "device": on_device,
+    }
+
+
+def restore_rng(path: Path, device: torch.device) -> None:
+    """Restores random states from a file; without the file, nothing changes. Raises ValueError if it is damaged."""
+    if not path.is_file():
+        return
+    try:
+        state = json.loads(path.read_text())
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(("MT19937", *state["numpy"]))
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+        if device.type == "cuda" and state["device"] is not None:
+            torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} holds no random states; name another checkpoint") from error
+
+
+def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns every tensor that training changes, by name; tied parameters appear once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+    return found

@@ -1,7 +1,7 @@
-"""The index of a directory of tensors, rebuilt from plain values and checked against the files that it names.
+"""Index of a directory of tensors, rebuilt from plain values and checked against the files that it names.
 
 torch.distributed.checkpoint writes it as a pickle of its own classes. Nothing that the pickle names is imported or
-called: its objects are recipes, whose contents are copied into torch's classes if they have exactly the expected types.
+called: the contents of its objects are copied into torch's classes if they have exactly the expected types.
 """
 
 import math
@@ -22,33 +22,33 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightseq.data import pickles
-from lightseq.data.pickles import MALFORMED, Name, Recipe
+from lightseq.data.pickles import PICKLE_ERRORS, PickledGlobal, PickledObject
 from lightseq.utils.formatting import first_line, is_plain_name
 
 INDEX: Final = ".metadata"
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-OF_METADATA, OF_FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-NAMES: Final = frozenset(  # what an index is made of
-    [f"{OF_METADATA}.{name}" for name in (
+METADATA_MODULE, FILESYSTEM_MODULE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+ALLOWED_GLOBALS: Final = frozenset(  # globals that an index may use
+    [f"{METADATA_MODULE}.{name}" for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     )]
-    + [f"{OF_FILES}._StorageInfo", "torch.Size", "torch.serialization._get_layout"]
+    + [f"{FILESYSTEM_MODULE}._StorageInfo", "torch.Size", "torch.serialization._get_layout"]
     + ["pathlib.PosixPath", "pathlib._local.PosixPath"]
-    + ["builtins.getattr"]  # some versions of Python (3.11.2 is one) name an enum's members by it
+    + ["builtins.getattr"]  # pickles enum members in some versions of Python, such as 3.11.2
     + list(DTYPES)
 )  # fmt: skip
-MOST_DIMENSIONS: Final = 64  # as many as torch has
+MAX_DIMENSIONS: Final = 64  # torch's limit
 
 
 def read_index(directory: Path) -> Metadata:
-    """Raises ValueError for an index that is none, or that says of its files what is not so."""
+    """Returns the index. Raises ValueError if it is invalid or does not match its files."""
     path = directory / INDEX
     try:
         found = pickles.load(path, _check_name)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; name another checkpoint") from error
-    except (*MALFORMED, OSError) as error:
+    except (*PICKLE_ERRORS, OSError) as error:
         raise ValueError(f"{path} is no index of tensors: {first_line(error)}; name another checkpoint") from error
     try:
         return _rebuild(found, directory)
@@ -59,13 +59,13 @@ def read_index(directory: Path) -> Metadata:
 
 
 def _check_name(module: str, name: str) -> None:
-    if f"{module}.{name}" not in NAMES:
+    if f"{module}.{name}" not in ALLOWED_GLOBALS:
         raise pickle.UnpicklingError(f"it asks to build {module}.{name}, which no index of tensors is made of")
 
 
 def _rebuild(found: Any, directory: Path) -> Metadata:
-    tensors, places = _fields(found, f"{OF_METADATA}.Metadata", "state_dict_metadata", "storage_data")
-    by_index = {_index(key): _place(value) for key, value in _checked(places, dict).items()}
+    tensors, places = _fields(found, f"{METADATA_MODULE}.Metadata", "state_dict_metadata", "storage_data")
+    by_index = {_index(key): _storage_info(value) for key, value in _checked(places, dict).items()}
     _check_files(directory, list(by_index.values()))
     stored: dict[str, Any] = {
         _checked(name, str): _tensor(name, value) for name, value in _checked(tensors, dict).items()
@@ -78,8 +78,8 @@ def _rebuild(found: Any, directory: Path) -> Metadata:
 
 
 def _fields(value: Any, name: str, *keys: str) -> list[Any]:
-    """Returns attributes of an object that the index describes, None for those it does not have."""
-    if type(value) is not Recipe or value.name != name:
+    """Returns attributes of an object that the index describes, None for those it lacks."""
+    if type(value) is not PickledObject or value.name != name:
         raise ValueError(f"is no index of tensors: there is something else in the place of a {name.rpartition('.')[2]}")
     state = _checked(value.state, dict)
     return [state.get(key) for key in keys]
@@ -92,29 +92,29 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _size(value: Any) -> torch.Size:
-    if type(value) is not Recipe or value.name != "torch.Size" or len(value.arguments) != 1:
+    if type(value) is not PickledObject or value.name != "torch.Size" or len(value.arguments) != 1:
         raise ValueError("is no index of tensors: there is something else in the place of a size")
     numbers = _checked(value.arguments[0], tuple)
-    if len(numbers) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+    if len(numbers) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
         raise ValueError("has a size that no tensor has")
     return torch.Size(numbers)
 
 
 def _index(value: Any) -> MetadataIndex:
-    name, offset = _fields(value, f"{OF_METADATA}.MetadataIndex", "fqn", "offset")
+    name, offset = _fields(value, f"{METADATA_MODULE}.MetadataIndex", "fqn", "offset")
     return MetadataIndex(_checked(name, str), _size(offset))
 
 
-def _place(value: Any) -> _StorageInfo:
+def _storage_info(value: Any) -> _StorageInfo:
     keys = ("relative_path", "offset", "length", "transform_descriptors")
-    file, offset, length, transforms = _fields(value, f"{OF_FILES}._StorageInfo", *keys)
+    file, offset, length, transforms = _fields(value, f"{FILESYSTEM_MODULE}._StorageInfo", *keys)
     if transforms or not is_plain_name(_checked(file, str)):
         raise ValueError(f"names the file {file[:80]!r}")
     return _StorageInfo(file, _checked(offset, int), _checked(length, int))
 
 
 def _tensor(name: str, value: Any) -> TensorStorageMetadata:
-    if type(value) is not Recipe or value.name != f"{OF_METADATA}.TensorStorageMetadata":
+    if type(value) is not PickledObject or value.name != f"{METADATA_MODULE}.TensorStorageMetadata":
         raise ValueError(f"says of {name} that it is no tensor")
     properties, size, chunks = _fields(value, value.name, "properties", "size", "chunks")
     shape = _size(size)
@@ -125,7 +125,7 @@ def _tensor(name: str, value: Any) -> TensorStorageMetadata:
 
 
 def _chunk(value: Any, shape: torch.Size, name: str) -> ChunkStorageMetadata:
-    offsets, sizes = map(_size, _fields(value, f"{OF_METADATA}.ChunkStorageMetadata", "offsets", "sizes"))
+    offsets, sizes = map(_size, _fields(value, f"{METADATA_MODULE}.ChunkStorageMetadata", "offsets", "sizes"))
     inside = len(offsets) == len(sizes) == len(shape)
     if not inside or any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
         raise ValueError(f"has a part of {name} that lies outside of its shape {list(shape)}")
@@ -133,17 +133,17 @@ def _chunk(value: Any, shape: torch.Size, name: str) -> ChunkStorageMetadata:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The rest of the properties is deprecated, and contiguous in what is written here."""
-    if type(properties) is not Recipe or properties.name != f"{OF_METADATA}.TensorProperties":
+    """Returns the dtype from a tensor's properties; the others are deprecated and always contiguous here."""
+    if type(properties) is not PickledObject or properties.name != f"{METADATA_MODULE}.TensorProperties":
         raise ValueError("has a tensor without properties")
     state = _checked(properties.state, tuple)
-    if not state or type(state[0]) is not Name or state[0].text not in DTYPES:
+    if not state or type(state[0]) is not PickledGlobal or state[0].text not in DTYPES:
         raise ValueError("has a tensor of an unknown dtype")
     return DTYPES[state[0].text]
 
 
 def _check_files(directory: Path, places: list[_StorageInfo]) -> None:
-    """Each place lies in a file of the directory: no link, whose end may be elsewhere, and no pipe."""
+    """Raises ValueError unless every entry lies in a regular file of the directory: no link and no pipe."""
     lengths = {}
     for file in {place.relative_path for place in places}:
         about = (directory / file).lstat()

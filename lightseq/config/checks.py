@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
+from lightseq.config.remat_policies import POLICIES, STORES_MLP
 
 if TYPE_CHECKING:  # which is made of these checks
     from lightseq.config.train_config import TrainConfig
@@ -192,7 +192,7 @@ def _check_memory(config: TrainConfig) -> None:
         raise ValueError(
             "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
         )
-    if config.remat in KEEPING_MLP and (config.tile_layers or config.fp8):
+    if config.remat in STORES_MLP and (config.tile_layers or config.fp8):
         given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
         raise ValueError(
             f"--remat {config.remat} keeps what the MLP makes, which {given} does not; give --remat attention"

@@ -2,10 +2,10 @@
 
 from typing import Final
 
-KEEP_MLP: Final = "attention+mlp"  # neither attention nor gate and up of the MLP
-KEEP_LINEARS: Final = "attention+linears"  # nor any other linear: norms, rotations and activations alone
-KEEPING_MLP: Final = (KEEP_MLP, KEEP_LINEARS)
-POLICIES: Final = ("none", KEEP_LINEARS, KEEP_MLP, "attention", "full")
+STORE_MLP: Final = "attention+mlp"  # neither attention nor gate and up of the MLP
+STORE_LINEARS: Final = "attention+linears"  # nor any other linear: norms, rotations and activations alone
+STORES_MLP: Final = (STORE_MLP, STORE_LINEARS)
+POLICIES: Final = ("none", STORE_LINEARS, STORE_MLP, "attention", "full")
 
 
 def keeps_gathered(policy: str) -> bool:

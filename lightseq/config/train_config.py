@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightseq.config.checks import FSDP_MODES, check, words_of
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Every flag as a plain JSON value, what looks like a secret masked."""
-        plain: dict[str, Any] = masked(json.loads(json.dumps(dataclasses.asdict(self))))
+        plain: dict[str, Any] = mask_secrets(json.loads(json.dumps(dataclasses.asdict(self))))
         return plain
 
 

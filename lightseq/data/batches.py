@@ -1,29 +1,41 @@
-"""What a training run reads: whatever holds its examples, opened, and batches that depend on their index alone."""
+"""Examples and batches of a training run. A batch depends only on its index."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.data.corpus import kind_and_rows, open_rows
-from lightseq.data.examples import IGNORE_INDEX, STORIES, Example, Examples, open_pickle, open_windows
-from lightseq.data.lazy_texts import open_lazily
-from lightseq.data.sources import HUB_PREFIX, IN_FOLDERS, ROW_SUFFIXES, holds_rows, passed_over
+from lightseq.data.examples import (
+    IGNORE_INDEX,
+    MAX_NAMED,
+    Example,
+    Examples,
+    open_lazy_texts,
+    open_pickle,
+    open_windows,
+)
+from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, ROW_SUFFIXES, holds_rows, ignored_files
 from lightseq.data.targets import IDS
-from lightseq.data.tokenizer import Tokenizer, load_tokenizer, no_tokenizer
-from lightseq.data.tokens import META, Reading
+from lightseq.data.token_cache import format_and_rows, open_rows
+from lightseq.data.token_directory import META, ReadOptions
+from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_tokenizer
 
-SAMPLED = 16  # examples that tell data from other data
-# What a run that is resumed has to have as it was, and how to say so.
-KEPT = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
+MAX_BUCKETS: Final = 8
+PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
+FINGERPRINT_EXAMPLES = 16  # examples that are hashed to recognize the data
+# Values that a resumed run must share with its checkpoint, and how errors name them.
+MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
 
 def open_examples(
@@ -33,16 +45,16 @@ def open_examples(
     tokenizer: str | Tokenizer | None = None,
     lazy: bool = True,
     progress: bool = True,
-    reading: Reading | None = None,
+    read_options: ReadOptions | None = None,
 ) -> Examples:
-    """Opens a token directory, a .pkl, or rows; whatever is wrong with it is one line of ValueError, here and now."""
+    """Opens a token directory, a .pkl file, or rows. Raises ValueError with one line for anything wrong with it."""
     assert length > 0, length
-    reading = reading or Reading()
+    read_options = read_options or ReadOptions()
     if holds_rows(path):
         if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
             raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
-        if _holds_ids(path, reading, known=tokenizer is not None):
-            return open_rows(path, length, vocab_size, no_tokenizer(vocab_size), reading, progress)
+        if _is_tokenized(path, read_options, known=tokenizer is not None):
+            return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
         if tokenizer is None:
             raise ValueError(
                 f"{path} holds rows to tokenise, and there is no tokenizer; give --tokenizer a directory, a hub id, or "
@@ -50,19 +62,23 @@ def open_examples(
             )
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():
-            return open_lazily(Path(path), length, vocab_size, loaded, reading)
-        return open_rows(path, length, vocab_size, loaded, reading, progress)
+            return open_lazy_texts(Path(path), length, vocab_size, loaded, read_options)
+        return open_rows(path, length, vocab_size, loaded, read_options, progress)
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
-    if reading.limit is not None or reading.text_column != "text":
-        given = f"--max_train_samples {reading.limit}" if reading.limit else f"--text_column {reading.text_column}"
+    if read_options.limit is not None or read_options.text_column != "text":
+        given = (
+            f"--max_train_samples {read_options.limit}"
+            if read_options.limit
+            else f"--text_column {read_options.text_column}"
+        )
         raise ValueError(f"{given} is about rows, and {path} holds none; leave it out")
     if path.is_dir() and not (path / META).exists():
-        holds = ", ".join(passed_over(path)[:STORIES]) or "nothing"
+        holds = ", ".join(ignored_files(path)[:MAX_NAMED]) or "nothing"
         raise ValueError(
-            f"{path} is no token directory, for it has no {META}, and no folder of {' or '.join(IN_FOLDERS)}: it holds "
-            f"{holds}; name a file, or make tokens with python3 -m data_gen"
+            f"{path} is no token directory, for it has no {META}, and no folder of {' or '.join(FOLDER_SUFFIXES)}: it "
+            f"holds {holds}; name a file, or make tokens with python3 -m data_gen"
         )
     if path.is_dir():
         return open_windows(path, length, vocab_size)
@@ -74,12 +90,14 @@ def open_examples(
     )
 
 
-def _holds_ids(source: str | Path, reading: Reading, known: bool) -> bool:
-    """Whether rows ask for no tokenizer, as the first tells. Looking at that of a hub's set is a download more, and at
-    that of an array a whole parse: not where a tokenizer is known anyway."""
+def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) -> bool:
+    """Returns whether the first row holds ids, so that no tokenizer is needed.
+
+    Skips sources that are slow to look at (a download, a parse of the whole array) if a tokenizer is known.
+    """
     if known and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
         return False
-    return kind_and_rows(source, reading.text_column, 1)[0].name == IDS
+    return format_and_rows(source, read_options.text_column, 1)[0].name == IDS
 
 
 def require_target(examples: Examples, path: str | Path) -> None:
@@ -90,40 +108,60 @@ def require_target(examples: Examples, path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
+    """A batch padded on the right with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
 
     input_ids: torch.Tensor  # [batch_size, length] int64
     labels: torch.Tensor  # [batch_size, length] int64
     valid_tokens: int
     sizes: tuple[int, ...]  # tokens of each row, without padding
-    boundaries: tuple[int, ...] | None = None  # of the documents in a batch of one; the rest is padding
+    boundaries: tuple[int, ...] | None = None  # of packed documents (batch of one); the rest is padding
 
     @property
     def length(self) -> int:
-        """Tokens of each row, padding included."""
+        """Returns the tokens of each row, padding included."""
         return self.input_ids.shape[1]
 
     @property
     def squares(self) -> int:
-        """Of the lengths of what attends to itself, summed: attention is half as many pairs."""
+        """Returns the sum of squared document lengths: attention is half as many pairs."""
         if self.boundaries is None:
             return sum(size**2 for size in self.sizes)
         return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
-        """The batch with `length` tokens a row, which no row is longer than."""
+        """Returns the batch cut to `length` tokens a row, which no row exceeds."""
         assert max(self.sizes) <= length <= self.length, f"rows of {self.sizes} tokens do not fit into {length}"
         return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
 
 
-def padding(rows: int, length: int) -> Batch:
-    """A batch of nothing but padding."""
+def padding_batch(rows: int, length: int) -> Batch:
+    """Returns a batch that is all padding."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
 
 
-@lru_cache(maxsize=2)  # a batch touches two epochs at most at a time, and drawing millions anew for each takes seconds
+def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
+    """Returns `longest` and its halves, each rounded up to a multiple, in rising order; at most MAX_BUCKETS."""
+    halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
+    return tuple(sorted({min(longest, half) for half in halves}))
+
+
+def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
+    """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
+
+    With several data ranks, all ranks call it together. They agree on the host, without waiting for a GPU.
+    """
+    if len(lengths) == 1:
+        return list(batches)
+    rows = torch.tensor([max(batch.sizes) for batch in batches])
+    if data_ranks > 1:
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    return [batch.cut(lengths[bisect_left(lengths, row)]) for batch, row in zip(batches, rows.tolist(), strict=True)]
+
+
+@lru_cache(maxsize=2)  # a batch spans at most two epochs, and drawing millions takes seconds
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the order of the examples in an epoch."""
     order = np.random.default_rng((seed, epoch)).permutation(count)
     order.setflags(write=False)
     return order
@@ -131,11 +169,11 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """An endless line of examples, epoch after epoch; a batch is a place in that line: all that resuming needs.
+    """An endless sequence of samples, epoch after epoch; the position in it is all that resuming needs.
 
-    At optimizer step s, accumulation a, data rank d, the places are ((s * A + a) * D + d) * B onwards, B of them. A run
-    that resumes after `first_step` steps with another number of sequences a step goes on from `first_place`. Bounded by
-    epochs, places past the end are empty: the last step drops nothing and has all its ranks.
+    At optimizer step s, accumulation a and data rank d, the B samples from ((s * A + a) * D + d) * B on make a batch. A
+    run that resumes after `first_step` steps with another number of sequences a step continues at `first_sample`. With
+    `epochs`, samples past the end are empty: the last step drops nothing and has all its ranks.
     """
 
     examples: Examples
@@ -148,7 +186,7 @@ class BatchStream:
     shuffle: bool = True
     packed: bool = False  # examples hold several documents; then batch_size is 1
     first_step: int = 0
-    first_place: int = 0
+    first_sample: int = 0
 
     @property
     def sequences_per_step(self) -> int:
@@ -156,19 +194,19 @@ class BatchStream:
 
     @property
     def end(self) -> int | None:
-        """The first place past the last epoch."""
+        """Returns the first sample past the last epoch."""
         return None if self.epochs is None else max(1, round(self.epochs * len(self.examples)))
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that read every epoch to its end, or none more where the last was more than that."""
+        """Returns the optimizer steps until every epoch is read; no more than were done if that is the case already."""
         assert self.end is not None, "an endless stream has no number of steps"
-        return self.first_step + max(0, -((self.first_place - self.end) // self.sequences_per_step))
+        return self.first_step + max(0, -((self.first_sample - self.end) // self.sequences_per_step))
 
     def state(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps: how far the line was read, by how many a step, and what decides its order."""
+        """Returns the checkpointed state: samples read, sequences per step, and what decides the order."""
         return {
-            "places": self.places_after(step),
+            "places": self.consumed_samples(step),
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,
@@ -178,55 +216,58 @@ class BatchStream:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of a sample of the examples, evenly spaced: the same wherever the data lies and however it was stored."""
-        seen, last = hashlib.sha256(), len(self.examples) - 1
-        for index in np.linspace(0, last, min(SAMPLED, last + 1)).astype(int).tolist():
+        """Returns a hash of evenly spaced examples, which does not depend on where or how the data is stored."""
+        digest, last = hashlib.sha256(), len(self.examples) - 1
+        for index in np.linspace(0, last, min(FINGERPRINT_EXAMPLES, last + 1)).astype(int).tolist():
             example = self.examples[index]
-            seen.update(example.input_ids.tobytes() + example.labels.tobytes())
-        return int.from_bytes(seen.digest()[:6])
+            digest.update(example.input_ids.tobytes() + example.labels.tobytes())
+        return int.from_bytes(digest.digest()[:6])
 
     def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
-        """The line from where a checkpoint left it, and what there is to say. Raises ValueError for other data."""
-        now, asked = self.state(step), f"--resume_from_checkpoint {where}"
-        if other := [key for key in KEPT if state[key] != now[key]]:
-            was, instead = (KEPT[other[0]].format(of[other[0]]) for of in (state, now))
+        """Returns the stream that continues a checkpoint's, and notes. Raises ValueError if the data differs."""
+        now, flag = self.state(step), f"--resume_from_checkpoint {where}"
+        if other := [key for key in MUST_MATCH if state[key] != now[key]]:
+            was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{asked} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
+                f"{flag} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
                 "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
             )
         if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
             raise ValueError(
-                f"{asked} was trained on other data, of as many examples; resume with the data that it was "
+                f"{flag} was trained on other data, of as many examples; resume with the data that it was "
                 "saved with, or begin anew from its weights with --model_name_or_path"
             )
-        stream = replace(self, first_step=step, first_place=state["places"])
+        stream = replace(self, first_step=step, first_sample=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say
         if before == self.sequences_per_step:
             return stream, ()
-        goes_on = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
-        return stream, (f"resumed with another number of sequences a step: {goes_on}",)
+        continues = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
+        return stream, (f"resumed with another number of sequences a step: {continues}",)
 
-    def places_after(self, steps: int) -> int:
-        """Examples read in so many steps of the run, those before it was resumed among them."""
-        return self.first_place + (steps - self.first_step) * self.sequences_per_step
+    def consumed_samples(self, steps: int) -> int:
+        """Returns the samples read after so many steps of the run, including those before it was resumed."""
+        return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:
-        places = self.places_after(steps)
+        """Returns the epochs read after so many steps, at most those of the run."""
+        places = self.consumed_samples(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
-    def example(self, place: int) -> Example | None:
-        if self.end is not None and place >= self.end:
+    def example(self, sample: int) -> Example | None:
+        """Returns a sample's example; None past the end."""
+        if self.end is not None and sample >= self.end:
             return None
-        epoch, index = divmod(place, len(self.examples))
+        epoch, index = divmod(sample, len(self.examples))
         return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
+        """Returns a data rank's batch at a step and an accumulation index."""
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
         row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
-        first = self.places_after(step) + row_of_step
+        first = self.consumed_samples(step) + row_of_step
         input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
         labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
-        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # past the end all is padding
+        boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # all padding past the end
         sizes = [0] * self.batch_size
         for row in range(self.batch_size):
             if (example := self.example(first + row)) is not None:

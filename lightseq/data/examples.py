@@ -1,4 +1,4 @@
-"""What a run learns from: tokens with labels shifted once, in windows of documents or one example a sequence."""
+"""Training examples with labels shifted once: windows of documents, whole sequences, or texts tokenized on access."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
-from lightseq.data.tokens import META, IntArray, TokenDirectory, open_token_directory
+from lightseq.data.sources import MAX_NAMED, SkippedRows, get_text, read_rows, skipped_notes
+from lightseq.data.targets import EMPTY
+from lightseq.data.token_directory import META, IntArray, ReadOptions, TokenDirectory, open_token_directory
+from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
-STORIES = 5  # documents that a note names
-CHUNK = 1 << 24  # tokens looked through at once
-Aligned = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
+SCAN_TOKENS = 1 << 24  # tokens scanned at a time
+IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Example:
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    boundaries: tuple[int, ...] | None = None  # of packed documents: where each begins, and the end
+    boundaries: tuple[int, ...] | None = None  # start of each packed document, and the end
 
 
 class Examples(Protocol):
-    """Random access to examples; `notes` says in sentences what was cut or left out."""
+    """Random access to examples; `notes` tells in sentences what was cut or left out."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
@@ -41,21 +43,27 @@ class Examples(Protocol):
 
 
 def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
-    """Tokens start to start + length of a document; labels come aligned with ids and are shifted here, nowhere else."""
+    """Returns tokens start to start + length of a document.
+
+    The labels come aligned with ids and are shifted here, nowhere else.
+    """
     stop = min(start + length, len(ids))
     shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
-    targets = labels[start + 1 : stop + 1]  # reaches one past the window, so a border loses no target
+    targets = labels[start + 1 : stop + 1]  # one past the window, so that no target is lost at a border
     shifted[: len(targets)] = targets
     return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
 
 
 def window_counts(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Of documents of these sizes. n tokens have n - 1 targets: a last window of one token alone would have none."""
+    """Returns the number of windows of documents of these sizes.
+
+    n tokens have n - 1 targets, so a last window of one token would have none.
+    """
     return np.maximum(0, -(-(sizes - 1) // length))
 
 
 def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Tokens of every window of every document."""
+    """Returns the tokens of every window of every document."""
     windows = window_counts(sizes, length)
     found = np.full(int(windows.sum()), length, dtype=np.int64)
     some = windows > 0
@@ -64,13 +72,13 @@ def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return found
 
 
-def first_windows(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """The index of each document's first window, and the number of windows."""
+def window_offsets(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Returns the index of each document's first window, and the number of windows."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
 
 
-def place_of(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
-    """The document that a window is of, and where in it the window starts."""
+def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
+    """Returns the document of a window, and the token of it that the window starts at."""
     if not 0 <= index < first[-1]:
         raise IndexError(index)
     document = int(np.searchsorted(first, index, side="right")) - 1
@@ -78,6 +86,7 @@ def place_of(first: NDArray[np.int64], index: int, length: int) -> tuple[int, in
 
 
 def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
+    """Raises ValueError if an id is outside the vocabulary."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(
@@ -88,7 +97,7 @@ def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of a token directory; none crosses a document, and none is without a target."""
+    """Windows of a token directory; none crosses a document, and documents of one token have none."""
 
     source: TokenDirectory
     length: int
@@ -104,7 +113,7 @@ class WindowExamples:
         return window_sizes(np.diff(self.source.offsets), self.length)
 
     def __getitem__(self, index: int) -> Example:
-        document, start = place_of(self.first_window, index, self.length)
+        document, start = locate_window(self.first_window, index, self.length)
         here = slice(start, start + self.length + 1)  # with the target past the border
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
@@ -113,23 +122,23 @@ class WindowExamples:
 
 
 def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
-    """Raises ValueError naming the first document with an id outside the vocabulary, if the meta data knows of one."""
+    """Raises ValueError naming the first document with an id outside the vocabulary, if meta.json shows one."""
     if source.meta["max_token_id"] < vocab_size:
         return
-    for start in range(0, len(source.tokens), CHUNK):
-        outside = np.flatnonzero(source.tokens[start : start + CHUNK] >= vocab_size)
+    for start in range(0, len(source.tokens), SCAN_TOKENS):
+        outside = np.flatnonzero(source.tokens[start : start + SCAN_TOKENS] >= vocab_size)
         if outside.size:
             document = int(np.searchsorted(source.offsets, start + outside[0], side="right")) - 1
             check_ids(source.document(document), vocab_size, f"{source.path} document {document}")
     check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
 
 
-def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Of each document, how many windows teach nothing: its answers are elsewhere in it."""
+def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Returns how many windows of each document have no target, because its answers are elsewhere in it."""
     if source.targets is None or not first[-1]:
         return np.zeros(len(first) - 1, np.int64)
     windows = np.diff(first)
-    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # in its document
+    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # index in its document
     starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
     ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
     edges = np.stack([starts, ends], axis=1).ravel()
@@ -137,36 +146,37 @@ def windows_without_target(source: TokenDirectory, first: NDArray[np.int64], len
     return np.bincount(np.repeat(np.arange(len(windows)), windows), counts[::2] == 0, len(windows)).astype(np.int64)
 
 
-def targetless(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
-    """What to say of windows without a target: how many they are, and which documents have most of them."""
-    barren = windows_without_target(source, first, length)
+def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
+    """Returns a note on windows without a target: their number, and the documents with most of them."""
+    barren = count_targetless_windows(source, first, length)
     if not barren.any():
         return ()
     rows = {prompt["document"]: prompt["row"] for prompt in source.meta.get("longest_prompts", ())}
-    most = [document for document in np.argsort(-barren, kind="stable")[:STORIES].tolist() if barren[document]]
+    most = [document for document in np.argsort(-barren, kind="stable")[:MAX_NAMED].tolist() if barren[document]]
     shown = "; ".join(f"{rows.get(i, f'document {i}')}: {int(barren[i]):,}" for i in most)
-    more = "; …" if int((barren > 0).sum()) > STORIES else ""
+    more = "; …" if int((barren > 0).sum()) > MAX_NAMED else ""
     windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
+    """Opens a token directory as windows. Raises ValueError if it has no target or ids outside the vocabulary."""
     source = open_token_directory(path)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
-    first = first_windows(sizes, length)
+    first = window_offsets(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
     if not first[-1]:
         raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
-    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless(source, first, length)))
+    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless_notes(source, first, length)))
 
 
 @dataclass(frozen=True)
 class SequenceExamples:
-    """One example a sequence, cut at the length."""
+    """One example per sequence, cut at the length."""
 
-    sequences: Sequence[Aligned]
+    sequences: Sequence[IdsAndLabels]
     length: int
     notes: tuple[str, ...]
 
@@ -178,9 +188,9 @@ class SequenceExamples:
         return window(ids, labels, 0, self.length)
 
 
-def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> SequenceExamples:
-    """Leaves out what has no target, and counts that and what the length cuts off."""
-    kept: list[Aligned] = []
+def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -> SequenceExamples:
+    """Drops sequences without targets, cuts the others at the length, and counts both in notes."""
+    kept: list[IdsAndLabels] = []
     short = targetless = cut_sequence_count = cut_token_count = 0
     for ids, labels in pairs:
         if len(ids) < 2:
@@ -211,10 +221,54 @@ def cut_sequences(path: Path, pairs: Iterable[Aligned], length: int) -> Sequence
 
 
 def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
-    def checked() -> Iterator[Aligned]:
+    """Opens a .pkl file as sequences. Raises ValueError for ids outside the vocabulary."""
+
+    def checked() -> Iterator[IdsAndLabels]:
         for index, (ids, labels) in enumerate(read_pickle(path)):
             check_ids(ids, vocab_size, f"{path} sequence {index}")
             check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
             yield ids, labels
 
-    return cut_sequences(path, checked(), length)
+    return truncate_sequences(path, checked(), length)
+
+
+@dataclass(frozen=True)
+class LazyTextExamples:
+    """Texts in memory, tokenized on access; a large corpus belongs in a token directory."""
+
+    texts: Sequence[tuple[str, str]]  # place and text
+    tokenizer: Tokenizer
+    length: int
+    vocab_size: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        where, text = self.texts[index]
+        ids = self.tokenizer.encode(text)
+        check_ids(ids, self.vocab_size, where)
+        return window(ids, ids, 0, self.length)
+
+
+def open_lazy_texts(
+    path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
+) -> LazyTextExamples:
+    """Opens the texts of a file, to be tokenized on access. Raises ValueError if there is none."""
+    rows = (
+        (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
+    )
+    texts, skipped = list[tuple[str, str]](), SkippedRows()
+    for where, text in rows:
+        if text:
+            texts.append((where, text))
+        else:
+            skipped.add(EMPTY, where)
+    if not texts:
+        raise ValueError(f"{path} holds no text")
+    cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
+    notes = (*skipped_notes(str(path), skipped.facts()), cut)
+    examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
+    examples[0]  # raises now if the tokenizer is too large for the model
+    return examples

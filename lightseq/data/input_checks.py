@@ -1,4 +1,4 @@
-"""Checks of what a patched model is given and gives back, where a mistake would train on nonsense without any error."""
+"""Checks of the inputs and outputs of a patched model, where a mistake would train on nonsense without an error."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,15 +15,15 @@ from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
-FACTS: Final = "batch_facts"  # the keyword under which a batch carries what `batch_facts` returns
+BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
 
 
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
     """Returns what ranks that share a batch must agree on: its shape, number of targets and a checksum, int64 (4,).
 
-    It stays on the device of the ids, so that nobody waits for it.
+    The result stays on the device of the ids, so nothing waits for it.
     """
-    # The products wrap around, which a checksum may; odd factors tell orders apart.
+    # Overflow is fine in a checksum; odd factors distinguish orders.
     factors = torch.arange(1, 2 * input_ids.numel(), 2, device=input_ids.device) * 0x9E3779B1
     checksum = (input_ids.flatten() * factors).sum()
     targets = checksum.new_zeros(())
@@ -35,15 +35,15 @@ def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
 
 
 def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
-    """Has every forward pass of a model checked, also where its base model is called without the head.
+    """Installs hooks that check every forward pass of a model, also of its base model without the head.
 
-    A wrapper such as PEFT's is checked with the model inside of it, for either may be called. The modules find their
-    context in `sequence_context`. Calling it again, after that was replaced, installs nothing twice.
+    Both a wrapper such as PEFT's and the model inside it are checked, because either may be called. The modules find
+    their context in `sequence_context`. Calling it again after that was replaced installs nothing twice.
     """
     inner = transformers_model(model)
     base, layers = inner.base_model, inner.config.num_hidden_layers
     for module in {model, inner, base}:
-        installed = "checked_shapes" in vars(module)  # of its own: wrappers hand on what those inside of them have
+        installed = "checked_shapes" in vars(module)  # not inherited: wrappers forward attributes of the module inside
         module.checked_shapes = set()  # type: ignore[assignment]
         module.length_dependent_rope = length_dependent_rope  # type: ignore[assignment]
         if installed:
@@ -51,9 +51,9 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
         module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         if module is not base:
             module.register_forward_pre_hook(_check_labels, with_kwargs=True)
-            # Before the hook with which FSDP casts the output: it gives another tensor.
+            # Before FSDP's hook, which casts the output to another tensor.
             module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_end_pass, layers), always_call=True)
+        module.register_forward_hook(partial(_check_pass, layers), always_call=True)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -61,9 +61,9 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-@torch.compiler.disable  # it looks at values and asks the other ranks, which a compiler cannot follow
+@torch.compiler.disable  # reads values and asks other ranks, which cannot be compiled
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Refuses inputs that attention over ranks cannot honour. Returns them without what only checks need."""
+    """Refuses inputs that attention over ranks cannot honour. Returns the inputs without those only checks need."""
     context, config = model.sequence_context, model.config
     assert isinstance(context, SequenceContext)
     kwargs = dict(kwargs)
@@ -85,16 +85,16 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
             raise ValueError("a shard takes no attention_mask; pass the whole mask to shard_batch, which leaves it out")
         kwargs["attention_mask"] = None
     documents = kwargs.get("documents")
-    facts = kwargs.pop(FACTS, None)
-    if facts is not None and facts.shape == (4,):  # not where somebody cut the batch into smaller ones
+    facts = kwargs.pop(BATCH_FACTS, None)
+    if facts is not None and facts.shape == (4,):  # a batch that was cut into smaller ones has other shapes
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
             _begin_comparing_documents(context, documents)
-            if plain(context.transport.name) == "gloo":  # attention waits for the other ranks on the host
+            if plain(context.transport.name) == "gloo":  # attention will wait for the other ranks on the host
                 _finish_comparing_documents(context.forward_pass)
     _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
     state = context.forward_pass
-    if state.outermost is None:  # the head may drop the documents on the way to the layers
+    if state.outermost is None:  # the head may not forward documents to the layers
         state.outermost, state.packed = model, documents is not None
     if model is transformers_model(model).base_model:
         state.attention_passes = context.progress.passes
@@ -120,7 +120,7 @@ def _check_positions_and_documents(
             raise ValueError("position_ids are missing, so this batch is not from shard_batch; pass what that returns")
         return
     shape = (documents is None, *positions.shape)
-    if positions.is_cpu or shape not in checked:  # looking at a GPU costs a synchronisation
+    if positions.is_cpu or shape not in checked:  # reading a GPU tensor synchronizes
         if documents is None:
             check_positions(context, positions)
         elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
@@ -134,7 +134,7 @@ def check_positions(context: SequenceContext, positions: Tensor) -> None:
     if local % layout.chunks_per_rank:
         raise ValueError(f"{local} local tokens are not {layout.chunks_per_rank} chunks a rank; use shard_batch")
     want, got = layout.positions(context.rank, local * layout.world), positions.cpu()
-    padded = want.clamp_max(int(got.max()))  # what pads a sequence has the position of its last token
+    padded = want.clamp_max(int(got.max()))  # padding has the position of the last token
     if not torch.equal(got, padded.expand_as(got)):
         raise ValueError(
             f"position_ids are not those of the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
@@ -149,9 +149,11 @@ def _forward_pass(model: nn.Module) -> ForwardPass:
 
 
 @torch.compiler.disable
-def _end_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
-    """Refuses a pass in which a layer's attention did not run over all ranks. Runs after an exception too, then without
-    an output."""
+def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
+    """Refuses a pass in which a layer's attention did not run over all ranks.
+
+    Also runs after an exception, without an output.
+    """
     context, state = model.sequence_context, _forward_pass(model)
     assert isinstance(context, SequenceContext)
     if state.outermost is model:
@@ -160,7 +162,7 @@ def _end_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
     if output is None or model is not transformers_model(model).base_model:
         return
     ran = context.progress.passes - state.attention_passes
-    if not ran or ran % layers:  # some models attend more than once a layer, or run their layers more than once
+    if not ran or ran % layers:  # some models call attention, or their layers, more than once
         raise ValueError(
             f"attention ran over all ranks {ran} times in {layers} layers, so that some attended to a shard alone: "
             "leave set_attn_implementation alone after hf.enable, and use a model whose layers all take their "
@@ -176,7 +178,7 @@ def _compare_batches(
 ) -> None:
     """Raises ValueError on every rank if ranks that share a sequence were given different batches or divisors.
 
-    Asks for the first batch and every hundredth after it: to ask is to wait.
+    Compares the first batch and every hundredth after it, because comparing waits for the other ranks.
     """
     state = context.forward_pass
     state.batches += 1
@@ -209,10 +211,10 @@ def _compare_batches(
 
 
 def _begin_comparing_documents(context: SequenceContext, documents: Documents) -> None:
-    """Asks the other ranks for their documents, on the host and for every batch.
+    """Starts exchanging a hash of the documents, on the host and for every batch.
 
-    Ranks with different documents would wait for each other for ever. Where the group has no backend for the host,
-    attention asks once for each shape.
+    Ranks with different documents would wait for each other forever. If the group has no backend for the host,
+    attention compares once for each shape.
     """
     if "cpu" not in dist.get_backend_config(context.group):
         return
@@ -237,7 +239,7 @@ def _finish_comparing_documents(state: ForwardPass) -> None:
 
 @torch.compiler.disable
 def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-    if _forward_pass(model).outermost is not model:  # the wrapper around it was looked at
+    if _forward_pass(model).outermost is not model:  # the wrapper around it was checked
         return
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if labels is not None and shifted is None:
@@ -250,12 +252,12 @@ def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> Non
         )
     _forward_pass(model).loss = None
     inner = transformers_model(model)
-    if getattr(inner.loss_function, "func", None) is not _loss_of_shares:  # somebody may have set another since
-        inner.loss_function = partial(_loss_of_shares, inner, inner.loss_function)
+    if getattr(inner.loss_function, "func", None) is not _sharded_loss:  # it may have been replaced since
+        inner.loss_function = partial(_sharded_loss, inner, inner.loss_function)
 
 
-def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The model's own loss function, of labels that are shifted and of a divisor that is the whole batch's."""
+def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Calls the model's loss function with shifted labels and the whole batch's divisor."""
     for name in ("shift_labels", "num_items_in_batch"):
         if kwargs.get(name) is None:
             raise ValueError(
@@ -263,12 +265,12 @@ def _loss_of_shares(model: nn.Module, loss_function: Callable[..., Tensor], *arg
                 "its loss; pass all that shard_batch gives, or use another model"
             )
     loss = loss_function(*args, **kwargs)
-    _note_loss(model, loss)
+    _record_loss(model, loss)
     return loss
 
 
 @torch.compiler.disable
-def _note_loss(model: nn.Module, loss: Tensor) -> None:
+def _record_loss(model: nn.Module, loss: Tensor) -> None:
     _forward_pass(model).loss = (loss, _version(loss))
 
 
@@ -279,7 +281,7 @@ def _version(x: Tensor) -> int:
 
 @torch.compiler.disable
 def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuses a loss that is not what the loss function gave: another function's, or with a term of the shard's own."""
+    """Refuses a loss other than the loss function's result, for example one with a router's term of the shard."""
     state = _forward_pass(model)
     if state.outermost is not model:
         return

@@ -1,4 +1,4 @@
-"""Several documents in one example: windows of documents, fitted into sequences as best they go."""
+"""Packing of several documents into one example: windows of documents, fitted into sequences by best fit."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.batches import open_examples
-from lightseq.data.buckets import MUCH_PADDING
+from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
 from lightseq.data.examples import (
-    Aligned,
     Example,
     Examples,
+    IdsAndLabels,
     SequenceExamples,
     WindowExamples,
-    first_windows,
-    place_of,
+    locate_window,
     window,
     window_counts,
+    window_offsets,
     window_sizes,
 )
+from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import Tokenizer
-from lightseq.data.tokens import Reading
 from lightseq.utils.formatting import plural
 
-WHOLE = 1 << 62  # a length that cuts nothing
+NO_LIMIT = 1 << 62  # a length that no sequence reaches
 
 
-class Windows(Examples, Protocol):
-    """Examples none of which crosses a document, and how long each is, without reading any."""
+class SizedExamples(Examples, Protocol):
+    """Examples that do not cross a document, with the length of each known without reading it."""
 
     @property
     def sizes(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
-class SequenceWindows:
-    """Windows of sequences held in memory; the first token of each is a target of the one before."""
+class InMemoryWindows:
+    """Windows of sequences in memory; the first token of each is a target of the one before."""
 
-    sequences: Sequence[Aligned]
+    sequences: Sequence[IdsAndLabels]
     length: int
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._offsets[-1])
 
     def __getitem__(self, index: int) -> Example:
-        sequence, start = place_of(self._first, index, self.length)
+        sequence, start = locate_window(self._offsets, index, self.length)
         return window(*self.sequences[sequence], start, self.length)
 
     @cached_property
@@ -64,38 +63,38 @@ class SequenceWindows:
         return np.array([len(ids) for ids, _ in self.sequences])
 
     @cached_property
-    def _first(self) -> NDArray[np.int64]:
-        return first_windows(self._sizes, self.length)
+    def _offsets(self) -> NDArray[np.int64]:
+        return window_offsets(self._sizes, self.length)
 
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Each example is some windows side by side: `order[first[i] : first[i + 1]]`."""
+    """Examples of several windows side by side: `order[offsets[i] : offsets[i + 1]]`."""
 
-    windows: Windows
+    windows: SizedExamples
     order: NDArray[np.int64]
-    first: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        parts = [self.windows[int(i)] for i in self.order[self.first[index] : self.first[index + 1]]]
+        parts = [self.windows[int(i)] for i in self.order[self.offsets[index] : self.offsets[index + 1]]]
         ids, labels = (np.concatenate(x) for x in zip(*((p.input_ids, p.labels) for p in parts), strict=True))
         return Example(ids, labels, (0, *np.cumsum([len(p.input_ids) for p in parts]).tolist()))
 
 
 def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Best-fit decreasing: longest first, each into the sequence that it leaves least room in.
+    """Packs windows by best-fit decreasing: longest first, each into the sequence with the least sufficient room.
 
-    Returns the windows in the order of the sequences, and where each sequence begins among them.
+    Returns the windows in the order of the sequences, and the offset at which each sequence begins.
     """
     sequences: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # sequences by the room that they have left
-    rooms: list[int] = []  # those that occur, rising
+    sequences_by_room: dict[int, list[int]] = {}  # sequences by their remaining room
+    rooms: list[int] = []  # the keys of with_room, rising
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         assert 0 < size <= length, f"a window of {size} tokens in sequences of {length}"
@@ -105,15 +104,15 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
             sequences.append([])
         else:
             room = rooms[place]
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            sequence = sequences_by_room[room].pop()
+            if not sequences_by_room[room]:
+                del sequences_by_room[room], rooms[place]
         sequences[sequence].append(piece)
         left = room - size
         if left:
-            if left not in with_room:
+            if left not in sequences_by_room:
                 insort(rooms, left)
-            with_room.setdefault(left, []).append(sequence)
+            sequences_by_room.setdefault(left, []).append(sequence)
     counts = [len(pieces) for pieces in sequences]
     order = np.array([piece for pieces in sequences for piece in pieces], dtype=np.int64)
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
@@ -126,35 +125,35 @@ def open_packed(
     tokenizer: str | Tokenizer | None = None,
     lazy: bool = False,
     progress: bool = True,
-    reading: Reading | None = None,
+    read_options: ReadOptions | None = None,
 ) -> PackedExamples:
-    """Opens what `open_examples` opens. Raises ValueError where lengths are not known beforehand."""
-    first_cut = WHOLE if Path(path).suffix == ".pkl" else length  # the one kind that would be cut off
-    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, reading)
-    windows: Windows
+    """Opens what `open_examples` opens, packed. Raises ValueError if lengths are not known beforehand."""
+    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the only source that would be truncated
+    opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
+    windows: SizedExamples
     if isinstance(opened, SequenceExamples):
-        windows = SequenceWindows(opened.sequences, length, opened.notes)
+        windows = InMemoryWindows(opened.sequences, length, opened.notes)
         documents = windows._sizes
     elif isinstance(opened, WindowExamples):
         windows, documents = opened, np.diff(opened.source.offsets)
     else:
         raise ValueError(f"--packing best_fit fits {path} by length, known once tokenised; leave --lazy_preprocess out")
-    order, first = best_fit(windows.sizes, length)
-    notes = _notes(path, windows.sizes, documents, first, length)
-    return PackedExamples(windows, order, first, (*windows.notes, *notes))
+    order, offsets = best_fit(windows.sizes, length)
+    notes = _notes(path, windows.sizes, documents, offsets, length)
+    return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
 
 
 def _notes(
-    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], first: NDArray[np.int64], length: int
+    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], offsets: NDArray[np.int64], length: int
 ) -> list[str]:
-    """What packing made of the documents, what it cut and what it left empty."""
-    sequences, tokens = len(first) - 1, int(sizes.sum())
+    """Returns notes on the packed, cut and empty tokens."""
+    sequences, tokens = len(offsets) - 1, int(sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
     kept = int((documents > 1).sum())
     packed = f"{plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens"
     notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
-    if empty >= MUCH_PADDING * sequences * length:
+    if empty >= PADDING_WARNING_SHARE * sequences * length:
         notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
     split = documents > length + 1
     if split.any():

@@ -1,4 +1,4 @@
-"""Pickles read without running anything: plain values, and of an object only what it would be built from."""
+"""Pickle reader that executes nothing: it returns plain values and, for objects, a description."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import IO, Any, Final, NoReturn, cast
 
 import numpy as np
 
-from lightseq.data.tokens import IntArray
+from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import first_line
 
-MALFORMED = (  # what reading raises for bytes that are no pickle
+PICKLE_ERRORS = (  # raised for bytes that are no pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
-PLAIN: Final = frozenset(  # opcodes whose argument is the value
+VALUE_OPCODES: Final = frozenset(  # opcodes whose argument is the value
     ["INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING"]
     + ["SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"]
     + ["SHORT_BINBYTES", "BINBYTES", "BINBYTES8"]
 )
 CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-# Opcodes of integers, lists, dicts and short operands, in runs: nearly all of a file that holds lists of integers.
-SIMPLE: Final = re.compile(
+# Runs of opcodes for integers, lists, dicts and short operands: nearly all of a file of integer lists.
+SIMPLE_OPCODES: Final = re.compile(
     rb"(?:(?:J.{4})++|(?:M.{2})++|(?:K.)++|[(\]})ldaesuN\x88\x89\x94]++|[hq\x80].|j.{4}|[G\x95].{8}"
     rb"|[ILFgVS][^\n]*+\n)*+",
     re.DOTALL,
 )
-COUNTED: Final = {  # opcodes whose operand begins with its length, in so many bytes
+COUNTED_OPCODES: Final = {  # opcodes whose operand begins with its length; bytes of that length
     **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
     **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
     **dict.fromkeys((b"\x8d", b"\x8e"), 8),
@@ -44,23 +44,23 @@ DECIMAL: Final = re.compile(rb"([0-9]{1,18})\n")
 
 
 @dataclass(frozen=True)
-class Name:
-    """A class or function that a pickle names. It is not looked up."""
+class PickledGlobal:
+    """A class or function named in a pickle. It is not looked up."""
 
     text: str
 
 
 @dataclass(eq=False)
-class Recipe:
-    """What a pickle would build an object from: what it calls, with which arguments, and the state it sets."""
+class PickledObject:
+    """An object's description in a pickle: the callable, its arguments, and the state to set."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-class _Machine:
-    """The stack and the memo of one pickle. Dict keys are strings or recipes, whose hashes cost the same for each."""
+class _PickleMachine:
+    """Stack and memo of one pickle. Dict keys are strings or PickledObjects, which hash in constant time."""
 
     def __init__(self, data: mmap.mmap, check_name: Callable[[str, str], None]) -> None:
         self._data, self._check_name = data, check_name
@@ -71,7 +71,7 @@ class _Machine:
     def run(self) -> Any:
         for opcode, argument, _ in pickletools.genops(cast(IO[bytes], self._data)):
             name = opcode.name
-            if name in PLAIN:
+            if name in VALUE_OPCODES:
                 self._stack.append(argument)
             elif name in CONSTANTS:
                 self._stack.append(CONSTANTS[name])
@@ -124,23 +124,23 @@ class _Machine:
                 self._stack.append(self._named(*self._pop(2)))
             case "REDUCE" | "NEWOBJ":
                 called, arguments = self._pop(2)
-                if type(called) is Name and type(arguments) is tuple:
-                    self._stack.append(Recipe(called.text, arguments))
+                if type(called) is PickledGlobal and type(arguments) is tuple:
+                    self._stack.append(PickledObject(called.text, arguments))
                 else:
                     raise pickle.UnpicklingError("it calls what is no class or function")
             case "BUILD":
                 (state,) = self._pop(1)
-                self._top(Recipe).state = state
+                self._top(PickledObject).state = state
             case "PERSID" | "BINPERSID":
                 raise pickle.UnpicklingError("it asks for an object outside the file")
         if name not in ("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"):
             raise pickle.UnpicklingError(f"its opcode {name} builds no plain list, dict, string or number")
 
-    def _named(self, module: Any, name: Any) -> Name:
+    def _named(self, module: Any, name: Any) -> PickledGlobal:
         if type(module) is not str or type(name) is not str:
             raise pickle.UnpicklingError("it names a class by what is no string")
         self._check_name(module, name)
-        return Name(f"{module}.{name}")
+        return PickledGlobal(f"{module}.{name}")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
@@ -167,7 +167,7 @@ class _Machine:
 
 def _fill(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in (str, Recipe):
+        if type(key) not in (str, PickledObject):
             raise pickle.UnpicklingError(f"a key of a dict is a {type(key).__name__}, and only strings are read")
         target[key] = value
     return target
@@ -182,30 +182,30 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
-    """Returns what a pickle holds: lists, tuples, dicts, strings and numbers, with a Recipe for each other object.
+    """Returns the lists, tuples, dicts, strings and numbers of a pickle, with a PickledObject for each other object.
 
-    `check_name` raises UnpicklingError for a module and a name that may not be built from. Nothing is imported or
-    called, so a hostile file can waste memory in proportion to its length and do no more.
+    `check_name` raises UnpicklingError for a module and name that are not allowed. Nothing is imported or called, so a
+    hostile file can only waste memory in proportion to its length.
     """
     with _mapped(path) as data:
-        return _Machine(data, check_name).run()
+        return _PickleMachine(data, check_name).run()
 
 
 def load_plain_pickle(path: Path) -> Any:
-    """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if there is anything else in it."""
+    """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if it holds anything else."""
     try:
-        with _mapped(path) as data, path.open("rb") as file:  # which the unpickler reads in larger parts than a map
-            if _is_simple(data):  # as most are; the machine takes eight times as long
+        with _mapped(path) as data, path.open("rb") as file:  # the unpickler reads a file in larger parts than a map
+            if _is_simple(data):  # most are; _PickleMachine takes eight times as long
                 return _PlainUnpickler(file).load()
         return load(path, _refuse_name)
-    except (*MALFORMED, OSError) as error:
+    except (*PICKLE_ERRORS, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
         ) from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what `_is_simple` has looked through."""
+    """Python's unpickler without classes, for pickles that pass `_is_simple`."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         _refuse_name(module, name)
@@ -218,15 +218,15 @@ def _refuse_name(module: str, name: str) -> NoReturn:
 def _is_simple(data: mmap.mmap) -> bool:
     """Returns whether Python's unpickler reads the pickle in time and memory proportional to its length.
 
-    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be keys
-    of a dict, once for each path to them.
+    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be dict
+    keys, once for each path to them.
     """
     position = 0
-    while run := SIMPLE.match(data, position):
+    while run := SIMPLE_OPCODES.match(data, position):
         end = run.end()
         opcode, operand, index = data[end : end + 1], end + 1, 0
-        if opcode in COUNTED:
-            position = operand + COUNTED[opcode]
+        if opcode in COUNTED_OPCODES:
+            position = operand + COUNTED_OPCODES[opcode]
             position += int.from_bytes(data[operand:position], "little")
         elif opcode == b"r":
             index, position = int.from_bytes(data[operand : operand + 4], "little"), operand + 4
@@ -234,15 +234,15 @@ def _is_simple(data: mmap.mmap) -> bool:
             index, position = int(text[1]), text.end()
         else:
             return opcode == b"."
-        if index > end:  # an honest index is the number of objects that stand before it
+        if index > end:  # a genuine index is the number of objects before it
             break
     return False
 
 
 def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
-    """Ids and labels, aligned, of a dict with 'input_ids' and perhaps 'labels': lists of lists of integers.
+    """Yields aligned ids and labels from a dict with 'input_ids' and optionally 'labels': lists of lists of integers.
 
-    An 'attention_mask' may stand beside them, and hide nothing.
+    An 'attention_mask' is allowed if it hides nothing.
     """
     content = load_plain_pickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
@@ -264,7 +264,7 @@ def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def _integers(numbers: Any, where: str) -> IntArray:
-    # Their types first: lists that hold each other many times over would become a tensor larger than any memory.
+    # Types first: nested references to one list could expand to an array larger than memory.
     if isinstance(numbers, list | tuple) and set(map(type, numbers)) <= {int}:
         try:
             return np.array(numbers, np.int64)

@@ -1,4 +1,4 @@
-"""A rank's part of a whole batch: ids, shifted labels and positions, and the documents that lie in it."""
+"""A rank's shard of a whole batch: ids, shifted labels, positions and documents."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ Labels = TypeVar("Labels", bound=Tensor | None)
 def local_batch(
     context: SequenceContext, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
 ) -> tuple[Tensor, Labels, Documents | None]:
-    """This rank's ids and shifted labels of a whole batch, and the documents in it where it has boundaries."""
+    """Returns this rank's ids and shifted labels of a whole batch, and its documents if it has boundaries."""
     documents = None if boundaries is None else pack(context, boundaries, input_ids.shape[1])
     cut: Callable[..., Any] = documents.shard if documents else partial(shard, layout=context.layout)
     local = labels if labels is None else cut(labels, rank=context.rank, fill=IGNORE_INDEX)
@@ -28,7 +28,7 @@ def local_batch(
 def find_boundaries(
     input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
 ) -> tuple[int, ...] | None:
-    """Where the documents of a batch of one begin, and where the last ends; None for one document a sequence."""
+    """Returns the start of each document in a batch of one, and the end; None for one document a sequence."""
     batch, length = input_ids.shape
     if cu_seqlens is None:
         if position_ids is None or bool((position_ids == torch.arange(length).to(position_ids)).all()):
@@ -37,7 +37,7 @@ def find_boundaries(
     if batch != 1:
         raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
     if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.flatten().tolist()  # collators give them a batch of one as well
+        cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
     try:
         found = check_boundaries([int(x) for x in cu_seqlens], length)
         fit = position_ids is None or _restarts(position_ids, found)
@@ -56,24 +56,24 @@ def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
 
 
 def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
-    """Positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
+    """Returns the positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
     every = torch.from_numpy(restarting_positions(documents.padded_boundaries))
     return documents.shard(every.unsqueeze(0), context.rank)
 
 
 def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
-    """Global positions of this rank's tokens, int64 (1, local). Padding takes the last position there is."""
+    """Returns the global positions of this rank's tokens, int64 (1, local). Padding takes the last position."""
     padded = context.layout.padded_length(length)
     return context.layout.positions(context.rank, padded).clamp_max(length - 1).unsqueeze(0).to(device)
 
 
 def check_right_padding(attention_mask: Tensor | None) -> None:
-    """Raises ValueError unless every row of a mask is ones followed by zeros, which causal attention never looks at."""
+    """Raises ValueError unless each row of a mask is ones followed by zeros, which causal attention never reads."""
     if attention_mask is None:
         return
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
-    there = (attention_mask != 0).int()  # differences of booleans and of bytes have no sign
+    there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
     if not there.any(dim=1).all():
         raise ValueError("attention_mask has a row without any token; leave that out")
     if (there.diff(dim=1) > 0).any():

@@ -1,55 +1,62 @@
-"""Where rows come from: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
+"""Readers of rows: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
 
-A row is named by its file and number, so that whatever is wrong with it can be said in a line.
+A row is named by its file and number, so that an error can say where it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.data.tokens import META
+from lightseq.data.token_directory import META
 from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
 ROW_SUFFIXES: Final = (".jsonl", ".json", ".parquet")
-IN_FOLDERS: Final = (".jsonl", ".parquet")  # a .json in a folder may be anything: it is read where it is named
-SAVED: Final = ("state.json", "dataset_dict.json")  # of a data set that `save_to_disk` wrote: one split, several
+FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # a .json in a folder may be anything; it must be named
+SAVED_DATASET_FILES: Final = (
+    "state.json",
+    "dataset_dict.json",
+)  # written by `save_to_disk`: one split, several splits
+MAX_NAMED = 5  # rows or documents that a note names
 Row = dict[str, Any]
-Named = tuple[str, Row]  # where it stands, and its columns
+NamedRow = tuple[str, Row]  # its place, and its columns
 
 
 def holds_rows(source: str | Path) -> bool:
-    """Whether rows can be read from it: everything but a token directory or a pickle."""
+    """Returns whether a source holds rows: everything but a token directory or a pickle."""
     path = Path(source)
     if str(source).startswith(HUB_PREFIX) or path.suffix in ROW_SUFFIXES:
         return True
-    return path.is_dir() and not (path / META).exists() and (_is_saved(path) or bool(_files(path)))
+    return path.is_dir() and not (path / META).exists() and (_is_saved_dataset(path) or bool(_files(path)))
 
 
-def rows_of(source: str | Path, limit: int | None = None) -> Iterator[Named]:
-    """Rows in order, the first `limit` of them. Raises ValueError naming the file and row that cannot be read."""
-    return islice(_rows_of(source), limit)
+def read_rows(source: str | Path, limit: int | None = None) -> Iterator[NamedRow]:
+    """Yields the first `limit` rows in order. Raises ValueError naming a file and row that cannot be read."""
+    return islice(_read_rows(source), limit)
 
 
-def text_in(row: Row, column: str, where: str) -> str:
-    """A column that holds text; a null counts as an empty one."""
+def get_text(row: Row, column: str, where: str) -> str:
+    """Returns a text column; null counts as empty. Raises ValueError if it is missing or not text."""
     if column not in row:
-        raise ValueError(f"{where} has no column {column!r}; it has: {listed(row)}")
+        raise ValueError(f"{where} has no column {column!r}; it has: {join_names(row)}")
     if not isinstance(row[column], str | None):
         raise ValueError(f"{where}: {column!r} is {row[column]!r:.40}, not text")
-    return encodable(row[column] or "", where)
+    return check_encodable(row[column] or "", where)
 
 
-def listed(columns: Iterable[str]) -> str:
+def join_names(columns: Iterable[str]) -> str:
+    """Returns names in one line for an error message."""
     return ", ".join(columns) or "none"
 
 
-def encodable(text: str, where: str) -> str:
-    """The text, if it is one: JSON can write half a character, of which no tokenizer makes ids."""
+def check_encodable(text: str, where: str) -> str:
+    """Returns the text. Raises ValueError if it holds half a surrogate pair, as JSON allows and tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -58,12 +65,12 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
-def identity(source: str | Path) -> list[str]:
-    """What changes whenever the rows do: names, sizes and times of files, or what the hub says of a data set."""
+def source_identity(source: str | Path) -> list[str]:
+    """Returns strings that change whenever the rows do: names, sizes and times of files, or the hub's hash."""
     if str(source).startswith(HUB_PREFIX):
-        names, split = _hub_name(str(source))
+        names, split = _parse_hub_name(str(source))
         try:
-            return [*names, split, str(_datasets(source).load_dataset_builder(*names).hash)]
+            return [*names, split, str(_import_datasets(source).load_dataset_builder(*names).hash)]
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{source}: {first_line(error)}; check the name and the network") from error
     path = Path(source).resolve()
@@ -71,85 +78,86 @@ def identity(source: str | Path) -> list[str]:
     return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 
-def _rows_of(source: str | Path) -> Iterator[Named]:
+def _read_rows(source: str | Path) -> Iterator[NamedRow]:
     if str(source).startswith(HUB_PREFIX):
         yield from _hub_rows(str(source))
         return
     path = Path(source)
-    if path.is_dir() and _is_saved(path):
+    if path.is_dir() and _is_saved_dataset(path):
         yield from _saved_rows(path)
         return
     for file in _files(path) if path.is_dir() else [path]:
-        yield from {".jsonl": _lines, ".json": _array, ".parquet": _parquet}[file.suffix](file)
+        yield from {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[file.suffix](file)
 
 
-def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in SAVED)
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / name).is_file() for name in SAVED_DATASET_FILES)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with rows below a folder, in name order."""
-    return [path for path in _visible(folder) if path.suffix in IN_FOLDERS]
+    """Returns the files with rows below a folder, in name order."""
+    return [path for path in _visible(folder) if path.suffix in FOLDER_SUFFIXES]
 
 
 def _visible(folder: Path) -> list[Path]:
-    """All files below a folder, hidden ones aside, in name order."""
+    """Returns all files below a folder except hidden ones, in name order."""
     found = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
 
-def passed_over(source: str | Path) -> list[str]:
-    """The files of a folder that are not read, as they are named in it; of a saved data set, and of a file, none."""
+def ignored_files(source: str | Path) -> list[str]:
+    """Returns the relative paths of a folder's files that are not read; none for saved data sets and files."""
     path = Path(source)
-    if not path.is_dir() or _is_saved(path):
+    if not path.is_dir() or _is_saved_dataset(path):
         return []
-    return [str(p.relative_to(path)) for p in _visible(path) if p.suffix not in IN_FOLDERS]
+    return [str(p.relative_to(path)) for p in _visible(path) if p.suffix not in FOLDER_SUFFIXES]
 
 
-def _object(value: Any, where: str) -> Row:
+def _as_row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is a {type(value).__name__}, not an object with columns")
     return value
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not blank and where it stands; `row_in` reads it, so that a bad one need not be the last."""
+def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields each line that is not blank, with its place, for `parse_row`; a bad line does not end the file."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{path} line {number}", line.strip()
 
 
-def row_in(line: bytes, where: str) -> Row:
+def parse_row(line: bytes, where: str) -> Row:
+    """Parses a line of JSON. Raises ValueError if it is not an object."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:  # its own text counts lines within this one
+    except json.JSONDecodeError as error:  # its message counts lines within this one
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
-    return _object(value, where)
+    return _as_row(value, where)
 
 
-def _lines(path: Path) -> Iterator[Named]:
-    return ((where, row_in(line, where)) for where, line in lines_of(path))
+def _read_jsonl(path: Path) -> Iterator[NamedRow]:
+    return ((where, parse_row(line, where)) for where, line in numbered_lines(path))
 
 
-def _array(path: Path) -> Iterator[Named]:
-    """One JSON array of objects; JSON lines under this name are read as such."""
+def _read_json(path: Path) -> Iterator[NamedRow]:
+    """Yields the objects of one JSON array, or JSON lines if the file holds those."""
     with path.open("rb") as file:
         opens = file.read(64).lstrip()[:1]
     if opens != b"[":
-        yield from _lines(path)
+        yield from _read_jsonl(path)
         return
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}") from error
     for number, value in enumerate(values):
-        yield f"{path} row {number}", _object(value, f"{path} row {number}")
+        yield f"{path} row {number}", _as_row(value, f"{path} row {number}")
 
 
-def _parquet(path: Path) -> Iterator[Named]:
+def _read_parquet(path: Path) -> Iterator[NamedRow]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -166,7 +174,7 @@ def _parquet(path: Path) -> Iterator[Named]:
         raise ValueError(f"{path} cannot be read as Parquet past row {number}: {first_line(error)}") from error
 
 
-def _datasets(source: str | Path) -> Any:
+def _import_datasets(source: str | Path) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -174,33 +182,58 @@ def _datasets(source: str | Path) -> Any:
     return datasets
 
 
-def _hub_name(source: str) -> tuple[list[str], str]:
-    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; split train unless said."""
+def _parse_hub_name(source: str) -> tuple[list[str], str]:
+    """Parses `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the default split is train."""
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     if not all((name, *more)) or len(more) > 2:
         raise ValueError(f"{source} names no data set; give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     return [name, *more[:-1]], more[-1] if more else "train"
 
 
-def _hub_rows(source: str) -> Iterator[Named]:
-    """Rows stream, so the set need not fit the disk."""
-    names, split = _hub_name(source)
+def _hub_rows(source: str) -> Iterator[NamedRow]:
+    """Streams rows of a hub data set, which need not fit on the disk."""
+    names, split = _parse_hub_name(source)
     number = -1
     try:
-        for number, value in enumerate(_datasets(source).load_dataset(*names, split=split, streaming=True)):
+        for number, value in enumerate(_import_datasets(source).load_dataset(*names, split=split, streaming=True)):
             yield f"{source} row {number}", value
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be read past row {number + 1}: {first_line(error)}") from error
 
 
-def _saved_rows(path: Path) -> Iterator[Named]:
+def _saved_rows(path: Path) -> Iterator[NamedRow]:
     try:
-        found = _datasets(path).load_from_disk(str(path))
+        found = _import_datasets(path).load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read as a saved data set: {first_line(error)}") from error
-    if (path / SAVED[1]).is_file():
+    if (path / SAVED_DATASET_FILES[1]).is_file():
         if "train" not in found:
             raise ValueError(f"{path} has no split train; name one of its splits: {', '.join(map(str, found))}")
         found = found["train"]
     for number, value in enumerate(found):
         yield f"{path} row {number}", value
+
+
+@dataclass
+class SkippedRows:
+    """Rows that were left out, counted by reason, with the names of the first few; and padding that was cut."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: list[str] = field(default_factory=list)
+    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
+
+    def add(self, reason: str, where: str) -> None:
+        self.counts[reason] += 1
+        if len(self.rows) < MAX_NAMED:
+            self.rows.append(f"{where}: {reason}")
+
+    def facts(self) -> dict[str, object]:
+        """Returns the counts for meta.json."""
+        return {"skipped": dict(self.counts), "skipped_rows": self.rows}
+
+
+def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
+    """Returns a note on skipped rows, from the counts in meta.json."""
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
+    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
+    return [f"{source}: left out: {counts}{shown}"] if counts else []

@@ -1,6 +1,6 @@
-"""What a row teaches: a text whole, the answers of a chat or to a prompt, or ids as they are.
+"""Training targets of a row: all of a text, the answers of a chat or to a prompt, or given labels.
 
-A part is a piece of text and whether it is a target. Prompts and what a chat template puts around them are none.
+A part is a piece of text and whether it is a target. Prompts and the chat template's own text are not.
 """
 
 from __future__ import annotations
@@ -11,38 +11,42 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightseq.data.sources import Row, encodable, listed, text_in
-from lightseq.data.tokenizer import Part, Targets, Tokenizer
-from lightseq.data.tokens import IntArray
+from lightseq.data.sources import Row, check_encodable, get_text, join_names
+from lightseq.data.token_directory import IntArray
+from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
 from lightseq.utils.formatting import first_line
 
-CHATS: Final = ("messages", "conversations")
-PAIRS: Final = (
+CHAT_COLUMNS: Final = ("messages", "conversations")
+PROMPT_COLUMNS: Final = (
     ("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"), ("query", "response"),
 )  # fmt: skip
-ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of `from` and `value`
+ROLES: Final[Mapping[str, str]] = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+}  # in chats with `from` and `value`
 EMPTY, NO_ANSWER = "empty", "without an answer"
-IDS: Final = "ids"  # the kind of rows that no tokenizer is asked of
+IDS: Final = "ids"  # format of rows that need no tokenizer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Ids, or parts to be made ids of; `skipped` says why there is nothing to learn."""
+    """Ids, or text parts to tokenize; `skipped` tells why there is nothing to learn."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TextPart, ...] = ()
     ids: IntArray | None = None
-    targets: Targets | None = None
+    targets: TargetMask | None = None
     skipped: str | None = None
-    padding: int = 0  # tokens that were cut off its end
+    padding: int = 0  # tokens cut off the end
 
 
 Read = Callable[[Row, str, Tokenizer], Sample]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How rows are read; `masked` if some of their tokens are no targets, `whole` if a row is one text."""
+class RowFormat:
+    """Reader of one format of rows; `masked` if some tokens are no targets, `whole` if a row is one text."""
 
     name: str
     read: Read
@@ -50,40 +54,43 @@ class Kind:
     whole: bool = False
 
 
-def kind_of(columns: Sequence[str], text_column: str, where: str) -> Kind:
-    """Told by the columns of the first row. Raises ValueError where none is known."""
+def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
+    """Returns the format that the columns of the first row show. Raises ValueError if it is unknown."""
     if not columns:
         raise ValueError(f"{where} has no column at all; give it {text_column!r}, messages, or prompt and completion")
-    chat = next((name for name in CHATS if name in columns), None)
-    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
+    chat = next((name for name in CHAT_COLUMNS if name in columns), None)
+    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
     if text_column != "text" and text_column not in columns:
-        raise ValueError(f"{where} has no column {text_column!r}; it has: {listed(columns)}")
+        raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
     if text_column in columns:
-        return Kind("text", lambda row, where, _: _text(row, text_column, where), masked=False, whole=True)
+        return RowFormat("text", lambda row, where, _: _read_text(row, text_column, where), masked=False, whole=True)
     if chat is not None:
-        return Kind("chat", lambda row, where, tokenizer: _chat(_messages(row, chat, where), where, tokenizer))
+        return RowFormat(
+            "chat", lambda row, where, tokenizer: _read_chat(_messages(row, chat, where), where, tokenizer)
+        )
     if pair is not None:
-        return Kind("prompt and answer", lambda row, where, tokenizer: _pair(row, pair, where, tokenizer))
+        return RowFormat("prompt and answer", lambda row, where, tokenizer: _read_pair(row, pair, where, tokenizer))
     if "input_ids" in columns:
-        return Kind(IDS, _ids, masked="labels" in columns)
+        return RowFormat(IDS, _read_ids, masked="labels" in columns)
     raise ValueError(
-        f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {listed(columns)}; "
+        f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {join_names(columns)}; "
         "name the text with --text_column"
     )
 
 
-def column(row: Row, name: str, where: str) -> Any:
+def get_column(row: Row, name: str, where: str) -> Any:
+    """Returns a column of a row. Raises ValueError if it is missing."""
     if name not in row:
-        raise ValueError(f"{where} has no column {name!r}; it has: {listed(row)}")
+        raise ValueError(f"{where} has no column {name!r}; it has: {join_names(row)}")
     return row[name]
 
 
-def _text(row: Row, name: str, where: str) -> Sample:
-    text = text_in(row, name, where)
+def _read_text(row: Row, name: str, where: str) -> Sample:
+    text = get_text(row, name, where)
     return Sample(((text, True),)) if text else Sample(skipped=EMPTY)
 
 
-def _ids(row: Row, where: str, _: Tokenizer) -> Sample:
+def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
     ids = _integers(row, "input_ids", where)
     labels = _integers(row, "labels", where) if "labels" in row else ids
     if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
@@ -98,11 +105,11 @@ def _ids(row: Row, where: str, _: Tokenizer) -> Sample:
 
 
 def _integers(row: Row, name: str, where: str) -> IntArray:
-    """A column that is a list of integers, a null counting as an empty one."""
-    values = column(row, name, where)
+    """Returns a column that is a list of integers; null counts as empty."""
+    values = get_column(row, name, where)
     try:
         found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
-    except (ValueError, OverflowError):  # lists of several lengths, a number of more than 64 bits
+    except (ValueError, OverflowError):  # ragged lists, or a number beyond 64 bits
         found = np.empty((0, 0))
     if found.ndim != 1 or found.dtype.kind != "i":
         raise ValueError(f"{where}: {name!r} is {values!r:.40}, not a list of integers")
@@ -110,7 +117,7 @@ def _integers(row: Row, name: str, where: str) -> IntArray:
 
 
 def _real_tokens(row: Row, count: int, where: str) -> int:
-    """How many tokens come before the padding. A mask may hide a row's end, and nothing else."""
+    """Returns the number of tokens before the padding. Raises ValueError for a mask that hides any others."""
     if row.get("attention_mask") is None:
         return count
     mask = _integers(row, "attention_mask", where)
@@ -123,24 +130,24 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
     return real
 
 
-def _pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
-    """Through the chat template where the tokenizer has one, else joined as they stand."""
-    prompt, answer = (column(row, name, where) for name in pair)
+def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
+    """Reads a prompt and its answer, through the chat template if there is one, else joined as they are."""
+    prompt, answer = (get_column(row, name, where) for name in pair)
     if isinstance(prompt, list) and isinstance(answer, list):
-        return _chat([*prompt, *answer], where, tokenizer)
-    prompt, answer = text_in(row, pair[0], where), text_in(row, pair[1], where)
+        return _read_chat([*prompt, *answer], where, tokenizer)
+    prompt, answer = get_text(row, pair[0], where), get_text(row, pair[1], where)
     if row.get("input"):
-        prompt += f"\n\n{text_in(row, 'input', where)}"
+        prompt += f"\n\n{get_text(row, 'input', where)}"
     if not answer:
         return Sample(skipped=NO_ANSWER if prompt else EMPTY)
     if tokenizer.chat_template is None:
         return Sample(((prompt, False), (answer, True)))
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return _chat(turns, where, tokenizer)
+    return _read_chat(turns, where, tokenizer)
 
 
 def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
-    messages = column(row, name, where)
+    messages = get_column(row, name, where)
     if not isinstance(messages, list | None) or not all(isinstance(turn, dict) for turn in messages or ()):
         raise ValueError(f"{where}: {name!r} is {messages!r:.40}, not a list of turns with role and content")
     turns = []
@@ -148,21 +155,21 @@ def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
         if "from" in turn:
             turn = {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
         if not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {listed(turn)}")
+            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {join_names(turn)}")
         turns.append({key: value for key, value in turn.items() if value is not None})
     return turns
 
 
-def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
-    """What the template adds when a turn is answered is the target; each prompt is what a reader of it would be shown.
+def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
+    """Reads a chat: the text that the template adds for an answer is a target, each prompt before it is not.
 
-    Turns after the last answer teach nothing and are left out.
+    Turns after the last answer are left out.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where} is a chat, and tokenizer {tokenizer.name} has no chat template; name one with --tokenizer"
         )
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     done = ""
     for number, turn in enumerate(messages):
         if turn.get("role") != "assistant" or not turn.get("content"):
@@ -179,25 +186,29 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> S
     return Sample(tuple(parts)) if parts else Sample(skipped=NO_ANSWER if messages else EMPTY)
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], asks: bool, where: str) -> str:
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, where: str) -> str:
     assert tokenizer.chat_template is not None
     try:
-        written = tokenizer.chat_template(messages, asks)
-    except Exception as error:  # templates raise what they like
+        written = tokenizer.chat_template(messages, add_generation_prompt)
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
-    return encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
+    return check_encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
 
 
-def encode(samples: Sequence[Sample], kind: Kind, tokenizer: Tokenizer) -> list[tuple[IntArray, Targets | None]]:
-    """Ids of each sample, and which are targets (None: all). One call of the tokenizer, which splits the work."""
+def encode_samples(
+    samples: Sequence[Sample], kind: RowFormat, tokenizer: Tokenizer
+) -> list[tuple[IntArray, TargetMask | None]]:
+    """Returns ids of each sample, and which are targets (None: all), with one call of the tokenizer."""
     if kind.whole:
         return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
     encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))
-    return [(s.ids, s.targets) if s.ids is not None else _closed(*next(encoded), tokenizer) for s in samples]
+    return [
+        (s.ids, s.targets) if s.ids is not None else _with_special_tokens(*next(encoded), tokenizer) for s in samples
+    ]
 
 
-def _closed(ids: IntArray, targets: Targets, tokenizer: Tokenizer) -> tuple[IntArray, Targets]:
-    """With the document's beginning and end, which a chat template writes itself."""
+def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenizer) -> tuple[IntArray, TargetMask]:
+    """Adds the begin and end ids of a document, unless a chat template writes them."""
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)

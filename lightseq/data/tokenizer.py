@@ -1,4 +1,4 @@
-"""What makes ids of text: bytes, or a Hugging Face tokenizer, and which of the ids are targets."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer, and the mask of target ids."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.tokens import IntArray
-from lightseq.models.hub import unreachable
+from lightseq.data.token_directory import IntArray
+from lightseq.models.hub import hub_error
 from lightseq.utils.formatting import first_line
 
-Turns = list[dict[str, Any]]
-Part = tuple[str, bool]  # of a text, and whether it is a target
-Targets = NDArray[np.bool_]
+Messages = list[dict[str, Any]]
+TextPart = tuple[str, bool]  # text, and whether it is a target
+TargetMask = NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
-    """Text to ids; a document's beginning and end are part of what `encode` returns, and not of `encode_part`.
+    """Text to ids. `encode` adds a document's begin and end ids, `encode_part` does not.
 
-    `encode_parts` makes ids of texts in parts, and says which of them are targets. A chat template writes turns as
-    text, with what asks for an answer at the end or without.
+    `encode_parts` encodes texts in parts and returns which ids are targets. A chat template writes turns as text, with
+    or without the prompt for an answer at the end.
     """
 
     @property
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     def end(self) -> tuple[int, ...]: ...
 
     @property
-    def chat_template(self) -> Callable[[Turns, bool], str] | None: ...
+    def chat_template(self) -> Callable[[Messages, bool], str] | None: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]: ...
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -69,7 +69,7 @@ class ByteTokenizer:
     vocab_size: int = 257
     end_of_document: int = 256
     begin: tuple[int, ...] = ()
-    chat_template: Callable[[Turns, bool], str] | None = None
+    chat_template: Callable[[Messages, bool], str] | None = None
     fingerprint: str = "byte"
 
     @property
@@ -89,15 +89,15 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
         return [self.encode(text) if whole else self.encode_part(text) for text in texts]
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
-        return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
+        return [_concatenate([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-def no_tokenizer(vocab_size: int) -> Tokenizer:
-    """What stands in its place where rows are ids already: a vocabulary, which nothing asks for ids."""
+def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
+    """Returns a tokenizer for rows that hold ids already: a vocabulary size, which encodes nothing."""
     return ByteTokenizer(name="", vocab_size=vocab_size, fingerprint=f"ids below {vocab_size}")
 
 
@@ -119,15 +119,15 @@ class PretrainedTokenizer:
         return (self.backend.eos_token_id,) if self.backend.eos_token_id is not None else ()
 
     @property
-    def chat_template(self) -> Callable[[Turns, bool], str] | None:
+    def chat_template(self) -> Callable[[Messages, bool], str] | None:
         return self._render if getattr(self.backend, "chat_template", None) else None
 
-    def _render(self, turns: Turns, asks: bool) -> str:
-        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks))
+    def _render(self, turns: Messages, add_generation_prompt: bool) -> str:
+        return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides what a text becomes, whatever the tokenizer's name."""
+        """Returns a hash of everything that decides the ids of a text, whatever the tokenizer's name."""
         fast = getattr(self.backend, "backend_tokenizer", None)
         words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
         made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
@@ -144,23 +144,23 @@ class PretrainedTokenizer:
         return self.encode_batch([text], whole=True)[0]
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
-        """Whole documents, or parts of one; a fast tokenizer takes all cores for them."""
+        """Encodes whole documents, or parts of one; a fast tokenizer uses all cores."""
         if not texts:
             return []
         found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
         closed = [ids if not whole or tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in found]
         return [np.asarray(ids, dtype=np.int64) for ids in closed]
 
-    def encode_parts(self, texts: list[tuple[Part, ...]]) -> list[tuple[IntArray, Targets]]:
-        """As if in one piece, as readers of a prompt get it; an id that reaches into a target is one."""
+    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
+        """Encodes the joined parts in one piece, as a prompt at inference; an id that reaches into a target is one."""
         if not texts:
             return []
         if not self.backend.is_fast:
-            return [_joined([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
+            return [_concatenate([(self.encode_part(text), target) for text, target in parts]) for parts in texts]
         whole = ["".join(text for text, _ in parts) for parts in texts]
         found = self.backend(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
-            (np.asarray(ids, dtype=np.int64), _reaching(np.asarray(spans).reshape(-1, 2), parts))
+            (np.asarray(ids, dtype=np.int64), _target_mask(np.asarray(spans).reshape(-1, 2), parts))
             for ids, spans, parts in zip(found["input_ids"], found["offset_mapping"], texts, strict=True)
         ]
 
@@ -168,13 +168,13 @@ class PretrainedTokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
-def _joined(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, Targets]:
+def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetMask]:
     ids = np.concatenate([ids for ids, _ in pieces])
     return ids, np.concatenate([np.full(len(ids), target) for ids, target in pieces])
 
 
-def _reaching(spans: NDArray[np.integer[Any]], parts: tuple[Part, ...]) -> Targets:
-    """Which of the ids, by their characters, reach into a part that is a target."""
+def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -> TargetMask:
+    """Returns which ids, by their character spans, reach into a part that is a target."""
     found, end = np.zeros(len(spans), dtype=np.bool_), 0
     for text, target in parts:
         start, end = end, end + len(text)
@@ -184,19 +184,22 @@ def _reaching(spans: NDArray[np.integer[Any]], parts: tuple[Part, ...]) -> Targe
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`byte`, or whatever AutoTokenizer knows: a local directory or a hub id. Code that ships with it is never run."""
+    """Loads `byte`, or what AutoTokenizer knows: a local directory or a hub id. Never runs code that ships with it.
+
+    Raises ValueError if it cannot be loaded.
+    """
     if name == "byte":
         return ByteTokenizer()
-    if not Path(name).exists() and (reason := unreachable(name, "tokenizer_config.json")):
+    if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
         raise ValueError(
             f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
             "the network, or give a directory, or byte"
         )
-    from transformers import AutoTokenizer  # seconds to import, and not needed for bytes
+    from transformers import AutoTokenizer  # takes seconds to import, and bytes do not need it
 
     try:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
-    # not len(backend): ids may have gaps
+    # len(backend) would be wrong: ids may have gaps
     return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend)

@@ -1,4 +1,4 @@
-"""What stands in environment variables and is asked for before torch is there."""
+"""Environment variables that are read or set before torch is imported."""
 
 import fcntl
 import json
@@ -11,29 +11,29 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightseq.utils.masking import is_secret_name
-from lightseq.utils.quiet import silence
+from lightseq.utils.quiet import silence_loggers
 
-# What torch's launcher needs to know before it starts: how long ranks may take to end, and which signals to pass on.
+# Settings of torch's launcher: seconds that ranks may take to end, and signals to forward.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
 LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
-LAUNCHER_SECONDS = 30.0  # that it waits unless told
-ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older name for them, and its newer
+LAUNCHER_SECONDS = 30.0  # the launcher's default
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks for all, known before any of them has met another."""
+    """Returns whether this process reports for all. Known before the ranks have connected."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def secrets() -> tuple[str, ...]:
-    """What the environment holds under the name of a secret: nothing that is written down may contain it."""
+    """Returns the values of environment variables with secret names, which no file may contain."""
     return tuple(value for name, value in os.environ.items() if is_secret_name(name))
 
 
-def launcher_patience() -> float | None:
-    """Returns the seconds after which torch's launcher kills ranks that it has passed a signal on to.
+def launcher_shutdown_seconds() -> float | None:
+    """Returns the seconds after which torch's launcher kills ranks that it has sent a signal to.
 
-    None where another launcher, or none, started this process.
+    Returns None if torch's launcher did not start this process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -42,8 +42,8 @@ def launcher_patience() -> float | None:
 
 
 def launcher_note() -> tuple[str, ...]:
-    """Returns a line on what a signal to torch's launcher would cost, with the remedy; none where it costs nothing."""
-    patience = launcher_patience()
+    """Returns a warning about what a signal to torch's launcher would cost and how to avoid it, or nothing."""
+    patience = launcher_shutdown_seconds()
     if patience is None:
         return ()
     passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
@@ -60,11 +60,11 @@ def launcher_note() -> tuple[str, ...]:
 
 
 def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
-    """Prints the line that ends a run, and leaves it where torch's launcher looks for the root cause.
+    """Prints the line that ends a run, and writes it where torch's launcher looks for the root cause.
 
-    The launcher takes the earliest failure for that, in whole seconds: `seconds_ago` says when this one began, and who
-    prints comes a second before the ends that follow. Of several lines the first one stands. Ranks that leave the
-    printing to another call this, too, for the launcher of their own host.
+    The launcher picks the earliest failure, at a resolution of one second: `seconds_ago` says when this one happened,
+    and the rank that prints dates its own a second earlier. The first of several lines wins. Ranks that do not print
+    call this too, for the launcher of their own host.
     """
     if prints:
         print(f"error: {line}", file=sys.stderr, flush=True)
@@ -79,29 +79,34 @@ def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> No
 
 
 def set_up_process() -> None:
-    """Asks of torch and its libraries what every program here wants, before they are imported.
-
-    A library call never does: a process of the user's is left as it is.
-    """
-    silence()
+    """Configures torch and its libraries before they are imported. Only for programs that lightseq starts."""
+    silence_loggers()
     use_large_pages()
     lock_pages_on_all_threads()
 
 
 def disable_multicast() -> None:
-    """Symmetric memory does without NVLink multicast, whose failures outlast the process. Before any is made."""
+    """Turns off NVLink multicast in symmetric memory, whose failures outlast the process.
+
+    Call it before any is allocated.
+    """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def use_large_pages() -> None:
-    """Tensors on the host lie in pages of 2 MiB where the kernel has them for who asks: there sooner, and AdamW on the
-    CPU is a tenth faster. torch looks when it makes its first tensor; the user's own setting stands."""
+    """Has torch put host tensors in 2 MiB pages where the kernel offers them.
+
+    They are ready sooner, and AdamW on the CPU runs a tenth faster. torch reads the setting at its first tensor; the
+    user's own setting wins.
+    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def lock_pages_on_all_threads() -> None:
-    """torch makes page-locked memory, for gradients that go to the host say, on eight threads, in a quarter of the time
-    (docs/experiments.md). It looks before the first of it; what the user's own settings say of it stands."""
+    """Has torch page-lock memory on eight threads, in a quarter of the time (docs/experiments.md).
+
+    torch reads the setting at its first page-locked tensor; the user's own setting wins.
+    """
     name = next((name for name in ALLOCATOR_SETTINGS if name in os.environ), ALLOCATOR_SETTINGS[0])
     given = os.environ.get(name, "")
     if "pinned_" not in given:
@@ -109,10 +114,13 @@ def lock_pages_on_all_threads() -> None:
         os.environ[name] = f"{given},{ours}" if given else ours
 
 
-def keep_compiled_kernels() -> None:
-    """FlashAttention-4 compiles a variant for 3 to 4 s: kept on this host for the processes to come, in a directory
-    that is this user's alone, for its files are code. Before it is imported; the user's own settings stand."""
-    with suppress(OSError):  # no place for them, or one that knows no locks, for which FlashAttention-4 would wait
+def cache_compiled_kernels() -> None:
+    """Keeps kernels that FlashAttention-4 compiles (3 to 4 s each) on this host for later processes.
+
+    The directory belongs to this user alone, because its files are code. Call it before FlashAttention-4 is imported;
+    the user's own settings win.
+    """
+    with suppress(OSError):  # no directory, or no locks on it, for which FlashAttention-4 would wait
         folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -125,7 +133,7 @@ def keep_compiled_kernels() -> None:
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    """No other user can write in it, nor put another in its place."""
+    """Returns whether no other user can write to the directory or replace it."""
     about, parent = folder.lstat(), folder.parent.stat()
     ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
     return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))

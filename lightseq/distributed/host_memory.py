@@ -1,4 +1,4 @@
-"""The memory of this host that its processes may take: the machine's, or what their cgroups allow of it."""
+"""Host memory available to this host's processes: the machine's, or less if their cgroups limit it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,36 +10,36 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-class Bytes(NamedTuple):
-    """Of a host's memory."""
+class MemoryBytes(NamedTuple):
+    """Total and free memory of a host, in bytes."""
 
     total: int
     free: int
 
 
-class Names(NamedTuple):
-    """What a version of cgroups calls a group's limit, what it has taken, and the page cache that it can give back."""
+class CgroupFiles(NamedTuple):
+    """File names of a group's limit, its usage, and the reclaimable page cache, for one version of cgroups."""
 
     limit: str
     taken: str
     cache: str  # a line of memory.stat
 
 
-V1: Final = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2: Final = Names("memory.max", "memory.current", "inactive_file")
+V1: Final = CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
-def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Bytes:
-    """What the machine has, or less where a container or a batch system allows less: beyond that the kernel kills."""
+def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
+    """Returns the machine's memory, or less where a container or batch system allows less and the kernel would kill."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, taken in _limits(membership, cgroups):
         total, free = min(total, limit), min(free, limit - taken)
-    return Bytes(total, max(0, free))
+    return MemoryBytes(total, max(0, free))
 
 
 def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """The limit of every group that this process is in, and what counts towards it, as far as they can be read."""
+    """Yields limit and usage of every readable group that this process is in."""
     for directory, names in _groups(membership, cgroups):
         try:
             limit = int((directory / names.limit).read_text())
@@ -50,8 +50,11 @@ def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
         yield limit, taken - sum(int(size) for name, size in lines if name == names.cache)
 
 
-def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, Names]]:
-    """From the process's own group up to the root: a container sees its own as the root, under any name."""
+def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:
+    """Yields the process's own group and its parents up to the root.
+
+    A container sees its own group as the root, whatever its name.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, on which device, and how data, sequences and parameters are split among them.
+"""Process group, devices and meshes of a run: how data, sequences and parameters are split among ranks.
 
 With environment.py and launch/, the only place that reads environment variables.
 """
@@ -16,29 +16,31 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from lightseq.distributed.environment import keep_compiled_kernels, report_error
+from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
-from lightseq.distributed.rendezvous import Meeting
+from lightseq.distributed.rendezvous import RendezvousMonitor
 from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")
-LET_GO_SECONDS = 0.1
-FREE_SHARE = 0.8  # of the host memory that is free, for what ranks put there unasked
+GLOO_RELEASE_SECONDS = 0.1
+FREE_SHARE = 0.8  # of free host memory that automatic offloading may use
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `local_size` processes share its host."""
+    """This process among all. `local_size` processes share its host."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    restarts: int = 0  # how often the launcher has started this run anew
-    launch: str = ""  # one launcher's work, the same on every rank and after a restart
+    restarts: int = 0  # restarts of this run by the launcher
+    launch: str = ""  # id of the launch, equal on every rank and after a restart
 
     @property
     def is_main(self) -> bool:
@@ -47,7 +49,7 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Ranks as data × sequence, and the mesh over which parameters are sharded (or replicated × sharded)."""
+    """Data and sequence coordinates of a rank, and the mesh for sharding (or replicating and sharding) parameters."""
 
     data_ranks: int
     data_rank: int
@@ -56,35 +58,35 @@ class Meshes:
 
 
 def make_deterministic() -> None:
-    """The same bits from the same inputs, on GPU too: deterministic kernels, a workspace that cuBLAS does not vary."""
+    """Makes torch compute the same bits from the same inputs, also on GPUs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def use_host_cores(world: World) -> None:
-    """Gives what GPUs leave to the host, AdamW say, this rank's share of its cores.
+    """Gives CPU work beside the GPUs, such as AdamW, this rank's share of the host's cores.
 
-    torch's launcher allows a process one thread where OMP_NUM_THREADS says nothing; more that were asked for stand. On
-    a CPU nothing changes, for there the number of threads decides the last bits of sums.
+    torch's launcher allows one thread if OMP_NUM_THREADS is unset; a larger number set by the user stays. CPU runs are
+    left alone, because the number of threads decides the last bits of sums.
     """
     share = len(os.sched_getaffinity(0)) // world.local_size
     if world.device.type == "cuda" and torch.get_num_threads() == 1 < share:
         torch.set_num_threads(share)
 
 
-def ready_for_deepspeed(world: World) -> None:
-    """What DeepSpeed reads from the environment, before it is imported: its device, and the rank on this host."""
+def set_deepspeed_environment(world: World) -> None:
+    """Sets what DeepSpeed reads from the environment at import: its device and the local rank."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
 
 
 @contextmanager
-def start(timeout_seconds: float) -> Iterator[World]:
+def init_distributed(timeout_seconds: float) -> Iterator[World]:
     """Joins the processes that torchrun started; without a launcher, a world of this one process.
 
-    The timeout is of whatever ranks do together from then on; who has not joined after half of it is named.
+    The timeout applies to every later collective. Ranks that have not joined after half of it are named in an error.
     """
-    keep_compiled_kernels()
+    cache_compiled_kernels()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -92,53 +94,55 @@ def start(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
-    with Meeting(rank, size, timeout_seconds / 2, restarts, leave) as meeting:
+    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as meeting:
         store = _store(timeout)
         meeting.at(store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            store=dist.PrefixStore(f"start {restarts}", store),  # what was said before holds addresses that are dead
+            store=dist.PrefixStore(f"start {restarts}", store),  # entries from before a restart hold dead addresses
             rank=rank,
             world_size=size,
         )
     try:
-        # Not the launcher's own name for it: unless told one, it calls every launch "none".
+        # The launcher's own run id is "none" by default.
         launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
-    except Exception as error:  # Python shows where it came from
+    except Exception as error:  # Python prints the traceback
         report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
         raise
     finally:
-        # A thread of gloo lets go of what it did last when it gets hold of the interpreter, and aborts if that is gone:
-        # its group may live on in torch's caches, which leaves nobody to wait for it.
-        time.sleep(LET_GO_SECONDS)
+        # gloo's thread releases its last work once it has the interpreter's lock, and aborts without an interpreter:
+        # its group may live on in torch's caches, so that nothing waits for the thread.
+        time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    """Where the processes meet; a launcher that starts them again keeps it. Waits for none of them to come."""
+    """Returns the store of the rendezvous, which a restarting launcher keeps. Waits for no other rank."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    address, port = _told("MASTER_ADDR"), int(_told("MASTER_PORT"))
-    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(address, port, is_master=holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+    address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
+    hosts_store = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(
+        address, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=hosts_store
+    )
 
 
-def _told(name: str) -> str:
+def _require_env(name: str) -> str:
     if name not in os.environ:
-        words = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
-        report_error(words)
+        message = f"RANK is set, but {name} is not; set both, as torch.distributed.run does, or neither"
+        report_error(message)
         raise SystemExit(2)
     return os.environ[name]
 
 
-def agree(world: World, prepare: Callable[[], T]) -> T:
-    """`prepare()` on every rank, or a SystemExit with status 2 on all of them if any refuses its input.
+def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
+    """Returns `prepare()` on every rank; if it refuses its input on any, all ranks exit with status 2.
 
-    The lowest rank that refused prints its one line. `prepare` waits for no other rank, or
-    fails alike on all.
+    The lowest rank with a ValueError or OSError prints its one line. `prepare` must not wait for other ranks unless it
+    fails on all of them alike.
     """
     refusal, result = None, None
     try:
@@ -153,52 +157,52 @@ def agree(world: World, prepare: Callable[[], T]) -> T:
         assert refusal is None
         return result  # type: ignore[return-value]
     report_error(str(refusals[first]), prints=world.rank == first)
-    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the line is out
+    dist.barrier()  # a launcher ends all processes as soon as one ends: print first
     raise SystemExit(2)
 
 
 def set_device(world: World) -> None:
-    """Makes the world's device the one that this thread means; a new thread means the first one."""
+    """Makes the world's GPU the current device of this thread; new threads start with the first one."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
 
 
-def first_to(do: str) -> bool:
-    """Whether no other rank has asked this before. Waits for nobody, so that a failing rank may ask."""
-    return dist.distributed_c10d._get_default_store().add(f"lightseq: {do}", 1) == 1
+def is_first_to(task: str) -> bool:
+    """Returns whether no other rank has asked this before. Waits for nobody, so a failing rank may call it."""
+    return dist.distributed_c10d._get_default_store().add(f"lightseq: {task}", 1) == 1
 
 
-def has_done(do: str) -> None:
-    """Tells the ranks that were not `first_to` do this that it is done."""
-    dist.distributed_c10d._get_default_store().set(f"lightseq: {do}: done", "")
+def mark_done(task: str) -> None:
+    """Tells ranks that were not `is_first_to` do this that it is done."""
+    dist.distributed_c10d._get_default_store().set(f"lightseq: {task}: done", "")
 
 
-def wait_until_done(do: str, seconds: float) -> None:
-    """Until who was `first_to` do this has done it, or for so long."""
+def wait_until_done(task: str, seconds: float) -> None:
+    """Waits until the rank that was `is_first_to` do this has done it, at most `seconds`."""
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
-    while time.monotonic() < until and not store.check([f"lightseq: {do}: done"]):
+    while time.monotonic() < until and not store.check([f"lightseq: {task}: done"]):
         time.sleep(0.1)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends this process at once: to take leave properly, others would have to answer, who may be waiting for it."""
+def exit_process(status: int) -> NoReturn:
+    """Exits at once, without the shutdown that needs answers from ranks which may be waiting for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
-    """This rank's share, in bytes, of what may be used of the memory that its host has free."""
+    """Returns this rank's share, in bytes, of the usable free memory of its host."""
     return share * host_memory().free / world.local_size
 
 
-def for_layers(free: float, state: float) -> float:
-    """Of a rank's free host memory, what layers may hand over unasked: weights and their state come there as well."""
+def host_bytes_for_layers(free: float, state: float) -> float:
+    """Returns the bytes of a rank's free host memory that layers may offload to, after weights and optimizer state."""
     return FREE_SHARE * max(0.0, free - state)
 
 
 def check_devices(world: World) -> None:
-    """Raises ValueError where two processes would share a GPU."""
+    """Raises ValueError if two processes would share a GPU."""
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
         raise ValueError(
             f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process a GPU "
@@ -207,7 +211,10 @@ def check_devices(world: World) -> None:
 
 
 def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int:
-    """Ranks that share a sequence: all, unless told otherwise. Raises ValueError where they do not divide the world."""
+    """Returns the number of ranks that share a sequence (default: all).
+
+    Raises ValueError if it does not divide the world.
+    """
     size = sequence_parallel_size or world.size
     if world.size % size:
         divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
@@ -218,11 +225,12 @@ def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int
 
 
 def make_meshes(world: World, sequence_size: int, fsdp_mode: str) -> Meshes:
-    """Neighbouring ranks share a sequence, so that its blocks travel inside a host as far as they can.
+    """Returns the meshes of a run.
 
-    Parameters: full_shard splits them over all ranks, hybrid_shard over the ranks of a host with copies across hosts,
-    ddp keeps a copy on every rank. The last two are a (copies × shards) mesh, which FSDP2 knows as hybrid sharding.
-    Raises ValueError on every rank where hosts to be sharded over have different numbers of ranks.
+    Neighbouring ranks share a sequence, so that its blocks stay inside a host if possible. Parameters: full_shard
+    splits them over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp keeps a copy on
+    every rank. The last two are a (copies x shards) mesh, which FSDP2 treats as hybrid sharding. Raises ValueError on
+    every rank if hybrid_shard meets hosts with different numbers of ranks.
     """
     kind = world.device.type
     data_ranks = world.size // sequence_size
@@ -246,3 +254,8 @@ def _check_hosts(world: World) -> None:
             f"--fsdp hybrid_shard splits weights over the ranks of a host, of which hosts here have {min(sizes)} to "
             f"{max(sizes)}; start as many on each, or give --fsdp full_shard"
         )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Whether somebody asked the run to stop: SIGTERM, SIGUSR1 or Ctrl-C at any rank ends all after the same step."""
+"""Requests to stop a run: SIGTERM, SIGUSR1 or Ctrl-C on any rank ends all ranks after the same step."""
 
 import os
 import signal
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from lightseq.distributed.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ANSWER = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
-ONE_CTRL_C = 1.0  # seconds in which a terminal and a launcher may both pass one on
+STOP_MESSAGE = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
+CTRL_C_SECONDS = 1.0  # seconds in which a terminal and a launcher may both deliver one
 
 
 class StopRequest:
-    """Remembers a signal. What these signals did before, they do again after the `with`.
+    """Signal handlers that remember a signal, and a vote of all ranks. Previous handlers return after the `with`.
 
-    A step can take hours: a second Ctrl-C ends the process at once. Of the others several may be one, from a scheduler
-    and from a launcher that passes its own on.
+    A step can take hours, so a second Ctrl-C ends the process at once. Other signals may arrive twice, from a scheduler
+    and from a launcher that forwards its own.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class StopRequest:
         self._answer: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
-    def ask(self, failed: bool) -> None:
-        """Begins to ask all ranks whether one got a signal so far, or something failed there; once in every step."""
+    def begin_poll(self, failed: bool) -> None:
+        """Starts asking all ranks for signals and failures so far. Called once in every step."""
         said = torch.tensor([self._asked, failed], dtype=torch.int32)
         self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
 
-    def agreed(self) -> tuple[str | None, bool]:
-        """The name of the signal that any rank got, and whether anything failed on any; the same on every rank.
+    def poll_result(self) -> tuple[str | None, bool]:
+        """Returns the name of a signal that any rank got, and whether anything failed on any; equal on all ranks.
 
-        What it was when each rank asked. Waits for the other hosts, for no GPU.
+        Reports the state when each rank asked. Waits for the other hosts, not for the GPU.
         """
         assert self._answer is not None, "who did not ask would wait for nobody, and the others for it"
         (said, work), self._answer = self._answer, None
@@ -51,17 +51,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and time.monotonic() - self._first > ONE_CTRL_C and self._is_ctrl_c(number):
+        if self._asked and time.monotonic() - self._first > CTRL_C_SECONDS and self._is_ctrl_c(number):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self._asked:
             return
         self._asked, self._first = number, time.monotonic()
         if is_main_process():
-            answer = ANSWER.format("another" if number == signal.SIGINT else "a")
+            answer = STOP_MESSAGE.format("another" if number == signal.SIGINT else "a")
             line = f"\n{signal.Signals(number).name}: {answer}\n"
-            os.write(2, line.encode())  # Python's own streams may be in the middle of something
+            os.write(2, line.encode())  # Python's own streams are not reentrant
 
     def _is_ctrl_c(self, number: int) -> bool:
-        """Of a second one torch's launcher, which keeps its processes off the terminal, makes a SIGTERM."""
+        """Returns whether a signal is a Ctrl-C; torch's launcher forwards the second one as SIGTERM."""
         return number == signal.SIGINT or (number == signal.SIGTERM and self._asked == signal.SIGINT)

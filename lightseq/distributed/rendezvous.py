@@ -1,7 +1,7 @@
-"""Names the ranks that do not come to where all are to meet, and ends those that wait for them.
+"""Timeout of the rendezvous: names ranks that do not arrive, and ends those that wait for them.
 
-A rank that waits there does so inside torch, which only knows that it waited. A thread beside it asks the store that
-the ranks meet in who else is there; one that is frozen does not answer.
+A waiting rank is blocked inside torch, which only knows that it waited. A thread beside it asks the store of the
+rendezvous who else is there; a frozen rank does not answer.
 """
 
 import threading
@@ -13,37 +13,41 @@ import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
 
-STATUS = 70  # of a process that ends because of another rank; EX_SOFTWARE
+STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
 STORE = "the store that the ranks meet in"
-ANSWER_SECONDS = 5.0  # at most, that a rank which waits takes to say so
+ANSWER_SECONDS = 5.0  # within which a waiting rank answers a roll call
 
 
-class Meeting:
-    """Lasts as long as its `with`. After `seconds` the first rank to be tired of it calls the roll."""
+class RendezvousMonitor:
+    """Watch over the rendezvous inside a `with`. After `seconds` the first rank to time out takes a roll call."""
 
-    def __init__(self, rank: int, size: int, seconds: float, restarts: int, leave: Callable[[int], object]) -> None:
-        self._rank, self._size, self._seconds, self._leave = rank, size, seconds, leave
+    def __init__(
+        self, rank: int, size: int, seconds: float, restarts: int, exit_process: Callable[[int], object]
+    ) -> None:
+        self._rank, self._size, self._seconds, self._exit_process = rank, size, seconds, exit_process
         self._prefix = f"meeting {restarts}"
         self._interval, self._patience = min(1.0, seconds / 20), min(ANSWER_SECONDS, seconds / 2)
         self._until = time.monotonic() + seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
-        self._store: dist.Store | None = None  # None: nobody has answered at its address yet
+        self._store: dist.Store | None = None  # None until the store has answered
 
-    def __enter__(self) -> "Meeting":
+    def __enter__(self) -> "RendezvousMonitor":
         if self._size > 1:
             self._thread.start()
             threading.Thread(target=self._guard, name="meeting's guard", daemon=True).start()
         return self
 
     def at(self, store: dist.Store) -> None:
-        """The store has been reached; asked on a connection besides the one on which the main thread waits."""
+        """Starts using the store, on a connection of its own: the main thread waits on the other."""
         if self._size > 1:
             self._store = dist.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._store is not None and isinstance(error, RuntimeError):
-            self._thread.join(2 * self._patience)  # it may be another rank's end, and this thread about to say so
+            self._thread.join(
+                2 * self._patience
+            )  # the error may be another rank's end, which the thread is about to report
         self._over.set()
         if self._store is not None and kind is None:
             self._store.set(f"answer {self._rank}", "")
@@ -59,7 +63,7 @@ class Meeting:
                 return
 
     def _answer(self, store: dist.Store) -> str | None:
-        """Takes part in a roll call; what is wrong, in the words of whoever saw it first."""
+        """Takes part in a roll call. Returns what is wrong, in the words of the rank that saw it first."""
         late = time.monotonic() - self._until
         if late > 0:
             store.set("call", "")
@@ -73,9 +77,9 @@ class Meeting:
         return store.compare_set("verdict", "", verdict(missing, self._size, self._seconds)).decode()
 
     def _guard(self) -> None:
-        """A store that is not there, or frozen, is waited for inside torch; so is it by whoever asks it."""
+        """Ends the process if the store is missing or frozen: torch, and whoever asks it, waits for it forever."""
         if not self._over.wait(self._seconds + 1.5 * self._patience):
-            self._store = None  # not to be asked again
+            self._store = None  # do not ask it again
             waited = f"has not answered rank {self._rank} within {self._seconds:.0f} s"
             self._end(f"{STORE} {waited}: rank 0 or the launcher that holds it is frozen or was not started, "
                       "or its host is unreachable")  # fmt: skip
@@ -83,16 +87,16 @@ class Meeting:
     def _end(self, text: str) -> None:
         self._over.set()
         first = True
-        with suppress(RuntimeError):  # the store may be what is gone
+        with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
         report_error(text, prints=first)
-        if self._store is not None:  # with this process it may end, or all others may: let them hear of it first
+        if self._store is not None:  # this exit may end the store or all other ranks: let them read the verdict first
             time.sleep(self._patience)
-        self._leave(STATUS)
+        self._exit_process(STATUS)
 
 
 def verdict(missing: list[int], size: int, seconds: float) -> str:
-    """One line that names the ranks to look at; their hosts are not known."""
+    """Returns one line that names the ranks to look at; their hosts are unknown."""
     if not missing:
         return (
             f"the {size} ranks are all there, but could not connect to each other within {seconds:.0f} s: a firewall "

@@ -1,4 +1,4 @@
-"""How long the device took for something, learned without waiting for it."""
+"""Device timings that are measured without waiting for the device."""
 
 import time
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 
 
-class Moment:
-    """Now, in the device's work where there is a GPU, else on the clock."""
+class DeviceTimestamp:
+    """A point in the device's work on GPUs, in time on CPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = time.perf_counter()
@@ -17,11 +17,11 @@ class Moment:
             self._event.record()
 
     @property
-    def has_come(self) -> bool:
+    def has_passed(self) -> bool:
         return self._event is None or self._event.query()
 
-    def seconds_until(self, later: "Moment") -> float:
-        """Waits for the device to get there."""
+    def seconds_until(self, later: "DeviceTimestamp") -> float:
+        """Returns seconds from this point to `later`, for which it waits."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
         later._event.synchronize()
@@ -29,20 +29,21 @@ class Moment:
 
 
 class Stopwatch:
-    """Times work that is the same on every rank and waits for nobody, so that a slow rank shows."""
+    """Timer of work that is equal on all ranks and waits for none, so that a slow rank shows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: list[tuple[Moment, Moment]] = []
+        self._laps: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []
 
     @contextmanager
     def lap(self) -> Iterator[None]:
-        begin = Moment(self._device)
+        """Times the work in the block."""
+        begin = DeviceTimestamp(self._device)
         yield
-        self._laps.append((begin, Moment(self._device)))
+        self._laps.append((begin, DeviceTimestamp(self._device)))
 
     def seconds(self) -> float:
-        """The mean of the laps that are over and were not asked for before; 0 if there are none."""
-        over = [lap for lap in self._laps if lap[1].has_come]
+        """Returns the mean of the laps that ended since the last call; 0 if none did."""
+        over = [lap for lap in self._laps if lap[1].has_passed]
         self._laps = self._laps[len(over) :]
         return sum(begin.seconds_until(end) for begin, end in over) / len(over) if over else 0.0

@@ -1,9 +1,9 @@
-"""Names the rank that died, froze or fell behind, and ends all ranks, so that no run waits for ever.
+"""Watchdog that names the rank that died, froze or fell behind, and ends all ranks, so that no run waits forever.
 
-Every rank tells a shared store once a second where it is, from a thread that goes on while the main one waits in a
-collective. A rank whose beat stops is dead or frozen; among ranks that still beat, the one that is furthest behind is
-who the others wait for. Where a rank's death breaks a connection, the others' main threads end with an error that does
-not say whose end it was: they wait for its beats to stop, and name it.
+Every rank reports its place to a shared store once a second, from a thread that keeps running while the main one waits
+in a collective. A rank whose heartbeat stops is dead or frozen; among the others, the furthest behind is the one they
+wait for. If a rank's death breaks a connection, the other ranks' main threads get an error that does not name it: they
+wait for its heartbeat to stop, and name it.
 """
 
 import faulthandler
@@ -23,22 +23,22 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
-from lightseq.distributed.mesh import World, leave
+from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import STATUS
 
-PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # of a step, in their order
-SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # less may be lost to a busy interpreter
-# What gloo, NCCL and their sockets say of a collective whose other end is gone.
+PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
+SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # a busy interpreter may lose fewer heartbeats
+# Messages of gloo, NCCL and sockets when a peer is gone.
 PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
 
-class Unanswered(Exception):
-    """What could not be done, in a few words, because another rank did not answer; the watchdog says which, and why."""
+class RankNotResponding(Exception):
+    """An operation that failed because another rank did not answer; the watchdog adds which one and why."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """Where a rank says it is: `number` grows as long as the rank lives, `seconds` tells how long it is there."""
+class Heartbeat:
+    """Place of a rank: `number` grows while the rank lives, `seconds` is the time spent in the current phase."""
 
     rank: int
     host: str
@@ -56,7 +56,10 @@ class Beat:
 
 
 class Watchdog:
-    """Watches inside a `with`. `end` is called with the verdict on every rank; left alone, it ends the process."""
+    """Watchdog of one rank, active inside a `with`.
+
+    `end` receives the verdict on every rank; by default it ends the process.
+    """
 
     def __init__(
         self,
@@ -72,15 +75,15 @@ class Watchdog:
         self._host = socket.gethostname()
         self._at = (0, "start", time.monotonic())
         self._progress: Callable[[], int] = lambda: 0
-        self._counted = (0, 0.0)  # what it said last, and since when
+        self._counted = (0, 0.0)  # last value, and when it changed
         self._began = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat's number, and when that was new
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of its last heartbeat, and when it came
         self._closed = threading.Event()
-        self._store = store or (_store_of_its_own(world.restarts) if world.size > 1 else None)
+        self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
-        self._asked: float | None = None  # since when the store owes an answer
-        self._error: Exception | None = None  # that ended the main thread's work
+        self._asked: float | None = None  # when the unanswered request to the store began
+        self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
         self._thread.start()
@@ -89,18 +92,18 @@ class Watchdog:
             threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
 
     def mark(self, step: int | None, phase: str) -> None:
-        """The main thread has come this far, None: in the same step. Costs nothing that could be measured."""
+        """Records the main thread's step (None: the same) and phase. Costs nothing measurable."""
         self._at = (self._at[0] if step is None else step, phase, time.monotonic())
 
-    def follow(self, progress: Callable[[], int]) -> None:
-        """Within a phase this number grows as long as the main thread goes on: a phase may take hours."""
+    def follow_progress(self, progress: Callable[[], int]) -> None:
+        """Sets a counter that grows while the main thread makes progress within a phase, which may take hours."""
         self._progress = progress
 
     def __enter__(self) -> "Watchdog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """This rank is done, and the others need not hear of it again; after an error they should miss it."""
+        """Reports this rank as done; after an error it stays silent, so that the others miss it."""
         if self._store is not None and isinstance(error, Exception):
             self._error = error
             self._wait_for_a_verdict()
@@ -115,23 +118,23 @@ class Watchdog:
                 self._publish(self._here(-1))
 
     def _wait_for_a_verdict(self) -> None:
-        """The error may be another rank's end, which shows when that rank's beats stop; then this process ends here.
+        """Waits long enough to see whether the error is another rank's death; if so, the process ends here.
 
-        Meanwhile it lives on after a SIGTERM, which a launcher sends to all others as soon as one has ended.
+        Ignores SIGTERM meanwhile, which a launcher sends to all ranks as soon as one has ended.
         """
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._thread.join((SILENT_BEATS + 3) * self._interval)
         signal.signal(signal.SIGTERM, before)
 
     def _beat(self) -> None:
-        """Does nothing else: whoever holds the interpreter for long makes a thread wait after every answer."""
+        """Publishes heartbeats and does nothing else: a busy interpreter delays a thread after every answer."""
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
             try:
                 self._publish(self._here(number))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-                return  # as the watching thread will say
+                return  # the watching thread reports it
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
@@ -148,30 +151,30 @@ class Watchdog:
             self._asked = None
 
     def _guard(self) -> None:
-        """Behind a cut cable the store never answers, and whoever asked it waits for ever."""
+        """Ends the process if the store stops answering, as behind a cut cable."""
         while not self._closed.wait(self._interval):
             asked = self._asked
             if asked is not None and time.monotonic() - asked > self._timeout:
-                self._store = None  # not to be asked again
+                self._store = None  # do not ask it again
                 waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
                 self._end(f"the store that the ranks meet in {waited}: rank 0 or the launcher that holds it is frozen, "
                           "or its host is unreachable")  # fmt: skip
                 return
 
-    def _here(self, number: int) -> Beat:
+    def _here(self, number: int) -> Heartbeat:
         step, phase, since = self._at
         if (progress := self._progress()) != self._counted[0]:
             self._counted = (progress, time.monotonic())
         seconds = time.monotonic() - max(since, self._counted[1])
-        return Beat(self._world.rank, self._host, number, step, phase, seconds)
+        return Heartbeat(self._world.rank, self._host, number, step, phase, seconds)
 
-    def _publish(self, here: Beat) -> None:
-        if (store := self._store) is not None:  # the guard gives one up that does not answer
+    def _publish(self, here: Heartbeat) -> None:
+        if (store := self._store) is not None:  # the guard drops a store that does not answer
             store.set(f"beat {here.rank}", json.dumps(asdict(here)))
 
-    def _judge(self, here: Beat) -> str | None:
-        """What is wrong, in the words of whoever saw it first; None as long as all is well."""
-        late = here.seconds > self._timeout and here.phase != "start"  # weights may take hours to come, on one rank
+    def _judge(self, here: Heartbeat) -> str | None:
+        """Returns what is wrong, in the words of the rank that saw it first; None if all is well."""
+        late = here.seconds > self._timeout and here.phase != "start"  # one rank may download weights for hours
         if self._store is None:
             return f"{here} does not go on" if late else None
         if self._store.check(["verdict"]):
@@ -183,15 +186,15 @@ class Watchdog:
         text = verdict(beats, silent)
         return self._store.compare_set("verdict", "", text).decode()
 
-    def _read_beats(self) -> list[Beat]:
+    def _read_beats(self) -> list[Heartbeat]:
         assert self._store is not None
         keys = [f"beat {rank}" for rank in range(self._world.size)]
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
-        return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
+        return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
-    def _silent(self, beats: Sequence[Beat]) -> list[Beat]:
-        """Ranks that beat no more, or never did."""
+    def _silent(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
+        """Returns ranks whose heartbeat stopped or never came."""
         now, patience = time.monotonic(), SILENT_BEATS * self._interval
         if self._error is None:
             patience = max(patience, min(self._timeout / 2, SILENT_SECONDS))
@@ -199,23 +202,23 @@ class Watchdog:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
         unheard = {beat.rank: now - self._heard[beat.rank][1] for beat in beats}
-        silent = [  # as far as anybody knows, each is still where it was
+        silent = [  # assume that each is still where it was
             replace(beat, seconds=beat.seconds + unheard[beat.rank])
             for beat in beats
             if beat.phase != "end" and unheard[beat.rank] > patience
         ]
-        if (seconds := now - self._began) > patience:  # all have met before, so that they begin within moments
+        if (seconds := now - self._began) > patience:  # the rendezvous is over, so all ranks start within moments
             missing = set(range(self._world.size)) - {beat.rank for beat in beats}
-            silent += [Beat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
+            silent += [Heartbeat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
         return silent
 
     def _give_up(self, text: str) -> None:
-        """Leaves the stacks of all threads in a file, says the verdict once, and ends this process.
+        """Writes the stacks of all threads to a file, prints the verdict once, and ends this process.
 
-        An error of this rank is shown besides, for it may be its own; the stacks hold it in any case.
+        Also shows this rank's own error, which may be the cause; the file holds it in any case.
         """
         remedy = ""
-        if isinstance(self._error, Unanswered):
+        if isinstance(self._error, RankNotResponding):
             text, remedy = f"{self._error}: {text}", "; go on with --resume_from_checkpoint auto"
         elif self._error is not None and not PEER_GONE.search(str(self._error)):
             traceback.print_exception(self._error)
@@ -225,13 +228,13 @@ class Watchdog:
         except OSError as error:
             where = f"where rank {self._world.rank} was is not in {self._stacks} ({error.strerror})"
         first = True
-        with suppress(RuntimeError):  # the store may be what is gone
+        with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
-        # The launcher sees another rank's end before anyone here can miss it: a beat is heard of within two intervals.
+        # The launcher sees a rank's end before its heartbeat is missed, which takes up to two intervals.
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
         report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
-        time.sleep(2 * self._interval)  # a launcher ends all others as soon as one has ended: let them write first
-        leave(STATUS)
+        time.sleep(2 * self._interval)  # a launcher ends all ranks as soon as one ends: let them write first
+        exit_process(STATUS)
 
     def _write_stacks(self, text: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
@@ -242,8 +245,8 @@ class Watchdog:
             faulthandler.dump_traceback(file)
 
 
-def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:
-    """One line that names the rank to look at."""
+def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
+    """Returns one line that names the rank to look at."""
     if silent:
         names = ", ".join(map(str, silent))
         return f"no sign of life from {names}: the process is dead or frozen, or its host is unreachable"
@@ -256,8 +259,8 @@ def verdict(beats: Sequence[Beat], silent: Sequence[Beat]) -> str:
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
 
 
-def _store_of_its_own(restarts: int) -> dist.Store:
-    """A connection besides the one on which the main thread may be waiting; what was said before a restart is past."""
+def _own_store_connection(restarts: int) -> dist.Store:
+    """Returns a connection besides the one the main thread may be waiting on, with keys of this restart alone."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,1 +1,1 @@
-"""What a layer keeps for the backward pass: on the device, in host memory, or computed again."""
+"""Placement of activations (on the device, in host memory, or recomputed), and optimizer state in host memory."""

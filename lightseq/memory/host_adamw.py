@@ -1,8 +1,8 @@
 """8-bit AdamW for weights and states in host memory: the GPU computes the update, a piece of a parameter at a time.
 
-16 cores updated some 0.15 billion weights a second, and one compiled for 80 s first; a GPU and its link update 4.2
-billion, and pieces of one size are compiled once. AdamW with states of 32 bits is bound by memory, and better off on
-the host. In pieces, too, ZeRO-Infinity (arXiv 2104.07857) updates what waits on NVMe.
+16 cores updated some 0.15 billion weights a second after 80 s of compilation; a GPU and its link update 4.2 billion,
+and pieces of one size compile once. 32-bit AdamW is bound by memory and better off on the host. ZeRO-Infinity (arXiv
+2104.07857) updates in pieces from NVMe too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import local_part
 from lightseq.memory.pinned import PinnedMemory
-from lightseq.memory.streamed_update import Piece, change_on
+from lightseq.memory.streamed_update import Piece, update_pieces
 
-PIECE = 1 << 25  # weights: the pieces in flight are a GiB of the GPU
-STATES = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
+PIECE = 1 << 25  # weights; the pieces in flight take a GiB of GPU memory
+STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: signed
 
 
-def update_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
-    """From now on the `step()` of torchao's AdamW8bit computes on `device` what waits on the host, and what does not.
+def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
+    """Makes the `step()` of torchao's AdamW8bit compute on `device`, also for parameters in host memory.
 
-    Its state and its checkpoints stay what they are. Gradients count times its `gradient_scale`, and stay what they are
-    too. New states are page-locked, which raises CannotPin where the host does not lock as much.
+    Its state and checkpoints do not change. Gradients count times `gradient_scale` and are not overwritten. New host
+    states are page-locked; raises CannotPin if the host does not allow that much.
     """
     pinned = PinnedMemory() if device.type == "cuda" else None
     optimizer.gradient_scale = torch.ones(())
@@ -37,7 +37,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
     pieces: list[Piece] = []
     scale = optimizer.gradient_scale.to(device)
     for group in optimizer.param_groups:
-        # What is a number is compiled in, and what is on the host has a kernel compiled there. To send it is to wait.
+        # Python numbers would be compiled in, and host tensors would compile a host kernel; sending them synchronizes.
         rate, decay = (torch.as_tensor(group[name], device=device) for name in ("lr", "weight_decay"))
         settings = (rate, *group["betas"], decay, group["eps"])
         for parameter in group["params"]:
@@ -50,7 +50,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
             state["step"] += 1
             change = partial(_change, settings, scale, state["step"].to(device, copy=True))
             pieces += _pieces(parameter, state, size, change)
-    change_on(device, pieces)
+    update_pieces(device, pieces)
 
 
 def _new_state(optimizer: Any, parameter: Tensor, pinned: PinnedMemory | None) -> dict[str, Tensor]:
@@ -62,13 +62,13 @@ def _new_state(optimizer: Any, parameter: Tensor, pinned: PinnedMemory | None) -
 
 
 def _new_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
-    """What the optimizer makes, which goes over the GPU there if it is distributed: 11 s for the states of 8B."""
+    """Returns the optimizer's own buffer, made without a detour over the GPU (11 s for an 8B model)."""
     local = optimizer._new_buffer(local_part(parameter.detach()), signed)
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 
 
 def _flat_states(state: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Averages of the gradient and of its square, each as codes and scales; small ones as the values they are."""
+    """Yields the averages of the gradient and its square, as codes and scales; small ones as plain values."""
     for name in STATES:
         local: Any = local_part(state[name])
         yield from (local.codes.view(-1), local.scale) if hasattr(local, "codes") else (local.view(-1),)
@@ -86,9 +86,9 @@ def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Call
 
 
 def _change(settings: Sequence[Any], scale: Tensor, step: Tensor, there: Sequence[Tensor]) -> None:
-    """The update number `step` of weights from their states and `scale` times their gradient, which comes last.
+    """Applies update number `step` to weights, given their states and `scale` times their gradient, which comes last.
 
-    `settings`: the rate, both betas, the decay and epsilon.
+    `settings`: learning rate, both betas, weight decay and epsilon.
     """
     from torchao.optim.adam import single_param_adam
 
@@ -113,7 +113,7 @@ def _wrapped(states: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @lru_cache
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values that codes stand for."""
+    """Returns the 256 values that codes stand for."""
     from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
     return torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned(), device=device)

@@ -1,7 +1,7 @@
-"""What layers keep for the backward pass waits in host memory, copied out and back beside the computing.
+"""Offloading of activations to host memory, with copies that overlap the computation.
 
-Forward: a layer's tensors leave on a side stream while the next layer computes; once that is done they are gone.
-Backward: the tensors of the layer below come back while a layer computes. The tensors of two layers are there at most.
+Forward: a layer's tensors leave on a side stream while the next layer computes, and are freed after that. Backward: the
+tensors of the layer below come back while a layer computes. At most two layers' tensors are on the device.
 """
 
 from bisect import bisect_left, insort
@@ -16,34 +16,38 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightseq.memory.pinned import PinnedMemory, plain
+from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
-LEAST_BYTES = 1 << 20  # smaller tensors stay: a copy of them costs more than their memory is worth
-IN_FLIGHT = 2  # layers whose tensors are there at a time: one computes, another's are leaving or coming back
+MIN_BYTES = 1 << 20  # smaller tensors stay: copying costs more than their memory is worth
+IN_FLIGHT = 2  # layers with tensors on the device: one computes, one is being copied
 
 
 def layers_in_flight(tile_layers: bool) -> int:
-    """Layers over tiles compute for seconds: one in flight takes least memory, and little is lost."""
+    """Returns the layers whose tensors are on the device at a time.
+
+    Tiled layers compute for seconds, so one is enough: it takes least memory and costs little time.
+    """
     return 1 if tile_layers else IN_FLIGHT
 
 
-class HostMemory:
-    """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'.
+class HostBufferPool:
+    """Reusable host buffers of at most `limit_bytes` in all; shorter batches reuse longer ones' buffers.
 
-    Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
+    Some hosts take a minute to page-lock a hundred GiB: with `counts_only`, for rehearsals, all buffers of a size are
+    one.
     """
 
     def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self.counts_only, self._made = counts_only, dict[int, Tensor]()
-        self._make = PinnedMemory().empty if pinned else plain
-        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # rising in size
+        self._make = PinnedMemory().empty if pinned else empty_pageable
+        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # in rising size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat buffer, or None where that would pass the limit."""
+    def acquire(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns a flat buffer, or None if that would exceed the limit."""
         free = self._free[dtype]
-        place = bisect_left(free, elements, key=len)  # the smallest that will do, so that larger tensors find room too
+        place = bisect_left(free, elements, key=len)  # the smallest sufficient buffer
         buffer = free.pop(place) if place < len(free) else self._new(elements, dtype)
         if buffer is None:
             return None
@@ -61,108 +65,111 @@ class HostMemory:
             self._made[size] = self._make((size,), torch.uint8)
         return self._made[size].view(dtype)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
+        """Makes a buffer available again."""
         insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)
 
 
-class Kept:
-    """A tensor on the host. `leaving` is the original, for as long as it may still be read; `back` the copy of it."""
+class OffloadedTensor:
+    """A tensor in host memory. `original` is set while it may still be read, `restored` once it is fetched."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
         self.layer, self.host = layer, host
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.leaving: Tensor | None = tensor
-        self.back: Tensor | None = None
+        self.original: Tensor | None = tensor
+        self.restored: Tensor | None = None
 
 
-class Stayed:
-    """A tensor that did not leave: when it is read, the layer below comes back."""
+class OnDeviceTensor:
+    """A saved tensor that stays on the device; reading it brings back the layer below."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
 
 
 class _Layer:
-    """What one layer kept in one forward pass."""
+    """Saved tensors of one layer in one forward pass."""
 
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
-        self.index, self.shared, self.stays = index, shared, stays  # shared: the storages that are not its own
-        self.kept: dict[tuple, Kept] = {}
-        self.left: torch.cuda.Event | None = None
-        self.returned: torch.cuda.Event | None = None
-        self.coming = self.awaited = self.over = False
+        self.index, self.shared, self.stays = index, shared, stays  # shared: storages of other layers' tensors
+        self.stored: dict[tuple, OffloadedTensor] = {}
+        self.offloaded: torch.cuda.Event | None = None
+        self.fetch_done: torch.cuda.Event | None = None
+        self.fetching = self.fetched = self.released = False
 
 
 class Offload:
-    """Holds what layers save in host memory; what finds no room there stays on the device.
+    """Saved-tensor hooks that store activations in host memory; what does not fit there stays on the device.
 
-    One forward pass is followed by its backward pass. On CPU the same happens with plain copies. With one layer
-    `in_flight` nothing is copied beside the computing, which takes least memory and loses little where layers compute
-    for seconds.
+    Each forward pass is followed by its backward pass. On CPU plain copies take the place of streams. With one layer
+    `in_flight` no copy overlaps the computation.
     """
 
-    def __init__(self, device: torch.device, memory: HostMemory, in_flight: int = IN_FLIGHT) -> None:
+    def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
         self._in_flight = in_flight
-        self.kept_bytes = self.stayed_bytes = 0  # of the forward pass that ran last, or runs
+        self.offloaded_bytes = self.on_device_bytes = 0  # of the last or current forward pass
         self.memory, self._device = memory, device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._layers: list[_Layer] = []  # of the forward pass that ran last, or runs
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
-        """The forward of each of these layers, in the model's order, hands over what it saves, but of those `staying`.
+        """Wraps the forward of these layers, in the model's order, to offload saved tensors; not for those `staying`.
 
-        The layer `after` them keeps its own, for the backward pass begins with it or comes from there. Parameters, and
-        tensors among the arguments after the first, serve several layers and stay.
+        The layer `after` them keeps its own, because the backward pass begins with it or comes from there. Parameters,
+        and tensor arguments after the first, are shared by layers and stay.
         """
         for index, layer in enumerate(layers):
             forward = partial(self._forward, index, layer, layer in staying, layer.forward)
             layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
-    def keep(self, tensor: Tensor) -> Kept | Stayed | Tensor:
-        """Starts the tensor's way to the host, or has it stay. For use inside the forward of a layer."""
+    def store(self, tensor: Tensor) -> OffloadedTensor | OnDeviceTensor | Tensor:
+        """Starts copying a tensor to the host, or lets it stay. For use inside the forward of a layer."""
         layer = self._running
-        if layer is None or not self._may_leave(tensor, layer):
+        if layer is None or not self._is_offloadable(tensor, layer):
             return tensor
         if layer.stays:
-            return Stayed(layer, tensor)
+            return OnDeviceTensor(layer, tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in layer.kept:
-            host = self.memory.take(tensor.numel(), tensor.dtype)
+        if key not in layer.stored:
+            host = self.memory.acquire(tensor.numel(), tensor.dtype)
             if host is None:
-                self.stayed_bytes += tensor.nbytes
-                return Stayed(layer, tensor)
-            self.kept_bytes += tensor.nbytes
+                self.on_device_bytes += tensor.nbytes
+                return OnDeviceTensor(layer, tensor)
+            self.offloaded_bytes += tensor.nbytes
             tensor = tensor.detach()
-            layer.kept[key] = Kept(layer, tensor, host)
-            with self._beside():
-                layer.kept[key].host.copy_(_flat(tensor), non_blocking=True)
-            layer.left = self._event()
-        return layer.kept[key]
+            layer.stored[key] = OffloadedTensor(layer, tensor, host)
+            with self._on_side_stream():
+                layer.stored[key].host.copy_(_flat(tensor), non_blocking=True)
+            layer.offloaded = self._event()
+        return layer.stored[key]
 
-    def fetch(self, kept: Kept | Stayed | Tensor) -> Tensor:
-        """The tensor, on the device; what the layer before it kept begins to come back. Raises RuntimeError if gone."""
-        if isinstance(kept, Tensor):
-            return kept
-        layer = kept.layer
-        if not layer.awaited and not layer.over:
+    def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
+        """Returns the tensor on the device, and starts bringing back those of the layer below.
+
+        Raises RuntimeError if they are gone, as in a second backward pass.
+        """
+        if isinstance(stored, Tensor):
+            return stored
+        layer = stored.layer
+        if not layer.fetched and not layer.released:
             self._begin_backward(layer)
-        if isinstance(kept, Stayed):
-            return kept.tensor
-        if layer.over:
+        if isinstance(stored, OnDeviceTensor):
+            return stored.tensor
+        if layer.released:
             raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
-        assert kept.back is not None
-        return kept.back
+        assert stored.restored is not None
+        return stored.restored
 
     def _begin_backward(self, layer: _Layer) -> None:
         for later in self._layers[layer.index + 1 :]:
             self._release(later)
-        self._bring(layer)
-        _wait_for(layer.returned)
-        layer.awaited = True
+        self._start_fetch(layer)
+        _wait_for(layer.fetch_done)
+        layer.fetched = True
         if layer.index and self._in_flight > 1:
-            self._bring(self._layers[layer.index - 1])
+            self._start_fetch(self._layers[layer.index - 1])
 
     def _forward(
         self, index: int, layer: nn.Module, stays: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -172,68 +179,68 @@ class Offload:
         if index == 0:
             for old in self._layers:
                 self._release(old)
-            self._layers, self.kept_bytes, self.stayed_bytes = [], 0, 0
+            self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
         self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, stays)
         self._layers.append(self._running)
-        self._let_go(index - self._in_flight)
+        self._drop_original(index - self._in_flight)
         try:
-            with saved_tensors_hooks(self.keep, self.fetch):
+            with saved_tensors_hooks(self.store, self.fetch):
                 return forward(*args, **kwargs)
         finally:
             self._running = None
 
     def _after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._let_go(len(self._layers) - self._in_flight)
+            self._drop_original(len(self._layers) - self._in_flight)
         return forward(*args, **kwargs)
 
-    def _let_go(self, index: int) -> None:
-        """Of what a layer kept."""
+    def _drop_original(self, index: int) -> None:
+        """Drops the device copies of a layer's offloaded tensors."""
         if index < 0:
             return
-        _wait_for(self._layers[index].left)  # on the device; only then may its memory be somebody else's
-        for kept in self._layers[index].kept.values():
-            kept.leaving = None
+        _wait_for(self._layers[index].offloaded)  # the device waits before the memory is reused
+        for stored in self._layers[index].stored.values():
+            stored.original = None
 
-    def _bring(self, layer: _Layer) -> None:
-        """Starts the way back of all that a layer kept."""
-        if layer.coming:
+    def _start_fetch(self, layer: _Layer) -> None:
+        """Starts copying a layer's tensors back to the device."""
+        if layer.fetching:
             return
-        layer.coming = True
-        for kept in layer.kept.values():
-            kept.back, kept.leaving = kept.leaving, None
-            if kept.back is not None:  # never freed
+        layer.fetching = True
+        for stored in layer.stored.values():
+            stored.restored, stored.original = stored.original, None
+            if stored.restored is not None:  # never freed
                 continue
-            kept.back = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=kept.device)
-            with self._beside():
-                _flat(kept.back).copy_(kept.host, non_blocking=True)
-        layer.returned = self._event()
+            stored.restored = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=stored.device)
+            with self._on_side_stream():
+                _flat(stored.restored).copy_(stored.host, non_blocking=True)
+        layer.fetch_done = self._event()
 
     def _release(self, layer: _Layer) -> None:
-        if layer.over:
+        if layer.released:
             return
-        layer.over = True
-        for kept in layer.kept.values():
-            self.memory.give_back(kept.host)  # the side stream is done with it before more
-            kept.leaving = kept.back = None
+        layer.released = True
+        for stored in layer.stored.values():
+            self.memory.release(stored.host)  # the side stream finishes with it before the next copy
+            stored.original = stored.restored = None
 
-    def _may_leave(self, tensor: Tensor, layer: _Layer) -> bool:
-        here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= LEAST_BYTES
+    def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:
+        here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= MIN_BYTES
         return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On the side stream, after all that the current one has begun."""
-        if self._side is None:
+    def _on_side_stream(self) -> Iterator[None]:
+        """Runs the block on the side stream, after everything queued on the current one."""
+        if self._side_stream is None:
             yield
             return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             yield
 
     def _event(self) -> torch.cuda.Event | None:
-        return self._side.record_event() if self._side is not None else None
+        return self._side_stream.record_event() if self._side_stream is not None else None
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:
@@ -251,5 +258,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor in the order in which they lie."""
+    """Returns all elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

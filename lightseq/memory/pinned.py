@@ -1,6 +1,6 @@
-"""Page-locked host memory, to the byte, from and to which a GPU copies while both go on.
+"""Page-locked host memory of the exact size, so that GPU copies overlap the computation.
 
-torch's own allocator rounds every piece up to a power of two, which can double it.
+torch's own allocator rounds up to powers of two, which can double the size.
 """
 
 import weakref
@@ -14,30 +14,31 @@ PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context
 
 
 class CannotPin(OSError, MemoryError):
-    """A refusal where a run begins; in the middle of it, the end of the host's memory."""
+    """The host refuses to page-lock more memory: an input error when a run begins, out of memory later."""
 
 
 class PinnedMemory:
-    """Makes buffers that stay locked for as long as this object lives; whoever reads them later reads plain memory."""
+    """Allocator of page-locked buffers; they are unlocked when this object goes, and then remain plain memory."""
 
     def __init__(self) -> None:
         locked: list[Tensor] = []
         self._locked = locked
-        weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends lets go of all by itself
+        weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends unlocks everything
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A new buffer, of zeros. Raises CannotPin where the host does not lock as much."""
-        return self.lock_new(plain(shape, dtype))
+        """Returns a new buffer of zeros. Raises CannotPin if the host does not lock that much."""
+        return self.lock_new(empty_pageable(shape, dtype))
 
     def lock_new(self, buffer: Tensor) -> Tensor:
-        """Locks one without values, which become zeros. Raises CannotPin where the host does not lock as much.
+        """Locks a buffer without values, which become zeros. Raises CannotPin if the host does not lock that much.
 
-        Writing them has the kernel make the pages on all threads; locking would on one, in three to five times as long.
+        Writing zeros makes the kernel map the pages on all threads; locking alone uses one and takes three to five
+        times as long.
         """
         return self.lock(buffer.zero_())
 
     def lock(self, buffer: Tensor) -> Tensor:
-        """Locks one that is there, and contiguous. Raises CannotPin where the host does not lock as much."""
+        """Locks an existing contiguous buffer. Raises CannotPin if the host does not lock that much."""
         if buffer.nbytes:
             status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if status:
@@ -45,20 +46,20 @@ class PinnedMemory:
             self._locked.append(buffer)
         return buffer
 
-    def keep(self, used: Iterable[Tensor]) -> None:
-        """Lets go of all buffers but these: FSDP2 copies a shard that it pads."""
+    def retain_only(self, used: Iterable[Tensor]) -> None:
+        """Unlocks and drops all other buffers: FSDP2 copies a shard that it pads."""
         places = {tensor.data_ptr() for tensor in used}
         _unlock([buffer for buffer in self._locked if buffer.data_ptr() not in places])
         self._locked[:] = [buffer for buffer in self._locked if buffer.data_ptr() in places]
 
 
-def plain(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """A buffer that is not locked."""
+def empty_pageable(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Returns a buffer that is not page-locked."""
     return torch.empty(shape, dtype=dtype)
 
 
 def _unlock(locked: list[Tensor]) -> None:
-    """Before the memory goes back: a later buffer in its place could not be locked."""
+    """Unlocks buffers before their memory is freed: a later buffer at the same address could not be locked."""
     for buffer in locked:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
     locked.clear()

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: nothing, all of a layer but attention (and its linears), or everything."""
+"""Activation checkpointing: the backward pass recomputes nothing, everything but attention (and linears), or all."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,8 @@ from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
 from lightseq.kernels.checkpoint_context import Results, checkpointed, let_go, runs_again
 from lightseq.memory.offload import Offload
-from lightseq.modules.mlp import KEEPING_MLP_OP
-from lightseq.modules.projections import KEEPING_LINEAR_OP
+from lightseq.modules.mlp import STORED_MLP_OP
+from lightseq.modules.projections import STORED_LINEAR_OP
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 Forward = Callable[..., Tensor]
@@ -29,22 +29,22 @@ Forward = Callable[..., Tensor]
 def apply_remat(
     layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
 ) -> None:
-    """Checkpoints the forward of every layer. Only its input is kept, and under `attention` the operator's out and lse;
-    under `attention+mlp` besides what its MLP, which `tile_mlps` has told so, gives to be kept, and under
-    `attention+linears` what its projections do, which `keep_projections` has told.
+    """Checkpoints the forward of every layer.
 
-    The forward is replaced, not the call: module hooks, FSDP's among them, stay outside and run once a pass. `compiled`
-    is for a forward that torch.compile shall see; `offload` takes what is kept.
+    Only the layer's input is stored; under `attention` also attention's output and lse, under `attention+mlp` what
+    `tile_mlps(store=True)` marks, and under `attention+linears` what `store_projections` marks. The forward is replaced
+    rather than the call, so module hooks such as FSDP's stay outside and run once a pass. `compiled` is for a forward
+    that torch.compile will see; `offload` takes the stored tensors.
     """
     assert policy in POLICIES, policy
     if policy == "none":
         return
     options: dict[str, Any] = {}
     if not compiled:
-        options["context_fn"] = _again_contexts if policy == "full" else partial(_keep_contexts, offload)
+        options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
     elif policy != "full":
-        # The compiler needs to be told by torch's own policy, whose store no hook for saved tensors gets to see.
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_results)
+        # The compiler understands torch's own policy only; saved-tensor hooks do not see what that stores.
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _store_results)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
@@ -56,7 +56,7 @@ def apply_remat(
 
 
 def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Forward]:
-    """What `change` makes of the forwards of layers, which keep their own."""
+    """Returns the forwards that `change` gives the layers, and restores their own."""
     before = [layer.forward for layer in layers]
     change()
     changed = [layer.forward for layer in layers]
@@ -68,13 +68,12 @@ def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) ->
 def checkpoint_groups(
     groups: Sequence[Sequence[nn.Module]], inner: Offload | None = None, lasts_again: Sequence[Forward] | None = None
 ) -> None:
-    """Checkpoints neighbouring layers as one: of a group, only the first one's input is kept.
+    """Checkpoints neighbouring layers as one; of a group, only the first layer's input is stored.
 
-    The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
-    the host, given `inner`). The last one's backward pass comes at once, so that it may run another forward then, of
-    `lasts_again`, that keeps more: it is there no longer than what is computed again would be. Nobody reads what comes
-    out at its end (`runs_again`). The first layer's forward runs them all, and the others hand on what it returns, so
-    that the model that calls them need not know.
+    The backward pass first runs a group's layers forward again, each of which stores what its own checkpoint stores (on
+    the host, given `inner`). The last layer's backward pass follows at once, so it may use another forward, from
+    `lasts_again`, that stores more for that short time. Its output is never read (`runs_again`). The first layer's
+    forward runs the whole group and the others return their input, so the model needs no change.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
     for group, last_again in zip(groups, lasts_again, strict=True):
@@ -85,7 +84,7 @@ def checkpoint_groups(
         *others, last_again = (layer.forward for layer in group)
         group[0].forward = partial(_run_group, others, last, last_again)  # type: ignore[method-assign]
         for layer in group[1:]:
-            layer.forward = _hand_on  # type: ignore[method-assign, assignment]
+            layer.forward = _identity  # type: ignore[method-assign, assignment]
 
 
 def _run_group(
@@ -102,14 +101,16 @@ def _run_group(
 
     if not torch.is_grad_enabled():
         return run(hidden)
-    anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # weights want gradients even if hidden does not
+    anchor = torch.empty(
+        0, device=hidden.device, requires_grad=True
+    )  # so that weights get gradients even if hidden needs none
     return _Group.apply(hidden, anchor, run)
 
 
 class _Group(torch.autograd.Function):
-    """A checkpoint with checkpoints inside, and hooks for saved tensors between the two.
+    """A checkpoint that contains checkpoints, with saved-tensor hooks between the two.
 
-    torch's own, not reentrant, counts what is saved inside, and would miss what such hooks take.
+    torch's own non-reentrant checkpoint counts the tensors saved inside, and would miss those that such hooks take.
     """
 
     @staticmethod
@@ -126,38 +127,38 @@ class _Group(torch.autograd.Function):
             let_go(dout)
 
         with torch.enable_grad():
-            edge = get_gradient_edge(ctx.run(hidden, after_last))  # of the output itself nothing is needed any more
+            edge = get_gradient_edge(ctx.run(hidden, after_last))  # the output itself is not needed any more
         torch.autograd.backward(edge, dout)
         return hidden.grad, None, None
 
 
-def _hand_on(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return hidden
 
 
-def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = op in (ATTENTION_OP, KEEPING_MLP_OP, KEEPING_LINEAR_OP)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    stored = op in (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)
+    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _again_contexts() -> Contexts:
+def _recompute_contexts() -> Contexts:
     return checkpointed(None, runs_again()), checkpointed(None, again=True)
 
 
-def _keep_contexts(offload: Offload | None) -> Contexts:
-    """For the forward pass and for the recomputation: what operators gave is kept in the one and taken in the other."""
-    kept: deque[list[Any]] = deque()
-    keep: Callable[[Tensor], Any] = offload.keep if offload else lambda x: x
+def _storing_contexts(offload: Offload | None) -> Contexts:
+    """Returns contexts for the forward pass, which stores operators' results, and for the recomputation."""
+    stored: deque[list[Any]] = deque()
+    store: Callable[[Tensor], Any] = offload.store if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
 
-    def keeping(compute: Callable[[], Results]) -> Results:
+    def storing(compute: Callable[[], Results]) -> Results:
         results = compute()
-        kept.append([keep(x.detach()) for x in results])
+        stored.append([store(x.detach()) for x in results])
         return results
 
-    def taking(_compute: Callable[[], Results]) -> Results:
-        if not kept:
+    def reusing(_compute: Callable[[], Results]) -> Results:
+        if not stored:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
-        return tuple(fetch(x).detach() for x in kept.popleft())
+        return tuple(fetch(x).detach() for x in stored.popleft())
 
-    return checkpointed(keeping, runs_again()), checkpointed(taking, again=True)
+    return checkpointed(storing, runs_again()), checkpointed(reusing, again=True)

@@ -1,6 +1,6 @@
-"""Tensors of the host, changed on the GPU a piece at a time: one piece arrives, one is computed, one leaves.
+"""Pipelined update of host tensors on the GPU: one piece arrives, one is computed, one leaves.
 
-Those that are on the GPU anyway go the same way, at the rate of its memory.
+Tensors on the GPU take the same path at the speed of its memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IN_FLIGHT = 3  # pieces: one arrives, one is computed, one leaves
+IN_FLIGHT = 3  # pieces at a time: one arrives, one is computed, one leaves
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Flat parts of host tensors that change together; the first `changed` of them go back.
+    """Flat parts of host tensors that change together; the first `changed` of them are copied back.
 
-    `change` gets a buffer on the device for each, of `sizes` elements and with the host's values first. Pieces of the
-    same sizes are the same shapes to it, so that it compiles once; what lies behind the values is anything.
+    `change` receives one device buffer per part, of `sizes` elements, which begins with the host's values; the rest is
+    undefined. Pieces of the same sizes have the same shapes, so that `change` compiles once.
     """
 
     host: tuple[Tensor, ...]
@@ -32,17 +32,17 @@ class Piece:
 
 
 class _Slot:
-    """Buffers on the device for a piece of one kind."""
+    """Device buffers for a piece of one kind."""
 
     def __init__(self, piece: Piece, device: torch.device) -> None:
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for dtype, size in piece.kind]
-        self.left: torch.cuda.Event | None = None  # when the piece that was here last is on the host again
+        self.left: torch.cuda.Event | None = None  # recorded once the last piece in this slot is back on the host
 
 
-def change_on(device: torch.device, pieces: Sequence[Piece]) -> None:
-    """Changes every piece on the device, and returns once the host has the results.
+def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
+    """Updates every piece on the device, and returns once the host has the results.
 
-    Copies run beside the computing where the host's memory is page-locked. On CPU the same happens one after another.
+    Copies overlap the computation if the host's memory is page-locked. On CPU pieces run one after another.
     """
     kinds = {piece.kind: piece for piece in pieces}
     slots = {kind: [_Slot(piece, device) for _ in range(IN_FLIGHT)] for kind, piece in kinds.items()}
@@ -67,14 +67,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 class _Streams:
-    """The order between what arrives, what the current stream computes and what leaves; on CPU there is but one."""
+    """Ordering between incoming copies, the compute stream and outgoing copies; on CPU there is only one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on = device, has_streams(device)
         if self._on:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._computing = torch.cuda.current_stream(device)
-            self._in.wait_stream(self._computing)  # whose memory the buffers were
+            self._in.wait_stream(self._computing)  # the buffers' memory was used there
 
     def arriving(self, left: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if not self._on:

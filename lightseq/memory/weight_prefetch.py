@@ -1,8 +1,8 @@
-"""Brings weights that wait on the host to the device one unit of FSDP2 ahead, where every rank has all of them.
+"""Prefetch of offloaded weights, one FSDP2 unit ahead, for runs in which every rank has all weights.
 
-FSDP2 gathers a unit's weights beside the computing of the unit before it. Where there is nobody to gather from it
-copies them when their unit begins, and nothing computes meanwhile. Here each unit that begins, in the forward and in
-the backward pass, has the next one's brought on a side stream: two units' are there at a time, as where ranks gather.
+FSDP2 overlaps all-gathers with the previous unit's computation. Without ranks to gather from it copies weights when
+their unit begins, and the device idles. Here each unit that begins, forward or backward, starts the copy of the next on
+a side stream. Two units' weights are on the device at a time, as when ranks gather.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-class Ahead:
-    """For `units` of neighbouring layers, in the model's order, each of which `fully_shard` was given as one list."""
+class WeightPrefetch:
+    """Prefetch hooks on `units` of neighbouring layers, in the model's order, each a list given to `fully_shard`."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
         self._units = units
-        self._side = torch.cuda.Stream() if device_type == "cuda" else None
-        self._coming: dict[int, torch.cuda.Event] = {}  # by unit; what the device waits for before it computes there
-        for index, unit in enumerate(units):  # hooks run in the order of their registration: FSDP2's own come first
+        self._side_stream = torch.cuda.Stream() if device_type == "cuda" else None
+        # By unit: events that the device waits for before it computes.
+        self._unshard_events: dict[int, torch.cuda.Event] = {}
+        for index, unit in enumerate(units):  # hooks run in order of registration, so FSDP2's own come first
             unit[0].register_forward_pre_hook(partial(self._before_forward, index))
             unit[-1].register_forward_hook(partial(self._after_forward, index))
 
@@ -36,20 +37,20 @@ class Ahead:
         self._begin(index, index - 1)
 
     def _begin(self, index: int, following: int) -> None:
-        came = self._coming.pop(index, None)
+        came = self._unshard_events.pop(index, None)
         if came is not None:
             torch.cuda.current_stream().wait_event(came)
         if 0 <= following < len(self._units):
-            self._bring(following)
+            self._start_unshard(following)
 
-    def _bring(self, index: int) -> None:
+    def _start_unshard(self, index: int) -> None:
         unit = self._units[index][0]
         assert isinstance(unit, FSDPModule)
-        if self._side is None:
+        if self._side_stream is None:
             unit.unshard()
             return
-        # The side stream's memory goes round: what it is given now, another unit's weights may have been until now.
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        # The side stream reuses memory that may have held another unit's weights until now.
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             unit.unshard()
-            self._coming[index] = self._side.record_event()
+            self._unshard_events[index] = self._side_stream.record_event()

@@ -1,1 +1,1 @@
-"""What a model is: its architecture, presets and names, weights in and out, adapters, and its operations."""
+"""Models: architecture, presets and names, reading and writing weights, adapters, and FLOP counts."""

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and in peft's files.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and peft's files.
 
-The model keeps its class and the names of its modules; its own weights stay as they were read, in the compute dtype.
+The model keeps its class and module names; its own weights stay as they were read, in the compute dtype.
 """
 
 import json
@@ -18,37 +18,39 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.weights import (
-    ADAPTER,
-    Fill,
+    LORA_INFIX,
+    FillParameter,
     build_on_meta,
     copy_tokenizer,
     fill,
     named_generator,
     save_tensors,
 )  # fmt: skip
-from lightseq.modules.low_rank import adapted, linear_of
+from lightseq.modules.low_rank import linear_weights, lora_linear
 from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-ROPE: Final = "adapter_rope.json"  # what a run changed in the config of its model; peft's files have no place for it
-ALL: Final = "all-linear"
+ROPE_FILE: Final = (
+    "adapter_rope.json"  # settings of the model's config that a run changed; peft's files have no place for them
+)
+ALL_LINEARS: Final = "all-linear"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What `--lora_rank`, `--lora_alpha` and `--lora_target_modules` ask for."""
+    """Settings from `--lora_rank`, `--lora_alpha` and `--lora_target_modules`."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names of linears in the layers, as q_proj
+    targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
-def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
-    """Raises ValueError for what cannot be met."""
+def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
+    """Returns the adapters that the flags ask for. Raises ValueError for flags that cannot be met."""
     if config.lora_rank is None:
         return None
     if find_spec("peft") is None:
@@ -56,32 +58,32 @@ def lora_of(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
     if config.lora_rank > model_config.hidden_size:
         most = f"a linear of {model_config.hidden_size:,} inputs has no more directions"
         raise ValueError(f"--lora_rank {config.lora_rank}: {most}; give a lower one")
-    linears = sorted({name.split(".")[-1] for name, _ in _ends_of_linears(model_config)})
+    linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
-    targets = linears if asked == [ALL] else asked
+    targets = linears if asked == [ALL_LINEARS] else asked
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is no linear of the model's layers; "
-            f"choose from {', '.join(linears)}, or {ALL}"
+            f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
     return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets))
 
 
-def adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
-    """How many weights train; 0: all of the model's."""
+def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
+    """Returns the number of adapter weights; 0 means that all of the model's weights train."""
     if lora is None:
         return 0
-    ends = _ends_of_linears(model_config)
+    ends = _linear_sizes(model_config)
     return sum(lora.rank * both for name, both in ends if name.split(".")[-1] in lora.targets)
 
 
-def _ends_of_linears(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Inputs and outputs together of every linear, by name."""
-    return _known_ends(cast(Hashable, type(model_config)), model_config.to_json_string())
+def _linear_sizes(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Returns the input plus output features of every linear by name."""
+    return _cached_linear_sizes(cast(Hashable, type(model_config)), model_config.to_json_string())
 
 
 @lru_cache(maxsize=16)  # a plan asks for every length that it tries
-def _known_ends(kind: Any, text: str) -> list[tuple[str, int]]:
+def _cached_linear_sizes(kind: Any, text: str) -> list[tuple[str, int]]:
     linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
     return [(name, linear.in_features + linear.out_features) for name, linear in linears]
 
@@ -91,8 +93,8 @@ def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
 
 
-def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
-    """Puts adapters beside the linears of a model without memory; freezes all else, in the dtype that computes."""
+def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
+    """Adds adapters to the linears of a model on the meta device; freezes all else, in the compute dtype."""
     if lora is None:
         return
     from peft import inject_adapter_in_model
@@ -102,19 +104,21 @@ def add(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
         if hasattr(module, "lora_A"):
             module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(ADAPTER in name)
-        if ADAPTER not in name:
+        parameter.requires_grad_(LORA_INFIX in name)
+        if LORA_INFIX not in name:
             parameter.data = parameter.data.to(dtype)
 
 
 @cache
 def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
-    """peft's layer, the adapter's product and the weight's made as one. In two, as peft has them, what an adapter adds
-    to a bfloat16 number that is rounded already is lost wherever it is less than half a step: at first, all of it.
+    """Returns a subclass of peft's layer that computes the weight's and the adapter's product in one.
+
+    peft adds two products. In bfloat16 the adapter's part is then lost wherever it is less than half a step of the
+    rounded weight's part; at first, all of it is.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        out = adapted(x.flatten(0, -2), linear_of(self, x.dtype)).view(*x.shape[:-1], -1)
+        out = lora_linear(x.flatten(0, -2), linear_weights(self, x.dtype)).view(*x.shape[:-1], -1)
         return out if self.base_layer.bias is None else out + self.base_layer.bias
 
     return type(f"RoundedOnce{kind.__name__}", (kind,), {"forward": forward})
@@ -129,9 +133,11 @@ def _peft_config(lora: Lora, base: str | None = None) -> Any:
     )  # fmt: skip
 
 
-def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
-    """As peft does, and the same for every number of ranks: A uniform within 1/√inputs either way, B zero."""
-    for name, parameter in trained(model):
+def initialize(
+    model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
+) -> None:
+    """Initializes adapters as peft does, equally for every number of ranks: A uniform within 1/√inputs, B zero."""
+    for name, parameter in lora_parameters(model):
         shape, on = tuple(parameter.shape), device or parameter.device
         whole = torch.zeros(shape, device=on)
         if "lora_A" in name:
@@ -140,20 +146,21 @@ def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: tor
         fill(parameter, whole.__getitem__)
 
 
-def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if ADAPTER in name)
+def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the names and parameters of the adapters."""
+    return ((name, p) for name, p in model.named_parameters() if LORA_INFIX in name)
 
 
-def rope_of(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What a run's flags made of its model's RoPE, as config.json has it; None where they left it alone."""
+def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Returns the RoPE settings of config.json that a run's flags changed; None if they changed nothing."""
     if config.rope_theta is None and config.rope_scaling is None:
         return None
     found = model_config.to_dict()
     return {key: found[key] for key in ("rope_parameters", "max_position_embeddings")}
 
 
-def base_of(name: str) -> str:
-    """What an adapter calls the model that it belongs to, by what `--model_name_or_path` calls that."""
+def base_model_name(name: str) -> str:
+    """Returns the name that an adapter's config gives its base model, from `--model_name_or_path`."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -165,23 +172,23 @@ def save(
     tokenizer_from: Path | None,
     rope: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what `PeftModel.from_pretrained` opens, from the whole tensors of the adapters by name; `rope` beside."""
+    """Writes whole adapter tensors in the files that `PeftModel.from_pretrained` opens, with `rope` beside them."""
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
-    _peft_config(lora, base_of(base)).save_pretrained(str(directory))
+    _peft_config(lora, base_model_name(base)).save_pretrained(str(directory))
     if rope is not None:
-        (directory / ROPE).write_text(json.dumps(rope, indent=2) + "\n")
+        (directory / ROPE_FILE).write_text(json.dumps(rope, indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The settings of a saved adapter. Raises ValueError for one that `merge` cannot apply."""
+    """Returns the config of a saved adapter. Raises ValueError if `merge` cannot apply it."""
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
-    found = read_object(path)
+    found = read_json_object(path)
     plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
     plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
     for key, value in plain.items():
@@ -194,12 +201,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_rope(directory: Path) -> dict[str, Any] | None:
-    """What `save` was given; None where the run left its model's RoPE alone."""
-    return read_object(directory / ROPE) if (directory / ROPE).is_file() else None
+    """Returns the `rope` that `save` was given; None if it was given none."""
+    return read_json_object(directory / ROPE_FILE) if (directory / ROPE_FILE).is_file() else None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds. Raises ValueError that names it where that is no object."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ValueError naming the file if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

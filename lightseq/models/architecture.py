@@ -1,6 +1,6 @@
-"""What a causal language model is made of, asked of the model itself: built without memory and run once on no numbers.
+"""Architecture of a causal language model, read from the model: built on the meta device and run once there.
 
-Nothing is told by its name. What training here could honour only in part is a ValueError of one line.
+Nothing depends on its name. Anything that training here would honour only in part is a ValueError of one line.
 """
 
 import copy
@@ -25,12 +25,14 @@ from lightseq.utils.formatting import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
-MOST_LAYERS: Final = 10_000  # each takes a millisecond to build, without memory
+MAX_LAYERS: Final = 10_000  # each takes a millisecond to build on the meta device
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
 class Heads:
+    """Attention heads of a layer: query heads, key/value heads, and their dimension."""
+
     query: int
     key_value: int
     dim: int
@@ -38,41 +40,41 @@ class Heads:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Counts are of parameters, and of the whole model."""
+    """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    window: int | None  # tokens that a token of some layer sees at most; None: all
+    window: int | None  # most tokens that a token of some layer sees; None: all
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
-    mlp_is_last: bool  # no backward pass needs what an MLP gives: nothing but a sum follows, say, and no norm
+    mlp_is_last: bool  # no backward pass needs an MLP's output, as only a sum follows it and no norm
     plain_projections: bool  # of attention: four linears without bias
-    passes_documents: bool  # every layer hands its keyword arguments on to attention, and with them packed documents
+    passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
     layers: int
     heads: Heads
-    total: int  # each once, however often it is used
-    sizes: tuple[int, ...]  # of the tensors that the parameters are in
+    total: int  # tied parameters count once
+    sizes: tuple[int, ...]  # elements of each parameter tensor
     layer_linears: int  # weights of the linears in all layers
-    ending_linears: int  # of them, those with which a layer ends: a backward pass never needs what they give out
+    ending_linears: int  # of them, those that end a layer: no backward pass needs their output
     head: int  # weights of the LM head, tied or not
 
     @property
-    def can_keep_mlp(self) -> bool:
-        """Whether a checkpoint may keep the gate and up of its MLPs and make no product of them again."""
+    def can_store_mlp(self) -> bool:
+        """Returns whether a checkpoint may store gate and up of its MLPs and recompute no product of them."""
         return self.gated_mlp and self.mlp_is_last
 
 
 def heads_of(config: PreTrainedConfig) -> Heads:
-    """Returns the heads of every layer. Raises ValueError where layers differ or the config does not say."""
+    """Returns the heads of every layer. Raises ValueError if layers differ or the config does not say."""
     try:
         query = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
-    except (AttributeError, RuntimeError) as error:  # a RuntimeError where a config has a number for each layer
+    except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
         raise ValueError(f"{config.model_type} has no one number of attention heads for all layers") from error
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A copy with the first few layers alone; what the config lists for each layer is cut, too."""
+    """Returns a copy of a config with the first few layers; lists with one entry per layer are cut too."""
     before, few = config.num_hidden_layers, copy.deepcopy(config)
     few.num_hidden_layers = min(before, layers)
     for key, value in vars(few).items():
@@ -108,11 +110,12 @@ def rope_types(source: object) -> set[str]:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the attention modules of a model."""
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
 def check_attention(model: PreTrainedModel, length: int) -> None:
-    """Raises ValueError for models whose attention over `length` tokens could only be honoured in part."""
+    """Raises ValueError for a model whose attention over `length` tokens would be honoured only in part."""
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
@@ -138,29 +141,32 @@ def _check_window(name: str, window: int | None, length: int) -> None:
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Keys that a token of the layer that looks back least can see, itself among them; None where all can."""
+    """Returns the smallest number of keys that a token of some layer can see, itself included; None if all."""
     kinds = getattr(config, "layer_types", None)
     asked = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if asked else None
     return None if window is None else int(window)
 
 
-def examine(config: PreTrainedConfig, length: int | None = None) -> Architecture:
-    """The architecture behind a config. Raises ValueError for one that cannot be trained here, at a length if given."""
+def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
+    """Returns the architecture of a config.
+
+    Raises ValueError for one that cannot be trained here, or not at a given length.
+    """
     facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
-    found = _examine(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+    found = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
     _check_window(found.name, found.window, length or 1)
     return found
 
 
 @lru_cache(maxsize=64)
-def _examine(kind: Any, text: str) -> Architecture:
+def _inspect(kind: Any, text: str) -> Architecture:
     try:
         config = kind.from_dict(json.loads(text))
-        if config.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MOST_LAYERS}")
+        if config.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MAX_LAYERS}")
         model = build_on_meta(config)
-    except Exception as error:  # the model's own code may raise anything
+    except Exception as error:  # the model's code may raise anything
         raise ValueError(f"{kind.model_type!r} is no causal language model here: {first_line(error)}") from error
     check_attention(model, 1)
     name, base = type(model).__name__, model.base_model
@@ -171,10 +177,10 @@ def _examine(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} has a bias in its head, which the loss over chunks leaves out; use another model")
     _check_parts(model, layers)
     try:
-        heads, passes_documents, ends, mlp_is_last = _run(model, layers, head)
+        heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers, head)
     except ValueError:
         raise
-    except Exception as error:  # of the model's own code, again
+    except Exception as error:  # from the model's code, too
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} does not run as the models that train here do ({why}); use another model") from error
     return Architecture(
@@ -204,7 +210,7 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     rates = {
         key: rate for key, rate in model.config.to_dict().items() if "drop" in key and isinstance(rate, float) and rate
     }
-    if rates:  # what is recomputed would drop something else
+    if rates:  # a recomputation would drop other elements
         raise ValueError(
             f"{name} drops out ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
         )
@@ -220,9 +226,13 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(f"{name} has buffers that cannot be computed anew, {', '.join(left[:3])}; use another model")
 
 
-def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tuple[Heads, bool, list[nn.Linear], bool]:
-    """Runs the model once on the meta device. Returns what attention is called with in every layer, whether packed
-    documents reach it, the linear that each layer runs last, and whether no layer saves anything behind its MLP.
+def _run_on_meta(
+    model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear
+) -> tuple[Heads, bool, list[nn.Linear], bool]:
+    """Runs the model once on the meta device.
+
+    Returns the heads that attention is called with in every layer, whether packed documents reach it, the linear that
+    each layer runs last, and whether no layer saves anything after its MLP.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
     documents = object()
@@ -241,10 +251,10 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tupl
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
-        kinds: Any = getattr(rope, "rope_type", None)  # of some the frequencies depend on numbers, which are not here
+        kinds: Any = getattr(rope, "rope_type", None)  # some frequencies depend on values, which meta tensors lack
         rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attending_by(model, probe), _saved_behind_mlps(layers) as saved, _head_alone(model, head):
+    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, _plain_head_required(model, head):
         model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -254,8 +264,11 @@ def _run(model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear) -> tupl
 
 
 @contextmanager
-def _saved_behind_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
-    """How many tensors each layer saves for its backward pass once its MLP has run, or at all if it has none."""
+def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
+    """Yields a list that receives, per layer, the number of tensors saved for backward after its MLP.
+
+    A layer without an MLP counts all that it saves.
+    """
     since: list[Tensor] = []
     counts: list[int] = []
 
@@ -273,7 +286,7 @@ def _saved_behind_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
     model.set_attn_implementation(PROBE)
     yield
@@ -281,10 +294,10 @@ def _attending_by(model: PreTrainedModel, function: Callable[..., Any]) -> Itera
 
 
 @contextmanager
-def _head_alone(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
-    """Raises ValueError unless the logits of a pass are the head's product with the layers' output and nothing else.
+def _plain_head_required(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
+    """Raises ValueError unless the logits are exactly the head applied to the layers' output.
 
-    The loss takes the head's weight and that output.
+    The loss reads only the head's weight and that output.
     """
     found: dict[str, Tensor] = {}
     hooks = [

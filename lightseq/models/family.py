@@ -1,4 +1,4 @@
-"""What a model name means within one family: a preset, the hub id of one, a local directory or any other hub id."""
+"""Resolution of --model_name_or_path (a preset, its hub id, a local directory or any hub id), and RoPE scaling."""
 
 import difflib
 import math
@@ -11,35 +11,42 @@ from typing import Any, Final
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
-from lightseq.models.architecture import examine, heads_of
-from lightseq.models.hub import unreachable
-from lightseq.models.presets import Family
+from lightseq.models.architecture import heads_of, inspect_architecture
+from lightseq.models.hub import hub_error
+from lightseq.models.presets import ModelFamily
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
-REACHING: Final = ("llama3", "yarn", "longrope")  # keep the length they start from beside the one they reach
-FACTORS: Final = ("short_factor", "long_factor")  # of longrope, one a frequency
+WITH_ORIGINAL_LENGTH: Final = (
+    "llama3",
+    "yarn",
+    "longrope",
+)  # types that store the original length beside the extended one
+FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a model comes from: its architecture, and the directory or hub id of its weights, if it has any."""
+class ModelSource:
+    """Architecture of a model, and the directory or hub id of its weights, if it has any."""
 
     config: PreTrainedConfig
     weights: Path | str | None
 
 
-def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Source:
-    """What `--model_name_or_path` names; asks the hub only for weights or for an id that is no alias."""
+def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
+    """Returns the model that `--model_name_or_path` names.
+
+    Asks the hub only for weights, or for an id that is no alias. Raises ValueError for unknown names.
+    """
     name, directory = model_name_or_path, Path(model_name_or_path)
     if family.preset(name) is not None:
         if not random_init:
             remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
             raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
-        return Source(preset_config(family, name), None)
+        return ModelSource(preset_config(family, name), None)
     if random_init and name in family.aliases:
-        return Source(preset_config(family, family.aliases[name]), None)
+        return ModelSource(preset_config(family, family.aliases[name]), None)
     if (directory / "config.json").is_file():
-        return Source(_read_config(directory), None if random_init else directory)
+        return ModelSource(_read_config(directory), None if random_init else directory)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
             f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
@@ -52,24 +59,24 @@ def resolve(family: Family, model_name_or_path: str, random_init: bool) -> Sourc
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
     _check_hub(family, name)
-    return Source(_read_config(name), None if random_init else name)
+    return ModelSource(_read_config(name), None if random_init else name)
 
 
-def preset_config(family: Family, preset: str) -> LlamaConfig:
-    """A fresh config of a preset; changing it changes no other."""
+def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
+    """Returns a new config of a preset; changing it changes no other."""
     arguments: dict[str, Any] = dict(family.preset(preset) or {})
     assert arguments, preset
-    # transformers fills in the mapping it is given: hand it its own copy.
+    # transformers modifies the mapping it is given, so copy it.
     return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
 
 
 def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """The config, if every part of the architecture is one that training here honours."""
+    """Returns the config. Raises ValueError if training here does not honour every part of the architecture."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:
         _check_rope_type(rope, name)
     try:
-        heads = examine(config).heads
+        heads = inspect_architecture(config).heads
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if heads.key_value < 1 or heads.query % heads.key_value:
@@ -86,11 +93,12 @@ def apply_rope(
     rope_scaling: Mapping[str, Any] | None = None,
     length: int = 0,
 ) -> PreTrainedConfig:
-    """A new config with another base or another scaling of the rotary positions; scaling replaces the model's own.
+    """Returns a new config with another base or scaling of the rotary positions; scaling replaces the model's own.
 
-    Scaling starts from the context that the model has without its own. llama3, yarn and longrope keep that length
-    beside the one that they reach, which becomes the config's; the others are scaled from the config's. A larger base
-    has no length of its own: it is given for the one that is trained on, which becomes the config's where it is longer.
+    Scaling starts from the model's context without its own scaling. llama3, yarn and longrope store that length beside
+    the one they reach, which becomes the config's; the others scale the config's. A larger base has no length of its
+    own: it is meant for the training length, which becomes the config's if it is longer. Raises ValueError for settings
+    that do not fit.
     """
     current = dict(getattr(config, "rope_parameters", None) or {})
     published = config.max_position_embeddings
@@ -106,25 +114,25 @@ def apply_rope(
         if rope_scaling is None and rope_theta > current["rope_theta"]:
             context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
-    if rope_scaling is not None and rope["rope_type"] in REACHING:
-        # A length over a context is seldom a binary fraction: the product may lie just below the length.
+    if rope_scaling is not None and rope["rope_type"] in WITH_ORIGINAL_LENGTH:
+        # A factor is seldom a binary fraction: the product may be just below the length.
         reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
         changed = type(config).from_dict(
             config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
         )
-    except KeyError as error:  # transformers' own validation names the keys it misses
+    except KeyError as error:  # transformers names missing keys
         raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
     return changed
 
 
 def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedConfig | None = None) -> str | None:
-    """One line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
+    """Returns one line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
 
-    `before` is the model as it was, where --rope_scaling was given: that it covered more is said for any length.
+    `before` is the model without --rope_scaling, if that was given: losing positions is reported for any length.
     """
-    covered, had = positions(config), positions(before) if before is not None else 0
+    covered, had = covered_positions(config), covered_positions(before) if before is not None else 0
     if length <= covered and had <= covered:
         return None
     if had > covered:
@@ -137,15 +145,15 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
     return f"{beyond}; {remedy}, or give {covered} or less"
 
 
-def positions(config: PreTrainedConfig) -> int:
-    """How many the model and its scaling cover."""
+def covered_positions(config: PreTrainedConfig) -> int:
+    """Returns how many positions the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
-    factor = 1.0 if rope.get("rope_type") in (*REACHING, "default") else rope.get("factor", 1.0)
+    factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
     return round(config.max_position_embeddings * factor)
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
-    """What a factor counts from, and the one, rounded up, that covers a length."""
+    """Returns advice: the length that a factor multiplies, and the factor, rounded up, that covers `length`."""
     rope = config.rope_parameters or {}
     start = rope.get("original_max_position_embeddings", config.max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"
@@ -177,7 +185,7 @@ def _scaled_rope(
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in REACHING:
+    if rope["rope_type"] in WITH_ORIGINAL_LENGTH:
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 
@@ -191,10 +199,10 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
 
 def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
-        # Told nothing, it would ask whether to run the code that a config names.
+        # Without trust_remote_code it would prompt.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-        type(config).from_dict(config.to_dict())  # as apply_rope makes another of it
-    except Exception as error:  # what the code of its class makes of its fields may be anything
+        type(config).from_dict(config.to_dict())  # apply_rope does the same
+    except Exception as error:  # the config's class may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--model_name_or_path {source}: its config cannot be read ({reason}); give another model"
@@ -202,8 +210,8 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     return check_config(config, f"--model_name_or_path {source}")
 
 
-def _check_hub(family: Family, hub_id: str) -> None:
-    reason = unreachable(hub_id, "config.json")
+def _check_hub(family: ModelFamily, hub_id: str) -> None:
+    reason = hub_error(hub_id, "config.json")
     if reason is None:
         return
     if hub_id in family.aliases:
@@ -216,12 +224,12 @@ def _check_hub(family: Family, hub_id: str) -> None:
     )
 
 
-def _unknown_name(family: Family, name: str) -> str:
-    other: Family | None = import_module(family.sibling).FAMILY if family.sibling else None
+def _unknown_name(family: ModelFamily, name: str) -> str:
+    other: ModelFamily | None = import_module(family.sibling).FAMILY if family.sibling else None
     if other is not None and other.preset(name) is not None:
         return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
     known = [*family.presets, *(other.presets if other else ())]
-    nearest = max(  # of equals, one of this family
+    nearest = max(  # prefer this family
         difflib.get_close_matches(name, known, n=len(known)),
         key=lambda preset: (difflib.SequenceMatcher(None, preset, name).ratio(), preset in family.presets),
         default=None,

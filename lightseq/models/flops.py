@@ -1,7 +1,7 @@
-"""How many parameters a model has, how many floating-point operations a step takes, and what share of the peak that is.
+"""Parameter counts, FLOPs of a step, and utilisation of the peak (MFU, HFU).
 
-A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads,
-D head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
+A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads, D
+head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP, POLICIES
-from lightseq.models.architecture import examine
+from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
+from lightseq.models.architecture import inspect_architecture
 
 # Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
 # by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
@@ -32,29 +32,33 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 
 
 def matmul_parameters(config: PreTrainedConfig) -> int:
-    """N, the weights every token is multiplied by: the layers' linears and the LM head, tied or not; no lookup."""
-    found = examine(config)
+    """Returns N, the weights that every token is multiplied by: the layers' linears and the LM head, tied or not."""
+    found = inspect_architecture(config)
     return found.layer_linears + found.head
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
-    """Every parameter, counted once: N, the biases, the norms, and the embeddings unless they are the LM head too."""
-    return examine(config).total
+    """Returns all parameters, each counted once; embeddings that are also the LM head count once too."""
+    return inspect_architecture(config).total
 
 
 def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
-    """Causal attention of one sequence over all layers, forward: QKᵀ and PV are 4·S²·H·D, half of which is masked."""
-    found = examine(config)
+    """Returns forward FLOPs of causal attention for one sequence and all layers.
+
+    QKᵀ and PV take 4·S²·H·D, half of which is masked.
+    """
+    found = inspect_architecture(config)
     return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
 
 
 def model_flops(
     config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float = 1.0
 ) -> int:
-    """FLOPs of one training step, no recompute: 6·N a token, and attention with a backward of twice the forward.
+    """Returns FLOPs of one training step without recomputation: 6·N per token, and attention.
 
-    Of weights that only `adapters` train beside, 4·N a token: they get no gradient. `attention_share` is what documents
-    packed into a sequence need of its attention: the squares of their lengths.
+    The backward pass of attention takes twice the forward. With `adapters`, frozen weights take 4·N per token, as they
+    get no gradient. `attention_share` is the part of full attention that packed documents need: the sum of their
+    squared lengths over the squared length.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
     attention = round(attention_share * 3 * attention_forward_flops(config, length))
@@ -70,19 +74,19 @@ def recompute_flops(
     tiled: bool = False,
     attention_share: float = 1.0,
 ) -> int:
-    """FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
+    """Returns FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
 
     `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's, and
-    `attention+linears` none. The down projection is never repeated: it ends its layer, and no gradient needs what it
-    gives out. What flash kernels repeat inside is not counted.
-    Of a `group` of layers that shares a checkpoint all run forward once more before that; the last one then keeps
-    what attention gives, and ends where nobody reads the rest. Layers that are `tiled` repeat their last product too,
-    and the projections to q, k and v once more, for attention's backward pass. MLPs are taken to run over tiles.
+    `attention+linears` none. The down projection is never repeated, because it ends its layer and no gradient needs its
+    output. Recomputation inside flash kernels is not counted. In a `group` of layers that shares a checkpoint, all run
+    forward once more before that; the last one then stores what attention returns, and stops where the rest is not
+    read. Layers that are `tiled` also repeat their last product, and once more the projections to q, k and v, for
+    attention's backward pass. MLPs are assumed to run over tiles.
     """
     assert remat in POLICIES, remat
-    found = examine(config)
-    repeated = 0 if remat in ("none", KEEP_LINEARS) else found.layer_linears - found.ending_linears
-    if remat == KEEP_MLP:
+    found = inspect_architecture(config)
+    repeated = 0 if remat in ("none", STORE_LINEARS) else found.layer_linears - found.ending_linears
+    if remat == STORE_MLP:
         repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
     lasts = ceil(found.layers / group) if group > 1 else 0
     attended = found.layers - lasts if remat == "full" else 0  # layers whose attention is computed again
@@ -91,35 +95,37 @@ def recompute_flops(
         repeated += found.ending_linears + (found.layers + attended) * projections
     if group > 1:
         attended += found.layers
-        repeated += found.layer_linears - lasts * unread_weights(config, remat, tiled)
+        repeated += found.layer_linears - lasts * skipped_matmul_weights(config, remat, tiled)
     attention = attention_forward_flops(config, length) * attended // found.layers
     return sequences * (2 * repeated * length + round(attention_share * attention))
 
 
 def projection_weights(config: PreTrainedConfig) -> int:
-    """Of one layer: those that make q, k and v."""
-    heads = examine(config).heads
+    """Returns the weights of one layer that compute q, k and v."""
+    heads = inspect_architecture(config).heads
     weights: int = config.hidden_size * heads.dim * (heads.query + 2 * heads.key_value)
     return weights
 
 
-def unread_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
-    """Of the last layer of a group that runs again: weights of linears whose products are not made, for nobody reads
-    them. Over tiles it ends with attention, else without its MLP, unless a checkpoint keeps gate and up."""
-    found = examine(config)
+def skipped_matmul_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
+    """Returns weights whose products the last layer of a group skips when it runs again, because nothing reads them.
+
+    A tiled layer stops after attention, others before the MLP, unless a checkpoint stores gate and up.
+    """
+    found = inspect_architecture(config)
     if tiled:
         return found.layer_linears // found.layers - projection_weights(config)
-    ends_early = found.can_keep_mlp and remat in ("attention", "full")
+    ends_early = found.can_store_mlp and remat in ("attention", "full")
     return 3 * config.hidden_size * config.intermediate_size if ends_early else 0
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:
-    """Dense peak of a device, in FP8 or in bfloat16, by the name torch gives it; None where it is not known."""
+    """Returns a device's dense peak, in FP8 or in bfloat16, by torch's name for it; None if unknown."""
     return next((peaks[fp8] for pattern, *peaks in PEAKS if re.search(pattern, device_name)), None)
 
 
 def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second: float | None) -> float | None:
-    """Share of the GPUs' joint peak that a step used, from 0 to 1; None where the peak is not known.
+    """Returns the share of the GPUs' joint peak that a step used, from 0 to 1; None if the peak is unknown.
 
     With `model_flops` it is the model's utilisation (MFU); with `recompute_flops` added, the hardware's (HFU).
     """

@@ -1,4 +1,4 @@
-"""Asks the hub once, within seconds, whether a repository is there; transformers would ask for minutes."""
+"""Quick check that a hub repository can be reached; transformers would retry for minutes."""
 
 from typing import Final
 
@@ -7,17 +7,17 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from lightseq.utils.formatting import first_line
 
-SECONDS: Final = 10.0  # that it may take to answer
+TIMEOUT_SECONDS: Final = 10.0  # of the request
 
 
-def unreachable(hub_id: str, file: str) -> str | None:
-    """Why the hub does not answer for a repository, of which a file is not in the cache either; None where it does."""
-    if try_to_load_from_cache(hub_id, file) is not None:  # the file, or that the repository is known to lack it
+def hub_error(hub_id: str, file: str) -> str | None:
+    """Returns why a hub repository cannot be reached; None if it can, or if the file is cached."""
+    if try_to_load_from_cache(hub_id, file) is not None:  # cached file, or cached absence of it
         return None
     try:
-        get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=SECONDS)
+        get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=TIMEOUT_SECONDS)
     except EntryNotFoundError:
-        return None  # it answers; what lacks the file is another's to say
-    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+        return None  # the hub answers; the caller reports the missing file
+    except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         return f"{type(error).__name__}: {first_line(error)}"
     return None

@@ -1,20 +1,22 @@
-"""The architectures that a family has published, by name."""
+"""Published architectures of a model family, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """Published architectures by name (`LlamaConfig` arguments), and the hub ids that hold the same ones."""
 
     name: str
     presets: Mapping[str, Mapping[str, object]]
     aliases: Mapping[str, str]
-    grown: Callable[[str], Mapping[str, object] | None] = lambda _name: None  # presets too many to list
-    program: str = ""  # what trains it; the train.py of its folder, if nothing is said
-    sibling: str = ""  # the package of the other family, by name: the two import nothing of each other
+    scaled_preset: Callable[[str], Mapping[str, object] | None] = lambda _name: (
+        None
+    )  # presets with a size in their name
+    program: str = ""  # training program; default: the train.py of its folder
+    sibling: str = ""  # package name of the other family; the two do not import each other
 
     def preset(self, name: str) -> Mapping[str, object] | None:
-        """The architecture of that name, if the family has one."""
-        return self.presets.get(name) or self.grown(name)
+        """Returns the architecture of that name, if the family has one."""
+        return self.presets.get(name) or self.scaled_preset(name)

@@ -1,6 +1,6 @@
-"""Weights in and out: Hugging Face directories (safetensors, whole or in shards), and fresh ones drawn per parameter.
+"""Reading, writing and initialization of weights, in Hugging Face directories (safetensors, whole or in shards).
 
-A model is built on the meta device and split before it has memory. Each rank then reads or draws its own part alone.
+A model is built on the meta device and sharded before it has memory. Each rank then reads or draws only its own part.
 """
 
 import json
@@ -22,25 +22,25 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from lightseq.utils.formatting import first_line, is_plain_name
 
-SHARD_BYTES = 4 << 30  # the most that saving holds in host memory, on rank 0
+SHARD_BYTES = 4 << 30  # most bytes that saving holds in rank 0's host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ROWS_AT_ONCE = 4096  # of two matrices that are compared
-ADAPTER = ".lora_"  # in the names of parameters that no model has by itself
+ROWS_AT_ONCE = 4096  # rows compared at a time
+LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 
-Fill = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
+FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
 
 
 def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Copies this rank's part of a whole tensor, which `read` gives by index, into a parameter."""
-    local, place = part_and_place(parameter)
+    """Copies this rank's part of a whole tensor, which `read` returns by index, into a parameter."""
+    local, place = local_part_and_slices(parameter)
     if local.numel():
         local.copy_(read(place))
 
 
-def part_and_place(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """What this rank holds of a parameter, sharing its memory, and where in the whole that lies."""
+def local_part_and_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Returns this rank's part of a parameter, sharing its memory, and its slices of the whole."""
     data = parameter.detach()
     if isinstance(data, DTensor):
         shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
@@ -50,13 +50,13 @@ def part_and_place(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has on all ranks together; ZeRO-3 leaves an empty tensor with a note of it."""
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the whole parameter; ZeRO-3 leaves an empty tensor that records it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model's structure without memory; parameters float32, the dtype of master weights."""
+    """Builds the model without memory, with float32 parameters, the dtype of master weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -68,11 +68,11 @@ def materialize(
     made: Callable[[Tensor], object] | None = None,
     root: nn.Module | None = None,
 ) -> None:
-    """Gives every parameter its (local, not yet initialised) memory and every buffer its value.
+    """Gives every parameter its (local, uninitialized) memory and every buffer its value.
 
-    `parameters_on` says where each parameter is made, if not on the device that computes. `made` gets what this rank
-    holds of each, before anyone else does: FSDP2 copies what has to be page-locked and is not. `root` is the module
-    around the model that FSDP2 was applied to: of its own parameters, too, it then makes the copies that it needs now.
+    `parameters_on` chooses each parameter's device, by default the one that computes. `made` receives this rank's part
+    of each before FSDP2 does, which copies parts that should be page-locked and are not. `root` is the module around
+    the model that FSDP2 was applied to, if any; its parameters are copied now too.
     """
 
     def empty(like: Tensor) -> Tensor:
@@ -80,19 +80,19 @@ def materialize(
             return torch.empty_like(like, device=device)
         new = torch.empty_like(like, device=parameters_on(like) if parameters_on else device)
         if made is not None:
-            made(part_and_place(new)[0])
+            made(local_part_and_slices(new)[0])
         return new
 
     (root or model)._apply(empty)
-    if model.config.tie_word_embeddings:  # the two ends of the tie got memory of their own
+    if model.config.tie_word_embeddings:  # tied parameters got separate memory
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device)
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers of a model that was built without memory; raises ValueError if they cannot be."""
+    """Computes the buffers of a model that was built on the meta device. Raises ValueError if it cannot."""
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    for rope in ropes:  # its frequencies are computed, never stored; the module stays, for it may be patched
+    for rope in ropes:  # frequencies are computed, never stored; the module may be patched, so it stays
         for name, buffer in type(rope)(config=model.config).named_buffers():
             setattr(rope, name, buffer.to(device))
     computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
@@ -101,24 +101,26 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
 
 
-def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The model's parameters by the names they are stored under: without adapters, and what these wrap as before."""
-    found = ((name, p) for name, p in model.named_parameters() if ADAPTER not in name)
+def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Returns the model's parameters by the names in its files: without adapters, wrapped linears as before."""
+    found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
     return {name.replace(".base_layer.", "."): p for name, p in found}
 
 
-def initialize(model: PreTrainedModel, seed: int, fill: Fill = fill, device: torch.device | None = None) -> None:
-    """Fresh weights, the same for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
+def initialize(
+    model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
+) -> None:
+    """Draws fresh weights, equal for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
 
-    Every parameter is drawn whole from a generator of its own, then cut: one at a time, on `device` (default: the
-    parameter's own).
+    Each parameter is drawn whole from its own generator, then cut: one at a time, on `device` (default: the parameter's
+    own).
     """
-    for name, parameter in own_parameters(model).items():
+    for name, parameter in base_parameters(model).items():
         fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
 
 
 def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
-    shape, device = whole_shape(parameter), device or parameter.device
+    shape, device = global_shape(parameter), device or parameter.device
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if len(shape) == 1:
@@ -127,19 +129,20 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
 
 
 def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
-    # Seed and name become one 32-bit number: of a larger one the generator of CPUs takes the lower half alone.
+    # Seed and name become a 32-bit number, because CPU generators ignore the upper half of a larger one.
+    """Returns a random generator for one parameter."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
-    """Reads each rank's part of every parameter from a local directory or, one download a host, from the hub.
+def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:
+    """Reads each rank's part of every parameter from a local directory, or from the hub with one download per host.
 
-    Raises ValueError naming tensors that are missing, of another shape, or that the model has no place for.
+    Raises ValueError naming tensors that are missing, of another shape, or unknown to the model.
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
     tied = model.config.tie_word_embeddings
-    parameters = own_parameters(model)
+    parameters = base_parameters(model)
     aliases = {"lm_head.weight"} if tied else set()
     extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
@@ -154,15 +157,15 @@ def load(model: PreTrainedModel, source: Path | str, fill: Fill = fill) -> None:
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
             part = opened[file].get_slice(name)
-            if tuple(part.get_shape()) != whole_shape(parameter):
-                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(whole_shape(parameter))}")
+            if tuple(part.get_shape()) != global_shape(parameter):
+                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(global_shape(parameter))}")
             fill(parameter, part.__getitem__)
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
-    """Raises ValueError where the files hold a head that differs from the embeddings, to which the config ties it."""
+    """Raises ValueError if a file's head differs from the embeddings, to which the config ties it."""
     embeddings = model.get_input_embeddings().weight
-    name = next(name for name, parameter in own_parameters(model).items() if parameter is embeddings)
+    name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
     with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
         head, table = one.get_slice("lm_head.weight"), other.get_slice(name)
         same = head.get_shape() == table.get_shape() and all(
@@ -176,8 +179,8 @@ def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: 
         )
 
 
-def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill = fill) -> None:
-    """`load`, with what is wrong with the files said as a refusal of a flag's value."""
+def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: FillParameter = fill) -> None:
+    """Calls `load`, and turns errors in the files into a ValueError about the flag."""
     try:
         load(model, source, fill)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
@@ -186,23 +189,26 @@ def load_named(model: PreTrainedModel, source: Path | str, flag: str, fill: Fill
         ) from error
 
 
-FRESH = "give a local directory, or add --random_init to train the architecture from fresh weights"
+DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train the architecture from fresh weights"
 
 
-def download(hub_id: str, remedy: str = FRESH) -> Path:
-    """The local copy of a hub repository's safetensors and tokenizer. Raises ValueError where it cannot be had."""
-    return _fetched(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
+def download(hub_id: str, remedy: str = DOWNLOAD_REMEDY) -> Path:
+    """Returns the local copy of a hub repository's safetensors and tokenizer.
+
+    Raises ValueError if it cannot be fetched.
+    """
+    return _download(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
 
 
 def download_tokenizer(hub_id: str) -> Path:
-    """The local copy of the tokenizer of a hub repository. Raises ValueError where it cannot be had."""
-    return _fetched(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
+    """Returns the local copy of a hub repository's tokenizer. Raises ValueError if it cannot be fetched."""
+    return _download(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
 
 
-def _fetched(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
+def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except Exception as error:  # OSError, ValueError, or a class of the HTTP client, which is not always the same one
+    except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
 
@@ -215,7 +221,7 @@ def save_pretrained(
 ) -> None:
     """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes.
 
-    `parameters` are the whole tensors by name, where they are not those that the model's own gather to.
+    `parameters` are whole tensors by name; by default the model's own are gathered.
     """
     main = dist.get_rank() == 0
     written: dict[str, str] = {}
@@ -223,7 +229,7 @@ def save_pretrained(
     if main:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
-            old.unlink(missing_ok=True)  # an index left from an earlier model would be read in place of this one
+            old.unlink(missing_ok=True)  # an earlier model's index would take precedence
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"
@@ -231,7 +237,7 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, whole in whole_parameters(model) if parameters is None else parameters:
+    for name, whole in full_parameters(model) if parameters is None else parameters:
         if main:
             pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
@@ -248,15 +254,15 @@ def save_pretrained(
             copy_tokenizer(tokenizer_from, directory)
 
 
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter (tied ones once), gathered from all ranks; each rank goes through all of them."""
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every whole parameter (tied ones once), gathered from all ranks. Each rank must iterate to the end."""
     for name, parameter in model.named_parameters():
         data = parameter.detach()
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file for whoever may read new files here; the library's own are the owner's alone."""
+    """Writes a safetensors file with the permissions of any new file; the library's own are private to the owner."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
@@ -264,7 +270,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Tensor name → file that holds it, whatever else lies there. Raises ValueError where that is not to be known."""
+    """Returns the file of each tensor by name. Raises ValueError if the directory does not tell."""
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
@@ -278,7 +284,7 @@ def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor name → file name, as an index says."""
+    """Returns the file name of each tensor by name, from an index."""
     try:
         names = json.loads(path.read_text())["weight_map"]
         return {str(name): str(file) for name, file in names.items()}
@@ -300,13 +306,14 @@ def _write_index(directory: Path, written: dict[str, str]) -> None:
 
 
 def has_tokenizer(weights: Path | str | None) -> bool:
-    """Whether the directory of a model's weights holds one; a repository of the hub is taken to."""
+    """Returns whether the weights' directory holds a tokenizer; hub repositories are assumed to."""
     if isinstance(weights, Path):
         return any(True for pattern in TOKENIZER_FILES for _ in weights.glob(pattern))
     return weights is not None
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copies the files of a tokenizer."""
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             (directory / file.name).write_bytes(file.read_bytes())

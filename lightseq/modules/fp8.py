@@ -1,4 +1,4 @@
-"""Linear layers that multiply in FP8 through torchao: where that is possible, and which modules change."""
+"""FP8 linear layers of torchao: hardware checks, and the conversion of modules."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,16 +7,16 @@ from typing import Any, Final
 
 import torch
 
-MULTIPLE = 16  # torch._scaled_mm takes no other sizes of a matrix
+MULTIPLE = 16  # torch._scaled_mm needs multiples of it
 
-# Fused, a recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns so small a difference into a
-# step of its grid, recomputed queries and keys no longer fit the log-sum-exp that was kept, and gradients explode
+# A fused recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns such a difference into a whole
+# step of its grid; recomputed queries and keys no longer match the stored log-sum-exp, and gradients explode
 # (https://github.com/pytorch/pytorch/issues/150859).
 FP8_COMPILE_OPTIONS: Final[dict[str, Any]] = {"emulate_precision_casts": True}
 
 
 def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Raises ValueError where the recipe cannot run. Emulated, it runs everywhere.
+    """Raises ValueError if the recipe cannot run here. Emulated, it runs everywhere.
 
     `sizes` are those of the layers' weight matrices, by name.
     """
@@ -34,7 +34,10 @@ def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], devic
 
 
 def check_hardware(recipe: str, name: str, capability: tuple[int, int]) -> None:
-    """Ada, Hopper and Blackwell multiply in FP8; torch has rowwise kernels for the first two and for 10.x alone."""
+    """Raises ValueError for a GPU without kernels.
+
+    Ada, Hopper and Blackwell multiply in FP8; torch has rowwise kernels for the first two and for 10.x only.
+    """
     leave = "leave it out to train in bfloat16, or add --fp8_emulate to see its losses, slowly"
     if capability < (8, 9):
         raise ValueError(f"--fp8 {recipe} needs a GPU of compute capability 8.9 or newer, {name} has no FP8; {leave}")
@@ -43,10 +46,10 @@ def check_hardware(recipe: str, name: str, capability: tuple[int, int]) -> None:
 
 
 def to_fp8(layers: Any, recipe: str, emulate: bool, local_tokens: int) -> None:
-    """Replaces every linear of the layers by one that casts its operands to FP8, each with a scale of the moment.
+    """Replaces every linear of the layers by one that casts its operands to FP8, with dynamic scales.
 
-    Master weights, gradients, the LM head and attention stay as they are. The sum over tokens in a weight's gradient
-    is padded where a rank's part of a sequence is no multiple of 16.
+    Master weights, gradients, the LM head and attention do not change. The sum over tokens in a weight's gradient is
+    padded if a rank's part of a sequence is no multiple of 16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

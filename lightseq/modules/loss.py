@@ -1,4 +1,4 @@
-"""Cross entropy of a language model head over fixed-size chunks of tokens: the logits never exist whole."""
+"""Cross entropy of a language model head over chunks of tokens, so that the logits never exist whole."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS, first_chunk_only: bool = False
 ) -> Tensor:
-    """Sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
+    """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
     hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
     sum over no valid label is 0, with zero gradients. Whatever divides it, and any upstream gradient, comes after.
@@ -28,7 +28,7 @@ def cross_entropy_sum(
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """-log p(label) of every token, 0 where there is no target: the terms of `cross_entropy_sum`, without gradients.
+    """Returns -log p(label) of every token, 0 without a target, without gradients: the terms of `cross_entropy_sum`.
 
     Shaped as the labels, float32 (float64 for float64 inputs).
     """
@@ -41,7 +41,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
 
 @torch.no_grad()
 def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The most probable next token wherever there is a label, 0 elsewhere; meant for few labels."""
+    """Returns the most probable next token wherever there is a label, else 0; meant for few labels."""
     found = torch.zeros_like(labels)
     marked = labels != IGNORE_INDEX
     found[marked] = F.linear(hidden[marked], weight).argmax(-1)
@@ -49,9 +49,9 @@ def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The forward pass computes the gradients too, while a chunk's logits are there; the backward pass scales them.
+    """Cross entropy that computes the gradients in the forward pass, while a chunk's logits exist.
 
-    Three matrix products a chunk instead of the four that making the logits again would take.
+    The backward pass scales them. This takes three matrix products a chunk instead of four with recomputed logits.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:
-    """-log p(label) of every row, 0 without a label. The logits turn into their gradient if that is wanted."""
+    """Returns -log p(label) of every row, 0 without a label; optionally turns the logits into their gradient."""
     if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
         return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
@@ -106,5 +106,5 @@ def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) ->
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor, rounded once. A factor without dimensions would be rounded to x's dtype first, on a GPU."""
+    """Returns x * factor, rounded once. On a GPU a factor without dimensions would first be rounded to x's dtype."""
     return torch.mul(x, factor.reshape([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

@@ -1,4 +1,4 @@
-"""A linear with a low-rank adapter beside it (LoRA, arXiv 2106.09685): what both make is rounded once.
+"""Linear layers with a low-rank adapter (LoRA, arXiv 2106.09685) whose joint output is rounded once.
 
 Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
 """
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 
-class Linear(NamedTuple):
-    """y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without adapter A and B are None.
+class LinearWeights(NamedTuple):
+    """Weights of y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without an adapter A and B are None.
 
-    One product of [x, scale · x Aᵀ] and [W, B]. Added to what is rounded already, so small a part as an adapter's at
-    first would be lost wherever it is less than half a step; and cuBLAS rounds to bfloat16 before it adds, too.
+    Computed as one product of [x, scale · x Aᵀ] and [W, B]. Added to a rounded product, an adapter's small part would
+    be lost where it is less than half a step; cuBLAS rounds to bfloat16 before it adds, too.
     """
 
     weight: Tensor
@@ -23,17 +23,18 @@ class Linear(NamedTuple):
     scale: float = 1.0
 
     def forward(self, x_NI: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns y for x, written to `out` if given."""
         if self.a is None or self.b is None:
             return torch.mm(x_NI, self.weight.T, out=out)
-        return torch.mm(_joined(x_NI, self.low(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)
+        return torch.mm(_joined(x_NI, self.adapter_output(x_NI), 1), _joined(self.weight, self.b, 1).T, out=out)
 
-    def low(self, x_NI: Tensor) -> Tensor:
-        """What the adapter makes of its input within its rank (N, R)."""
+    def adapter_output(self, x_NI: Tensor) -> Tensor:
+        """Returns scale · x Aᵀ (N, R)."""
         assert self.a is not None
         return (x_NI @ self.a.T).mul_(self.scale)
 
-    def low_gradient(self, dy_NO: Tensor) -> Tensor:
-        """The gradient of x Aᵀ (N, R)."""
+    def adapter_output_gradient(self, dy_NO: Tensor) -> Tensor:
+        """Returns the gradient of x Aᵀ (N, R)."""
         assert self.b is not None
         return (dy_NO @ self.b).mul_(self.scale)
 
@@ -42,8 +43,8 @@ class Linear(NamedTuple):
         return [x for x in (self.weight, self.a, self.b) if x is not None]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], scale: float) -> "Linear":
-        """The one that has these `tensors`."""
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
+        """Builds the weights from their `tensors`."""
         weight, *low = tensors
         a, b = low or (None, None)
         return cls(weight, a, b, scale)
@@ -51,64 +52,68 @@ class Linear(NamedTuple):
     def gradients(
         self, dy_NO: Tensor, x_NI: Tensor, of_x: bool, of_tensors: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of its input, and of its `tensors` in order, as far as they are wanted."""
-        makers = (lambda: dy_NO.T @ x_NI, lambda: self.low_gradient(dy_NO).T @ x_NI, lambda: dy_NO.T @ self.low(x_NI))
+        """Returns the gradients of the input and of `tensors` in order, as far as they are wanted."""
+        makers = (
+            lambda: dy_NO.T @ x_NI,
+            lambda: self.adapter_output_gradient(dy_NO).T @ x_NI,
+            lambda: dy_NO.T @ self.adapter_output(x_NI),
+        )
         found = [make() if wanted else None for make, wanted in zip(makers, of_tensors, strict=False)]
-        return gradient_of_input([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
+        return input_gradient([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
 
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Side by side, and zeros up to a multiple of 8: a GPU's fast products want rows of whole 16 bytes."""
+    """Concatenates tensors, padded with zeros to a multiple of 8: fast GPU products need rows of whole 16 bytes."""
     shape = list(y.shape)
     shape[dim] = -(x.shape[dim] + y.shape[dim]) % 8
     return torch.cat([x, y, y.new_zeros(shape)] if shape[dim] else [x, y], dim)
 
 
-def gradient_of_input(linears: Sequence[Linear], dys: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Of linears that share their input, `into` which it is written; an adapter's part joins its weight's here too."""
+def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Writes the gradient of an input that linears share to `into`, adapters included, and returns it."""
     for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
-            left, right = _joined(left, linear.low_gradient(dy_NO), 1), _joined(right, linear.a, 0)
+            left, right = _joined(left, linear.adapter_output_gradient(dy_NO), 1), _joined(right, linear.a, 0)
         into.addmm_(left, right, beta=float(i > 0))
     return into
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is one that `linear_of` takes: without bias, as it is or with a single adapter without dropout."""
+    """Returns whether `linear_weights` takes a module: no bias, and no adapter or one without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
         module = module.base_layer
     return type(module) is nn.Linear and module.bias is None
 
 
-def linear_of(module: Any, dtype: torch.dtype) -> Linear:
-    """Of a plain linear, or of one of peft's with a single adapter, which then computes in `dtype`."""
+def linear_weights(module: Any, dtype: torch.dtype) -> LinearWeights:
+    """Returns the weights of a plain linear, or of peft's with one adapter, which then computes in `dtype`."""
     if isinstance(module, nn.Linear):
-        return Linear(module.weight)
+        return LinearWeights(module.weight)
     (name,) = module.lora_A
     a, b = module.lora_A[name].weight.to(dtype), module.lora_B[name].weight.to(dtype)
-    return Linear(module.base_layer.weight, a, b, module.scaling[name])
+    return LinearWeights(module.base_layer.weight, a, b, module.scaling[name])
 
 
-def adapted(x_NI: Tensor, linear: Linear) -> Tensor:
-    """`linear.forward` that gradients flow through, but for the weight's where that does not train."""
-    y_NO: Tensor = _Adapted.apply(x_NI, *linear)
+def lora_linear(x_NI: Tensor, linear: LinearWeights) -> Tensor:
+    """Applies `linear.forward` with gradients, except for a weight that does not train."""
+    y_NO: Tensor = _LoraLinear.apply(x_NI, *linear)
     return y_NO
 
 
-class _Adapted(torch.autograd.Function):
-    """Left to itself, autograd would make the joined weight's gradient whole to cut the adapter's part out of it."""
+class _LoraLinear(torch.autograd.Function):
+    """Autograd of a linear with an adapter. Autograd alone would make the whole gradient of the joined weight."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x_NI, weight, a, b)
         ctx.scale = scale
-        return Linear(weight, a, b, scale).forward(x_NI)
+        return LinearWeights(weight, a, b, scale).forward(x_NI)
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, a, b = ctx.saved_tensors
         of_x, *of_tensors, _ = ctx.needs_input_grad
-        dx_NI, found = Linear(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
+        dx_NI, found = LinearWeights(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
         return dx_NI, *found, None

@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor]
 
 def tile_layers(
     layers: Iterable[nn.Module],
-    keep_attention: bool = True,
+    store_attention: bool = True,
     compiled: bool = False,
     first_tile_only: bool = False,
     shrink: float = 1.0,
@@ -42,7 +42,7 @@ def tile_layers(
     `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-    tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), keep_attention, first_tile_only)
+    tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), store_attention, first_tile_only)
     for layer in layers:
         check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ class _Tiled:
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
     finish: Callable[..., Tensor]
     tile_tokens: int
-    keep_attention: bool
+    store_attention: bool
     first_tile_only: bool
     layer: Any = None
     cos_sin: Pair = None  # type: ignore[assignment]
@@ -127,7 +127,7 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
         out, lse = tiled.attention(x)
         ctx.tiled = tiled
-        ctx.save_for_backward(x, *((out, lse) if tiled.keep_attention else ()))
+        ctx.save_for_backward(x, *((out, lse) if tiled.store_attention else ()))
         return tiled.finished(x, out)
 
     @staticmethod

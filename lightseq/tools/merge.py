@@ -16,17 +16,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightseq.checkpoint.checkpoints import FACTS
+from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.config.parser import Parser, answered
-from lightseq.models.adapters import CONFIG, read_config, read_object, read_rope
+from lightseq.models.adapters import CONFIG, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-OF_OTHERS: Final = (CONFIG, FACTS, MANIFEST)  # what a model's directory may hold that is untrue of the merged one
+OF_OTHERS: Final = (
+    CONFIG,
+    TRAINER_STATE,
+    MANIFEST,
+)  # what a model's directory may hold that is untrue of the merged one
 OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # what configs of transformers 4 have in place of rope_parameters
 
 
@@ -39,7 +43,7 @@ def parser() -> Parser:
     return out
 
 
-def main(_family: Family, words: Sequence[str]) -> int:
+def main(_family: ModelFamily, words: Sequence[str]) -> int:
     return answered(lambda: _say(parser().parse_args(words)))
 
 
@@ -81,7 +85,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
 
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
     """A config.json with the RoPE of an adapter's run; older spellings would go before it and are dropped."""
-    kept = {key: value for key, value in read_object(source).items() if key not in OLDER_ROPE}
+    kept = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
     target.write_text(json.dumps({**kept, **rope}, indent=2) + "\n")
 
 

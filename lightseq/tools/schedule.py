@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightseq.config.parser import Parser, answered
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.proof import validate
 from lightseq.schedule.render import render
@@ -20,7 +20,7 @@ def parser() -> Parser:
     return out
 
 
-def main(_family: Family, words: Sequence[str]) -> int:
+def main(_family: ModelFamily, words: Sequence[str]) -> int:
     return answered(lambda: _draw(words))
 
 

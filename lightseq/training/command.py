@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from lightseq.config.command_line import help_text, shows_help
 from lightseq.distributed.environment import set_up_process
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 
 
-def main(family: Family, argv: Sequence[str] | None = None, program: str = "") -> int:
+def main(family: ModelFamily, argv: Sequence[str] | None = None, program: str = "") -> int:
     """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
 
     Exits 2, with one line, on input that it refuses.

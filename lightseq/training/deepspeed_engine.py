@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lightseq.checkpoint.checkpoints import STATE
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.pickles import MALFORMED
-from lightseq.distributed.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
+from lightseq.data.pickles import PICKLE_ERRORS
+from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
 from lightseq.training import deepspeed_nvme, deepspeed_saving
@@ -54,22 +54,22 @@ class DeepSpeedEngine:
     ) -> None:
         self._deepspeed = _import(world)
         self._settings, self._world, self._folder = settings, world, ""
-        agree(world, lambda: self._check(config))
+        on_all_ranks(world, lambda: self._check(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
         if offloads:
             use_host_cores(world)
         self.parameters = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
+        inner, self.context = on_all_ranks(world, lambda: transform(self.model, meshes, world.device, techniques))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(techniques.compute_dtype)
         self._materialize()
-        self._engine = agree(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
+        self._engine = on_all_ranks(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
         self.loss_model: nn.Module = self._engine
         self.optimizer: Any = self._engine.optimizer
-        agree(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
+        on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
 
     def _check(self, config: TrainConfig) -> None:
         """Raises ValueError for what DeepSpeed would refuse in words of its own."""
@@ -128,7 +128,7 @@ class DeepSpeedEngine:
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
         """A whole tensor into the float32 masters, which DeepSpeed made from the compute dtype, and the weights."""
-        shape = weights.whole_shape(parameter)
+        shape = weights.global_shape(parameter)
         whole = read(tuple(slice(0, n) for n in shape)).to(parameter.device, torch.float32)
         if self._settings.stage < 3:
             self._deepspeed.utils.safe_set_full_fp32_param(parameter, whole)
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
         """The state is there already. The zeros stay, and the first step adds its gradients to them."""
         self.backward(loss(), last=False)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
@@ -191,7 +191,7 @@ def load_restricted(path: str, map_location: Any = None) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location=map_location, weights_only=True)
-    except (*MALFORMED, RuntimeError) as error:
+    except (*PICKLE_ERRORS, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
 
 
@@ -202,7 +202,7 @@ def check_harmless(state: Path) -> None:
     for path in sorted(state.rglob("*.pt")):
         try:
             strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
-        except (*MALFORMED, RuntimeError) as error:
+        except (*PICKLE_ERRORS, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
         if strange:
             raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")
@@ -210,7 +210,7 @@ def check_harmless(state: Path) -> None:
 
 def _import(world: World) -> Any:
     """DeepSpeed, on this device, speaking on rank 0 alone."""
-    ready_for_deepspeed(world)
+    set_deepspeed_environment(world)
     import deepspeed
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import Meshes, World, agree, use_host_cores
+from lightseq.distributed.mesh import Meshes, World, local_part, on_all_ranks, use_host_cores
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.distributed.tensors import local_part
-from lightseq.memory.host_adamw import update_on
+from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.models import adapters, weights
@@ -73,7 +72,7 @@ class Engine(Protocol):
         """
         ...
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in float32, gathered from all ranks; each rank goes through all of them."""
         ...
 
@@ -104,8 +103,10 @@ class FsdpEngine:
         names = meshes.parameters.mesh_dim_names or ()
         self._copy = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
         self.model = weights.build_on_meta(inputs.model_config)
-        adapters.add(self.model, inputs.lora, techniques.compute_dtype)
-        loss_model, self.context = agree(world, lambda: parallelize(self.model, meshes, world.device, techniques))
+        adapters.add_adapters(self.model, inputs.lora, techniques.compute_dtype)
+        loss_model, self.context = on_all_ranks(
+            world, lambda: parallelize(self.model, meshes, world.device, techniques)
+        )
         self.loss_model: nn.Module = loss_model
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         self._sums_every_time = on_host = techniques.state_on_host
@@ -115,11 +116,11 @@ class FsdpEngine:
             self.parameters += ", in host memory" + (f" but for {here}" if last >= 0 else "")
         if on_host or self.offload is not None:
             use_host_cores(world)
-        agree(world, lambda: self._materialize(world, techniques))
-        agree(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        on_all_ranks(world, lambda: self._materialize(world, techniques))
+        on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.optimizer: Any = make_optimizer(self.model, config)
         if on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
-            update_on(world.device, self.optimizer)
+            compute_updates_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 
     def _materialize(self, world: World, techniques: Techniques) -> None:
@@ -136,7 +137,7 @@ class FsdpEngine:
                 self._locked.lock_new(local)
 
         weights.materialize(self.model, world.device, place, made, self.loss_model)
-        self._locked.keep(local_part(p) for p in self.model.parameters())
+        self._locked.retain_only(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Shards of gradients are summed every time, or each rank would hold whole ones; their copies' sum can wait.
@@ -168,20 +169,20 @@ class FsdpEngine:
         if fresh:
             self.optimizer.state.clear()  # it has counted a step
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return weights.whole_parameters(self.model)
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return weights.full_parameters(self.model)
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Of several copies, the first is saved."""
-        return {} if self._copy else checkpoints.tensors_of(self.model, self.optimizer)
+        return {} if self._copy else state_files.state_tensors(self.model, self.optimizer)
 
     def save_state(self, directory: Path) -> None:
         raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
-        agree(self._world, lambda: make_state(self.optimizer))  # before ranks wait for one another
-        checkpoints.restore(checkpoint_directory, self.model, self.optimizer)
-        facts = checkpoints.read_facts(checkpoint_directory)
+        on_all_ranks(self._world, lambda: make_state(self.optimizer))  # before ranks wait for one another
+        resume.restore(checkpoint_directory, self.model, self.optimizer)
+        facts = checkpoints.read_trainer_state(checkpoint_directory)
         if self._scaler is not None and facts.get("scaler"):
             self._scaler = LossScaler(**facts["scaler"])
 
@@ -193,7 +194,7 @@ def fill_weights(
     model: PreTrainedModel,
     inputs: Inputs,
     seed: int,
-    fill: weights.Fill = weights.fill,
+    fill: weights.FillParameter = weights.fill,
     device: torch.device | None = None,
 ) -> None:
     """Weights from where the run takes them, fresh ones drawn on `device`. Raises ValueError if they cannot be read."""
@@ -203,4 +204,4 @@ def fill_weights(
     if inputs.weights is None:
         weights.initialize(model, seed, fill, device)
     else:
-        weights.load_named(model, inputs.weights, "--model_name_or_path", fill)
+        weights.load_or_refuse(model, inputs.weights, "--model_name_or_path", fill)

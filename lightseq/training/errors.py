@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from lightseq.checkpoint.checkpoints import listed
+from lightseq.checkpoint.checkpoints import list_checkpoints
 from lightseq.distributed.environment import report_error
-from lightseq.distributed.mesh import World, first_to, has_done, leave, wait_until_done
-from lightseq.distributed.watchdog import Unanswered
+from lightseq.distributed.mesh import World, exit_process, is_first_to, mark_done, wait_until_done
+from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.training.terminal import Terminal
 from lightseq.utils.formatting import first_line
 
@@ -39,16 +39,16 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it
-            if first_to("explain"):
+            if is_first_to("explain"):
                 # Before what a plan takes seconds to find.
                 report_error(f"rank {world.rank}: {what}")
                 try:
                     print("\n".join(explain()), file=sys.stderr, flush=True)
                 finally:
-                    has_done("explain")
+                    mark_done("explain")
             else:
                 wait_until_done("explain", EXPLAINING_SECONDS)
-        leave(1)
+        exit_process(1)
 
 
 def _memory_that_ended(error: Exception) -> str | None:
@@ -70,7 +70,7 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         terminal.close()
-        if first_to("explain the data"):
+        if is_first_to("explain the data"):
             report_error(f"rank {world.rank}: {error}")
         raise SystemExit(1) from error
 
@@ -92,10 +92,10 @@ def explained_silence() -> Iterator[None]:
     """A rank did not answer and yet lives, so that the watchdog has nothing to say: one line, and this rank ends."""
     try:
         yield
-    except Unanswered as error:
+    except RankNotResponding as error:
         first = True
         with suppress(RuntimeError):  # the store may be gone
-            first = first_to("explain a silence")
+            first = is_first_to("explain a silence")
         why = f"{error}: {first_line(error.__cause__ or error)}"
         report_error(f"{why}; go on with --resume_from_checkpoint auto", prints=first)
         raise SystemExit(1) from error
@@ -107,7 +107,7 @@ def end_for_skipped_steps(
     """Ends the run, on every rank, after `skipped` steps in a row, the last of them `step`, that changed no weight."""
     if world.is_main:
         terminal.close()
-        saved = listed(output_dir)
+        saved = list_checkpoints(output_dir)
         go_on = f"go on from {saved[-1]}, whose weights no skipped step has changed," if saved else "begin anew"
         which = f"steps {step - skipped + 1} to {step} were skipped, the last because {what}"
         report_error(f"{which}; {go_on} with other data or a lower --learning_rate")

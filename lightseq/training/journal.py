@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightseq.data.buckets import MUCH_PADDING
+from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
 from lightseq.distributed.mesh import World
 from lightseq.training.errors import end_for_skipped_steps, explained_writing
@@ -79,7 +79,7 @@ class Journal:
         self._positions += steps * record.tokens
         self._padding += steps * record.tokens * record.padding_percent / 100
         tells = self._steps >= TELLING_STEPS or record.step == self._last_step
-        if self._names_packing and tells and self._padding >= MUCH_PADDING * self._positions:
+        if self._names_packing and tells and self._padding >= PADDING_WARNING_SHARE * self._positions:
             self._names_packing = False
             share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
             self._note(f"{share}; --packing best_fit, with a batch size of 1, fills sequences with whole documents")

@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import Found
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import Batch, padding
-from lightseq.data.buckets import bucket_lengths, shorten
-from lightseq.data.progress import with_bar
-from lightseq.distributed.environment import launcher_note, launcher_patience, secrets
-from lightseq.distributed.mesh import Meshes, World, agree, make_deterministic, make_meshes
+from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
+from lightseq.distributed.environment import launcher_note, launcher_shutdown_seconds, secrets
+from lightseq.distributed.mesh import Meshes, World, make_deterministic, make_meshes, on_all_ranks
 from lightseq.distributed.preemption import StopRequest
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
@@ -31,7 +29,7 @@ from lightseq.memory.planner.of_this_run import (
     plan_of_layers,
     planned,
 )
-from lightseq.models.adapters import adapter_parameters
+from lightseq.models.adapters import count_adapter_parameters
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.parallelize import techniques_of
 from lightseq.schedule.documents import local_tokens
@@ -51,6 +49,7 @@ from lightseq.training.setup import Inputs
 from lightseq.training.sharding import Sharding
 from lightseq.training.step_stats import StepResult, Window, Work
 from lightseq.training.terminal import Terminal
+from lightseq.utils.progress import progress_bar
 
 
 class Trainer:
@@ -73,7 +72,7 @@ class Trainer:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         if config.deterministic:
             make_deterministic()
-        self.meshes: Meshes = agree(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
+        self.meshes: Meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
         plan = plan_of_layers(config, inputs.model_config, world)
         self.placement = plan.placement if plan else None
         placed = self.placement.layers if self.placement else None
@@ -90,31 +89,31 @@ class Trainer:
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.shard = Sharding(self.context, world.device)
-        self.adapter_parameters = adapter_parameters(inputs.lora, inputs.model_config)
+        self.count_adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         with self.explained_out_of_memory():
-            agree(world, self._resume)
-        self._lock = agree(world, self._take_directory) if command is not None else None
+            on_all_ranks(world, self._resume)
+        self._lock = on_all_ranks(world, self._take_directory) if command is not None else None
         if look_again is not None and self._others_wrote():
             self.inputs = inputs = look_again()
             with self.explained_out_of_memory():
-                agree(world, self._resume)
+                on_all_ranks(world, self._resume)
         self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
         self.lengths = self._lengths()
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.first_step = inputs.stream.first_step
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.metrics = agree(world, lambda: self._open_output(command)) if command is not None else None
+        self.metrics = on_all_ranks(world, lambda: self._open_output(command)) if command is not None else None
         saves = command is not None and config.save_strategy != "no"
         self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.journal = Journal(
             self.metrics, self.terminal, world, self.output_dir, trained, config.fp16, inputs.total_steps,
-            names_packing=len(self.lengths) > 1, patience_seconds=launcher_patience() if saves else None,
+            names_packing=len(self.lengths) > 1, patience_seconds=launcher_shutdown_seconds() if saves else None,
         )  # fmt: skip
         self._watchdog = watchdog
         if watchdog is not None:
-            watchdog.follow(lambda: self.context.progress.passes)
+            watchdog.follow_progress(lambda: self.context.progress.passes)
         self._stop: StopRequest | None = None  # while it trains
 
     def _lengths(self) -> tuple[int, ...]:
@@ -134,14 +133,14 @@ class Trainer:
     def _resume(self) -> None:
         if self.inputs.resume_from is not None:
             self.engine.restore(self.inputs.resume_from)
-            checkpoints.restore_randomness(self.inputs.resume_from, self.world)
+            resume.restore_rng_state(self.inputs.resume_from, self.world)
 
     def _take_directory(self) -> TextIO | None:
         return lock(self.output_dir, self.world) if self.world.is_main else None
 
     def _others_wrote(self) -> bool:
         """Returns whether another run wrote here before this one held the lock; the same on all ranks."""
-        found = Found(self.inputs.resume_from, tuple((path, "") for path in self.inputs.passed_over))
+        found = ResumePoint(self.inputs.resume_from, tuple((path, "") for path in self.inputs.passed_over))
         wrote = [self._lock is not None and not is_as_found(self.output_dir, self.config, found, self.world)]
         dist.broadcast_object_list(wrote)
         return bool(wrote[0])
@@ -153,7 +152,7 @@ class Trainer:
         if not goes_on:
             self.notes += (clear if self.config.overwrite_output_dir else set_earlier_aside)(self.output_dir)
         begin(self._lock, self.output_dir, self.world)
-        checkpoints.sweep(self.output_dir, checkpoints.PARTIAL)
+        checkpoints.remove_leftovers(self.output_dir, checkpoints.PARTIAL)
         for broken in self.inputs.passed_over:
             checkpoints.set_aside(broken, checkpoints.BROKEN)
         sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
@@ -179,7 +178,7 @@ class Trainer:
                 self._mark(None, "saving")
         self.terminal.close()
         if self.metrics is not None:
-            best = checkpoints.best(self.output_dir) if self.config.keep_best else None
+            best = checkpoints.best_checkpoint(self.output_dir) if self.config.keep_best else None
             self.terminal.summary(saved, self.metrics.path, self.journal.losses, best, stopped_by)
         if self._lock is not None:
             self._lock.close()
@@ -197,7 +196,7 @@ class Trainer:
                 window.results.append(self._step(done - 1))
             profile.after(done)
             collect(done)
-            stopped_by, save_failed = stop.agreed()
+            stopped_by, save_failed = stop.poll_result()
             ends = done == last or stopped_by is not None
             if done % self.config.logging_steps == 0 or ends:
                 self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
@@ -273,7 +272,7 @@ class Trainer:
         on_fp8_cores = c.fp8 is not None and not c.fp8_emulate
         again = self.placement.again if self.placement else 0.0
         remat = (c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
-        return Work(self.inputs.model_config, *remat, self.adapter_parameters, on_fp8_cores, again)
+        return Work(self.inputs.model_config, *remat, self.count_adapter_parameters, on_fp8_cores, again)
 
     def _try_longest(self) -> None:
         """Takes the memory of the longest batch once before the first step, unless that step has such a batch.
@@ -283,7 +282,7 @@ class Trainer:
         self._mark(self.first_step, "data")  # a step before the first one
         if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
             self._mark(self.first_step, "forward")
-            blank = padding(self.config.per_device_train_batch_size, self.lengths[-1])
+            blank = padding_batch(self.config.per_device_train_batch_size, self.lengths[-1])
             self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
 
     def _batches(self, step: int) -> list[Batch]:
@@ -293,7 +292,7 @@ class Trainer:
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
             ]
-        return shorten(batches, self.lengths, self.meshes.data_ranks)
+        return trim_padding(batches, self.lengths, self.meshes.data_ranks)
 
     def _step(self, step: int) -> StepResult:
         """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
@@ -316,9 +315,9 @@ class Trainer:
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self._phase(step, "update"):
             if self.saving is not None:
-                self.saving.before_overwriting()
+                self.saving.wait_before_update()
             if self._stop is not None:  # the ranks agree while the host launches the update
-                self._stop.ask(self.saving is not None and self.saving.failed)
+                self._stop.begin_poll(self.saving is not None and self.saving.failed)
             norm, sick = self.engine.update()
         return StepResult(
             loss,
@@ -351,9 +350,9 @@ class Trainer:
         assert stream is not None, "evaluation was refused without data"
 
         def shards() -> Iterator[Shard]:
-            for step in with_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
+            for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
                 self._mark(None, "evaluation")
-                yield self.shard(*shorten([stream.batch(step, 0, data_rank)], self.lengths, stream.data_ranks))
+                yield self.shard(*trim_padding([stream.batch(step, 0, data_rank)], self.lengths, stream.data_ranks))
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 

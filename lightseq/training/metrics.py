@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 DAMAGED = ".damaged"  # after the name of a file that holds what is no record
@@ -176,7 +176,7 @@ def check_mirror(name: str) -> None:
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
     """run.json, whole or not at all, without `secrets` and whatever else looks like one."""
     partial = directory / f"{RUN}.partial"
-    partial.write_text(json.dumps(masked({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+    partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
     partial.rename(directory / RUN)
 
 

@@ -13,8 +13,8 @@ from transformers import get_scheduler
 
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
-from lightseq.distributed.tensors import local_part
-from lightseq.models.weights import whole_shape
+from lightseq.distributed.mesh import local_part
+from lightseq.models.weights import global_shape
 
 NORM_ROW = 1 << 14  # values whose squares are added to one number
 
@@ -52,8 +52,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(global_shape(p)) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if len(global_shape(p)) < 2], "weight_decay": 0.0},
     ]
     if config.optim == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO, TypeGuard
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import Found
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
@@ -26,7 +26,7 @@ WRITTEN: Final = {
 }
 
 
-def check_output_dir(output_dir: Path, config: TrainConfig, found: Found, world: World) -> None:
+def check_output_dir(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> None:
     """Raises ValueError where the directory cannot be one, or holds what this run was not asked to go on with."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
@@ -35,8 +35,8 @@ def check_output_dir(output_dir: Path, config: TrainConfig, found: Found, world:
         raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
     resume_from = found.path
     if continues(resume_from, output_dir):
-        newest = checkpoints.listed(output_dir)[-1]
-        if newest.name != resume_from.name and not found.passed_over:
+        newest = checkpoints.list_checkpoints(output_dir)[-1]
+        if newest.name != resume_from.name and not found.damaged:
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {output_dir} holds the later {newest.name}; continue that "
                 "one with --resume_from_checkpoint True, or give another --output_dir"
@@ -56,16 +56,16 @@ def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
-def is_as_found(output_dir: Path, config: TrainConfig, found: Found, world: World) -> bool:
+def is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> bool:
     """Returns whether no other run has written there since this one looked. To be asked under the lock."""
-    newest = checkpoints.listed(output_dir)[-1:]
+    newest = checkpoints.list_checkpoints(output_dir)[-1:]
     try:
         check_output_dir(output_dir, config, found, world)
     except ValueError:
         return False
-    if config.resume_from_checkpoint not in checkpoints.NEWEST:
+    if config.resume_from_checkpoint not in resume.NEWEST:
         return True
-    return set(newest) <= {found.path, *(path for path, _ in found.passed_over)}
+    return set(newest) <= {found.path, *(path for path, _ in found.damaged)}
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
@@ -74,7 +74,7 @@ def after_restart(config: TrainConfig, world: World) -> TrainConfig:
     A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
     """
     output_dir = Path(config.output_dir)
-    if _goes_on(output_dir, world) and checkpoints.listed(output_dir):
+    if _goes_on(output_dir, world) and checkpoints.list_checkpoints(output_dir):
         return replace(config, resume_from_checkpoint="True")
     return config
 
@@ -156,7 +156,7 @@ def clear(output_dir: Path) -> tuple[str, ...]:
                 path.unlink()
         with suppress(OSError):  # it is not there, or holds other files
             (output_dir / folder).rmdir()
-    checkpoints.remove_all(output_dir)
+    checkpoints.remove_checkpoints(output_dir)
     return set_earlier_aside(output_dir)
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint import checkpoints, state_files
-from lightseq.checkpoint.saver import SaveError, Saver
+from lightseq.checkpoint.saver import CheckpointSaver, SaveError
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import report_error, secrets
-from lightseq.distributed.mesh import World, leave
+from lightseq.distributed.mesh import World, exit_process
 from lightseq.models import adapters, weights
 from lightseq.training.engine import Engine
 from lightseq.training.setup import Inputs
 from lightseq.training.terminal import Terminal
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 NOTED_SECONDS = 1.0  # of waiting for the save before
 PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
@@ -30,7 +30,7 @@ class Saving:
         self._config, self._inputs, self._world, self._engine = config, inputs, world, engine
         self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
         kept = (config.save_total_limit, config.keep_best)
-        self._saver = Saver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
+        self._saver = CheckpointSaver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
         self._prepared = False
         self._warned = False  # of saves that follow each other too closely
 
@@ -44,9 +44,9 @@ class Saving:
         self._saver.wait()
         raise SaveError("a checkpoint could not be saved on another rank")
 
-    def before_overwriting(self) -> None:
+    def wait_before_update(self) -> None:
         """To be called before weights change: they may still be on their way to the host."""
-        self._saver.before_overwriting()
+        self._saver.wait_before_update()
 
     @property
     def can_prepare(self) -> bool:
@@ -66,7 +66,7 @@ class Saving:
         self._wait_for_the_one_before(step)
         facts = {checkpoints.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.LOSS: eval_loss}
-        facts = masked(facts, secrets())
+        facts = mask_secrets(facts, secrets())
         tensors = self._engine.tensors()
         if tensors is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
@@ -85,7 +85,7 @@ class Saving:
             )
 
     def _write_gathered(self, directory: Path) -> None:
-        whole = self._engine.whole_parameters()
+        whole = self._engine.full_parameters()
         try:
             weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
         finally:
@@ -96,9 +96,9 @@ class Saving:
         self._engine.save_state(directory / checkpoints.STATE)
 
     def _write_model(self, directory: Path, state: Path) -> None:
-        whole = state_files.whole_tensors(state, "model.")
+        whole = state_files.read_full_tensors(state, "model.")
         if self._inputs.lora is not None:
-            base, rope = self._config.model_name_or_path, adapters.rope_of(self._config, self._inputs.model_config)
+            base, rope = self._config.model_name_or_path, adapters.changed_rope(self._config, self._inputs.model_config)
             return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
         weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
 
@@ -116,8 +116,8 @@ class Saving:
             raise SystemExit(1) from error
         except BaseException:
             # A rank that fails alone leaves the others' threads to write: let them finish what they can.
-            if not self._saver.abandon(min(self._config.step_timeout / 2, PATIENCE_SECONDS)):
+            if not self._saver.wait_at_most(min(self._config.step_timeout / 2, PATIENCE_SECONDS)):
                 traceback.print_exc()
-                leave(1)
+                exit_process(1)
             raise
         self._saver.close()

@@ -7,36 +7,34 @@ from warnings import filterwarnings
 import torch
 from transformers import PreTrainedConfig
 
-from lightseq.checkpoint import checkpoints
-from lightseq.checkpoint.checkpoints import ANEW, Found
-from lightseq.checkpoint.disk import check_disk, saved_bytes, saves_left
+from lightseq.checkpoint import checkpoints, resume
+from lightseq.checkpoint.checkpoints import check_disk, saved_bytes, saves_left
 from lightseq.checkpoint.manifest import check_weights
-from lightseq.checkpoint.same_flags import check_flags
-from lightseq.checkpoint.same_model import check_same_model
+from lightseq.checkpoint.resume import FRESH_START, ResumePoint, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import holds_rows
+from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import ByteTokenizer
-from lightseq.data.tokens import Reading
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.kernels import KernelSpec, select
 from lightseq.models import weights
-from lightseq.models.adapters import Lora, adapter_parameters, lora_of
+from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     Architecture,
-    examine,
     heads_of,
+    inspect_architecture,
     matrix_sizes,
     rope_types,
 )
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
@@ -65,7 +63,7 @@ class Inputs:
     tokenizer: Path | None = None  # the directory whose tokenizer checkpoints get
 
 
-def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
+def prepare(config: TrainConfig, family: ModelFamily, world: World, found: ResumePoint = FRESH_START) -> Inputs:
     """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
@@ -79,8 +77,8 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     same: tuple[str, ...] = ()
     if resume_from is not None:
-        checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-        same = check_same_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
+        resume.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
+        same = check_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
     stream = BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,
@@ -104,16 +102,16 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
             f"{total_steps}; give a larger --max_steps"
         )
     profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
-    trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
-    one_bytes, there = saved_bytes(trained, config), len(checkpoints.listed(Path(config.output_dir)))
+    trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
+    one_bytes, there = saved_bytes(trained, config), len(checkpoints.list_checkpoints(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
     room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model, world, resume_from)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
-    notes += unread(config) + ((room,) if room else ()) + never(config, stream, total_steps)
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.damaged) + same + resumed + profiled
+    notes += unread(config) + ((room,) if room else ()) + warn_unreached(config, stream, total_steps)
     if resume_from is not None and total_steps == stream.first_step:
         notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
     return Inputs(
@@ -128,7 +126,7 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         deepspeed,
         notes + model.warnings,
         model.lora,
-        tuple(path for path, _ in found.passed_over),
+        tuple(path for path, _ in found.damaged),
         tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
     )
 
@@ -142,7 +140,7 @@ def unread(config: TrainConfig) -> tuple[str, ...]:
     return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
 
 
-def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
     """What was asked for and will not have come by the last step."""
     found, first = [], stream.first_step
     if total_steps == first:
@@ -166,7 +164,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     """The stream from where a checkpoint left it, however many sequences a step had then."""
     if resume_from is None:
         return stream, ()
-    facts = checkpoints.read_facts(resume_from)
+    facts = checkpoints.read_trainer_state(resume_from)
     data = facts.get(checkpoints.DATA)
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
@@ -199,12 +197,12 @@ class FoundModel:
     lora: Lora | None = None
 
 
-def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
+def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
     check_devices(world)
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
-    check_layers(config, examine(model_config, config.model_max_length))
+    check_layers(config, inspect_architecture(model_config, config.model_max_length))
     _check_kernel(config, model_config, world.device)
     if config.packing != "none":
         _check_packing(config.packing, model_config)
@@ -214,7 +212,7 @@ def find_model(config: TrainConfig, family: Family, world: World) -> FoundModel:
     filterwarnings("ignore", category=UntestedVersionWarning)  # the run says it in a line of its own
     said = [*untested_versions(), *_warnings(config, context, sequence_size)]
     warnings = tuple(f"warning: {warning}" for warning in said)
-    lora = lora_of(config, model_config)
+    lora = lora_from_config(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
 
@@ -224,7 +222,7 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
             f"--packing {packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with one; "
             "give another --rope_scaling"
         )
-    found = examine(model_config)
+    found = inspect_architecture(model_config)
     if not found.passes_documents:
         raise ValueError(
             f"--packing {packing}: the layers of {found.name} hand no packed documents on to attention; leave it out"
@@ -250,8 +248,8 @@ def find_examples(path: str, model: FoundModel, config: TrainConfig, world: Worl
     length, words = config.model_max_length, model.config.vocab_size
     opened = open_examples if config.packing == "none" else open_packed
     limit = config.max_train_samples if path == config.data_path else None
-    reading = Reading(config.text_column, limit, Path(config.data_cache).expanduser())
-    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, reading)
+    read_options = ReadOptions(config.text_column, limit, Path(config.data_cache).expanduser())
+    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
@@ -287,19 +285,19 @@ def check_layers(config: TrainConfig, found: Architecture) -> None:
     """Raises ValueError for what the flags ask of layers that are not made for it."""
     if config.tile_layers:
         check_layer_class(found.layer_class)
-    if config.remat_policy in KEEPING_MLP and not found.gated_mlp:
+    if config.remat_policy in STORES_MLP and not found.gated_mlp:
         raise ValueError(
             f"--remat {config.remat_policy} keeps gate and up of an MLP of plain linears, and {found.layer_class} has "
             "another; give --remat attention"
         )
-    if config.remat_policy in KEEPING_MLP and not found.can_keep_mlp:
+    if config.remat_policy in STORES_MLP and not found.can_store_mlp:
         raise ValueError(
             f"--remat {config.remat_policy} does not make an MLP's output again, and {found.layer_class} needs it in "
             "the backward pass, for a norm behind it, say; give --remat attention"
         )
-    if config.remat_policy == KEEP_LINEARS and not found.plain_projections:
+    if config.remat_policy == STORE_LINEARS and not found.plain_projections:
         raise ValueError(
-            f"--remat {KEEP_LINEARS} keeps what four linears without bias give around attention, and "
+            f"--remat {STORE_LINEARS} keeps what four linears without bias give around attention, and "
             f"{found.layer_class} has others; give --remat attention+mlp"
         )
     asked = config.fsdp_transformer_layer_cls_to_wrap

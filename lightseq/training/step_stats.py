@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import Transport
 from lightseq.distributed.mesh import World
-from lightseq.distributed.stopwatch import Moment
+from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.memory.offload import Offload
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.training.metrics import StepRecord, hardware, memory, reduce_over_ranks
@@ -68,16 +68,16 @@ class Window:
 
     def __post_init__(self) -> None:
         self._bytes_before = self.transport.bytes_sent
-        self._begin = Moment(self.world.device)
-        self._pauses: list[tuple[Moment, Moment]] = []
-        self.saving: list[tuple[Moment, Moment]] = []  # what of the pauses was for a checkpoint
+        self._begin = DeviceTimestamp(self.world.device)
+        self._pauses: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []
+        self.saving: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []  # what of the pauses was for a checkpoint
 
     @contextmanager
     def paused(self, saves: bool = False) -> Iterator[None]:
         """Evaluation and saving do not count as step time."""
-        begin = Moment(self.world.device)
+        begin = DeviceTimestamp(self.world.device)
         yield
-        pause = begin, Moment(self.world.device)
+        pause = begin, DeviceTimestamp(self.world.device)
         (self.saving if saves else self._pauses).append(pause)
 
     def close(self, step: int, work: Work, speaks_for_group: bool, own_seconds: float) -> "Closed":
@@ -85,7 +85,7 @@ class Window:
 
         `own_seconds` is what this rank took for work that is the same on every rank and waits for nobody.
         """
-        device, end = self.world.device, Moment(self.world.device)
+        device, end = self.world.device, DeviceTimestamp(self.world.device)
         loss = torch.stack([result.loss for result in self.results]).sum()
         speaking = self.results if speaks_for_group else []
         valid = sum(result.valid_tokens for result in speaking)
@@ -109,7 +109,17 @@ class Window:
         pauses, saving = tuple(self._pauses), tuple(self.saving)
         rate = self.results[-1].learning_rate
         return Closed(
-            step, work, self.world, len(self.results), rate, numbers, self._begin, end, pauses, saving, Moment(device)
+            step,
+            work,
+            self.world,
+            len(self.results),
+            rate,
+            numbers,
+            self._begin,
+            end,
+            pauses,
+            saving,
+            DeviceTimestamp(device),
         )
 
 
@@ -123,11 +133,11 @@ class Closed:
     steps: int
     learning_rate: float
     numbers: Tensor
-    begin: Moment
-    end: Moment
-    pauses: tuple[tuple[Moment, Moment], ...]
-    saving: tuple[tuple[Moment, Moment], ...]
-    arrived: Moment
+    begin: DeviceTimestamp
+    end: DeviceTimestamp
+    pauses: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
+    saving: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
+    arrived: DeviceTimestamp
 
     def sick_parameters(self) -> dict[int, int]:
         """Of every skipped step, the first parameter whose gradient was not finite. Once the figures are there."""

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lightseq.utils.formatting import four_digits
+from lightseq.utils.formatting import four_significant_digits
 
 QUIET_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
 
@@ -43,7 +43,7 @@ class Terminal:
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
             perplexity = record["eval_perplexity"]
-            shown = "too large to write" if perplexity is None else four_digits(perplexity)
+            shown = "too large to write" if perplexity is None else four_significant_digits(perplexity)
             line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
             self._console.print(line, markup=False)
             return

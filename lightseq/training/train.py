@@ -3,29 +3,29 @@
 import shlex
 from pathlib import Path
 
-from lightseq.checkpoint import checkpoints
+from lightseq.checkpoint import resume
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import agree, start
+from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.training.errors import explained_silence
 from lightseq.training.loop import Trainer
 from lightseq.training.output_directory import after_restart
 from lightseq.training.setup import Inputs, prepare
 
 
-def train(family: Family, words: list[str], program: str) -> None:
+def train(family: ModelFamily, words: list[str], program: str) -> None:
     """Exits 2, with one line, on input that it refuses."""
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     timeout, stacks = _watched(words, program)
-    with start(2 * timeout) as world, explained_silence():
+    with init_distributed(2 * timeout) as world, explained_silence():
         with Watchdog(world, timeout, stacks) as watchdog:
-            config = agree(world, lambda: after_restart(parse(words, program), world))
+            config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
 
             def look() -> Inputs:
-                found = checkpoints.find(Path(config.output_dir), config.resume_from_checkpoint, world)
-                return agree(world, lambda: prepare(config, family, world, found))
+                found = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
+                return on_all_ranks(world, lambda: prepare(config, family, world, found))
 
             command = f"{program} {shlex.join(words)}"
             Trainer(config, look(), world, command, watchdog=watchdog, look_again=look).train()

@@ -1,1 +1,1 @@
-"""Helpers that any package may use: text formatting, masking of secrets, versions, quiet imports."""
+"""Helpers for any package: text formatting, progress bars, masking of secrets, versions, quiet imports."""

@@ -1,8 +1,8 @@
-"""How errors, counts and names are written in a line, and read from one."""
+"""Text of errors, counts and names in one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; of a file, its path and what is wrong with it."""
+    """Returns the first line of an error message; `path: reason` for file errors."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
@@ -10,14 +10,15 @@ def first_line(error: BaseException) -> str:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name stays in the directory in which it is looked up."""
+    """Returns whether a file name cannot lead out of the directory it is looked up in."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
-def four_digits(value: float) -> str:
-    """As many in every row of a table: 124.0 below 93.27."""
+def four_significant_digits(value: float) -> str:
+    """Formats a number with four significant digits, trailing zeros included: 124.0 below 93.27."""
     return f"{value:#,.4g}".removesuffix(".")
 
 
 def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

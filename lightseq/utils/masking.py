@@ -1,44 +1,49 @@
-"""What in a record is a secret, and how it is written instead: by its name, by its form, or because it was known."""
+"""Masking of secrets in records, found by the field's name, by their form, or because they are known."""
 
 import re
 from collections.abc import Collection
 from typing import Any, Final
 
 MASK: Final = "***"
-LEAST_LETTERS: Final = 6  # of a known secret: shorter ones would mask ordinary words
+MIN_SECRET_LENGTH: Final = 6  # shorter values would mask ordinary words
 
-# Names end so; the tokens of a vocabulary do too.
-ENDS: Final = r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
-NAMES: Final = re.compile(rf"(?i){ENDS}$")
-NOT_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
-FORMS: Final = (
+# Endings of secret names; special tokens of a vocabulary share one.
+SECRET_ENDINGS: Final = (
+    r"(?:token|secret|password|passwd|passphrase|(?<![a-z])pass|credentials?|(?:api|access|private|[_-])key)"
+)
+SECRET_NAMES: Final = re.compile(rf"(?i){SECRET_ENDINGS}$")
+SPECIAL_TOKEN_NAMES: Final = re.compile(r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|image)_token$")
+SECRET_FORMS: Final = (
     re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),  # user:password@host
     re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|sk-|wandb_)[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]+"),  # a JSON web token
     re.compile(r"(?i)(?<=bearer )[\w.~+/-]+"),
 )
-IN_COMMANDS: Final = re.compile(rf"(?i)(--?[\w-]*{ENDS}[ =]+)[^\s'\"]+")
+SECRET_FLAGS: Final = re.compile(rf"(?i)(--?[\w-]*{SECRET_ENDINGS}[ =]+)[^\s'\"]+")
 
 
 def is_secret_name(name: str) -> bool:
-    return NAMES.search(name) is not None and NOT_NAMES.search(name) is None
+    """Returns whether a name is one that secrets have."""
+    return SECRET_NAMES.search(name) is not None and SPECIAL_TOKEN_NAMES.search(name) is None
 
 
-def masked(value: Any, known: Collection[str] = ()) -> Any:
-    """The same plain value without secrets; `known` are those of the environment."""
+def mask_secrets(value: Any, known: Collection[str] = ()) -> Any:
+    """Returns a copy of a plain value without secrets; `known` are secrets from the environment."""
     if isinstance(value, dict):
         return {
-            masked(name, known): MASK if isinstance(x, str) and x and is_secret_name(str(name)) else masked(x, known)
+            mask_secrets(name, known): MASK
+            if isinstance(x, str) and x and is_secret_name(str(name))
+            else mask_secrets(x, known)
             for name, x in value.items()
         }
     if isinstance(value, list | tuple):
-        return [masked(x, known) for x in value]
+        return [mask_secrets(x, known) for x in value]
     if not isinstance(value, str):
         return value
     for secret in sorted(known, key=len, reverse=True):
-        if len(secret) >= LEAST_LETTERS:
+        if len(secret) >= MIN_SECRET_LENGTH:
             value = value.replace(secret, MASK)
-    for form in FORMS:
+    for form in SECRET_FORMS:
         value = form.sub(MASK, value)
-    return IN_COMMANDS.sub(rf"\1{MASK}", value)
+    return SECRET_FLAGS.sub(rf"\1{MASK}", value)

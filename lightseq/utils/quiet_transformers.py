@@ -1,6 +1,6 @@
-"""Imports transformers, and with it torchao, without what they log; for modules that a user's own script imports."""
+"""Quiet import of transformers (and with it torchao), for modules that a user's own script imports."""
 
-from lightseq.utils.quiet import silenced
+from lightseq.utils.quiet import silenced_loggers
 
-with silenced():
+with silenced_loggers():
     import transformers.modeling_utils  # noqa: F401

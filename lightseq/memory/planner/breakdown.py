@@ -6,9 +6,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightseq.config.checks import EIGHT_BIT
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.tensors import local_part
+from lightseq.distributed.mesh import local_part
 from lightseq.models.architecture import heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
@@ -81,8 +81,8 @@ def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
     `attention+mlp` gate and up besides, and under `attention+linears` what attention's four projections give."""
     heads = heads_of(model)
     attention = 0 if policy == "full" else heads.query * (heads.dim * element + 4)
-    products = 2 * model.intermediate_size * element if policy in KEEPING_MLP else 0
-    projections = sum(projection_widths(model)) * element if policy == KEEP_LINEARS else 0
+    products = 2 * model.intermediate_size * element if policy in STORES_MLP else 0
+    projections = sum(projection_widths(model)) * element if policy == STORE_LINEARS else 0
     return model.hidden_size * element + attention + products + projections
 
 
@@ -104,7 +104,7 @@ def advice(parts: Breakdown, config: TrainConfig) -> str:
     """The knob that moves the largest part which a knob can move."""
     states = parts.parameters + parts.gradients + parts.optimizer
     options: list[tuple[int, str]] = []
-    if config.remat_policy in ("none", *KEEPING_MLP):
+    if config.remat_policy in ("none", *STORES_MLP):
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
     elif config.offload not in ("activations", "both", "auto"):
         words = "both" if config.offload == "optimizer" else "activations"

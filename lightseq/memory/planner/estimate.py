@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP, KEEPING_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP, STORES_MLP
 from lightseq.memory.offload import layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import Breakdown, checkpoint_bytes, loss_bytes, moments_of, projection_widths
@@ -101,8 +101,8 @@ def _leaving(run: PlannedRun, state: str) -> list[int]:
     kept = [hidden * run.element]
     if state == OFFLOAD and run.config.remat_policy != "full":
         kept += [attention * run.element, FLOAT32 * run.heads]
-        kept += [intermediate * run.element] * (2 if run.config.remat_policy in KEEPING_MLP else 0)
-        if run.config.remat_policy == KEEP_LINEARS:
+        kept += [intermediate * run.element] * (2 if run.config.remat_policy in STORES_MLP else 0)
+        if run.config.remat_policy == STORE_LINEARS:
             kept += [width * run.element for width in projection_widths(run.model)]
     return [run.tokens * size for size in kept]
 
@@ -229,8 +229,8 @@ def _comes_back(run: PlannedRun, placement: Placement, group: int) -> bool:
 
 def _products(run: PlannedRun) -> float:
     """Bytes of a token that a layer keeps of its gate and up."""
-    both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (KEEP_MLP, "attention"))
-    return both - attention if run.config.remat_policy in KEEPING_MLP else 0.0
+    both, attention = (checkpoint_bytes(run.model, x, run.element) for x in (STORE_MLP, "attention"))
+    return both - attention if run.config.remat_policy in STORES_MLP else 0.0
 
 
 def _end_of_backward(run: PlannedRun) -> Moment:

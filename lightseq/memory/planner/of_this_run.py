@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
-from lightseq.distributed.mesh import World, agree, for_layers, free_host_memory
+from lightseq.distributed.mesh import World, free_host_memory, host_bytes_for_layers, on_all_ranks
 from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
 from lightseq.memory.planner.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.memory.planner.estimate import state_bytes_on_host
@@ -45,7 +45,7 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
     gpu, free = least.tolist()
     host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process is there already
     hardware = dataclasses.replace(run.hardware, gpu_memory=gpu, host_memory=host)
-    found = [agree(world, lambda: make_plan(PlannedRun(model, config, hardware)))]
+    found = [on_all_ranks(world, lambda: make_plan(PlannedRun(model, config, hardware)))]
     dist.broadcast_object_list(found)  # ranks that differed in what they compute again would wait for each other
     return found[0]
 
@@ -83,7 +83,9 @@ def host_memory_for_layers(
     """
     free, asked = free_host_memory(world, share=1.0), run.config.host_memory_budget
     if asked is None:
-        return for_layers(free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run))
+        return host_bytes_for_layers(
+            free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
+        )
     return min(asked * GIB, free if counts_only else math.inf)
 
 

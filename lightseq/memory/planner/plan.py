@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightseq.distributed.mesh import for_layers
+from lightseq.distributed.mesh import host_bytes_for_layers
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.memory.planner.estimate import (
     at_backward_begin,
@@ -185,7 +185,7 @@ def host_budget(run: PlannedRun) -> float:
     free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
     asked = run.config.host_memory_budget
     if asked is None:
-        return for_layers(free, state_bytes_on_host(run))
+        return host_bytes_for_layers(free, state_bytes_on_host(run))
     if run.config.offload == "auto":  # which chooses what fits
         return min(asked * 2**30, max(0.0, free - state_bytes_on_host(run)))
     return asked * 2**30

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.plan import Plan, can_fit, make_plan, usable
 from lightseq.memory.planner.rates import OUTSIDE_BYTES, SLACK
@@ -164,9 +164,9 @@ def _changes(run: PlannedRun, quick: bool = False) -> Iterator[tuple[dict[str, o
 
 def _keeping(run: PlannedRun) -> list[str]:
     """Between nothing and attention, what a checkpoint can keep of the model's layers."""
-    if not run.made_of.can_keep_mlp:
+    if not run.made_of.can_store_mlp:
         return []
-    return [*([KEEP_LINEARS] if run.made_of.plain_projections else []), KEEP_MLP]
+    return [*([STORE_LINEARS] if run.made_of.plain_projections else []), STORE_MLP]
 
 
 def _words(before: TrainConfig, after: TrainConfig) -> str:

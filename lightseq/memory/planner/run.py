@@ -10,8 +10,8 @@ from lightseq.comm.transport import plain
 from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.rates import Chip
-from lightseq.models.adapters import adapter_parameters, lora_of
-from lightseq.models.architecture import Architecture, examine
+from lightseq.models.adapters import count_adapter_parameters, lora_from_config
+from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.schedule.algorithms import outline
 from lightseq.schedule.auto import Choice, cheapest, packed_choice
 from lightseq.schedule.cost import AttentionShape
@@ -136,7 +136,7 @@ class PlannedRun:
 
     @cached_property
     def made_of(self) -> Architecture:
-        return examine(self.model)
+        return inspect_architecture(self.model)
 
     @property
     def layers(self) -> int:
@@ -179,7 +179,7 @@ class PlannedRun:
     @cached_property
     def adapters(self) -> int:
         """Weights that train beside frozen ones; 0: all train."""
-        return adapter_parameters(lora_of(self.config, self.model), self.model)
+        return count_adapter_parameters(lora_from_config(self.config, self.model), self.model)
 
     @property
     def local_parameters(self) -> int:

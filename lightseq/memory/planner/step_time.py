@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from lightseq.config.remat_policies import KEEP_LINEARS, KEEP_MLP
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.planner.estimate import in_flight, kept_by_layer
 from lightseq.memory.planner.placement import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.memory.planner.rates import (
@@ -35,7 +35,7 @@ from lightseq.memory.planner.rates import (
     attention_rates,
 )  # fmt: skip
 from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.flops import projection_weights, unread_weights
+from lightseq.models.flops import projection_weights, skipped_matmul_weights
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import Choice, priced
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
@@ -102,15 +102,15 @@ def matrix_seconds(run: PlannedRun) -> float:
     lasts = run.groups / run.layers if run.group > 1 else 0.0  # of groups, which keep what attention gives
     if run.config.tile_layers:  # layers once more, and the projections twice
         products += linear + projection_weights(run.model) * (2 - lasts if run.config.remat_policy == "full" else 1)
-    elif run.config.remat_policy not in ("none", KEEP_LINEARS):
+    elif run.config.remat_policy not in ("none", STORE_LINEARS):
         products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
-        if run.config.remat_policy == KEEP_MLP:
+        if run.config.remat_policy == STORE_MLP:
             products -= 2 * hidden * intermediate
         elif _mlp_over_tiles(run) and not (run.config.torch_compile or run.made_of.mlp_is_last):
             products += 3 * hidden * intermediate  # what follows needs the whole operator once more
     if run.group > 1:
         ends_early = run.config.tile_layers or _mlp_over_tiles(run)
-        unread = unread_weights(run.model, run.config.remat_policy, run.config.tile_layers) if ends_early else 0
+        unread = skipped_matmul_weights(run.model, run.config.remat_policy, run.config.tile_layers) if ends_early else 0
         products += linear - lasts * unread
     layers = run.layers * products * FP8_TIME[run.config.fp8]
     flops = 2 * run.tokens * (layers + passes * run.head_parameters)

@@ -17,8 +17,8 @@ from lightseq.config.command_line import parse, shows_help
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, agree, start
-from lightseq.models.presets import Family
+from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.models.presets import ModelFamily
 from lightseq.tools.evaluate.tasks import (
     CHOICES,
     DEPTHS,
@@ -36,7 +36,7 @@ from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.run_facts import describe
 from lightseq.training.setup import find_model
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
 # Flags of training that an evaluation has no use for; it says so where they are given.
@@ -50,15 +50,15 @@ UNUSED: Final = (
 )
 
 
-def main(family: Family, argv: Sequence[str]) -> int:
+def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """`python3 -m lightseq evaluate FLAGS`: its own and those of training."""
     words = list(argv)
     if shows_help(words, lambda: parser().format_help()):
         return 0
-    with start(_timeout(words)) as world:
-        asked, given = agree(world, lambda: flags(words))
+    with init_distributed(_timeout(words)) as world:
+        asked, given = on_all_ranks(world, lambda: flags(words))
         config = _without_training(given)
-        task = agree(world, lambda: _prepare(asked, config, family, world))
+        task = on_all_ranks(world, lambda: _prepare(asked, config, family, world))
         trainer = Trainer(config, task.inputs, world, None)
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
@@ -151,7 +151,7 @@ def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
 
 
-def _prepare(asked: Asked, config: TrainConfig, family: Family, world: World) -> Task:
+def _prepare(asked: Asked, config: TrainConfig, family: ModelFamily, world: World) -> Task:
     """Everything that can be refused, looked at before any process waits for another and before anything is written."""
     record = Path(config.output_dir) / RECORD
     if record.exists() and not config.overwrite_output_dir:
@@ -189,7 +189,7 @@ def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) 
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
         "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
     }  # fmt: skip
-    return masked(about, secrets())  # type: ignore[no-any-return]
+    return mask_secrets(about, secrets())  # type: ignore[no-any-return]
 
 
 def _write(directory: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import IGNORE_INDEX, Example, Examples, window
-from lightseq.data.progress import with_bar
 from lightseq.modules.loss import likeliest_tokens, token_losses
-from lightseq.parallelize import Reading
+from lightseq.parallelize import ReadOptions
 from lightseq.tools.evaluate.needle import Ids, Search
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
+from lightseq.utils.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def asking(text: Ids, wanted: Ids) -> Example:
     return window(ids, labels, 0, len(ids))
 
 
-def sums(trainer: Trainer, stream: BatchStream, read: Reading, description: str) -> NDArray[np.float64]:
+def sums(trainer: Trainer, stream: BatchStream, read: ReadOptions, description: str) -> NDArray[np.float64]:
     """What the model says of the targets of each text, added up: alike on every rank, whoever holds the targets."""
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
-        for step in with_bar(range(stream.steps), None, trainer.world.is_main, description):
+        for step in progress_bar(range(stream.steps), None, trainer.world.is_main, description):
             batch = stream.batch(step, 0, trainer.inputs.data_rank)
             said = trainer.loss_model(*trainer.shard(batch), read)
             first = (step * stream.data_ranks + trainer.inputs.data_rank) * stream.batch_size

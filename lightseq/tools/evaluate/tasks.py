@@ -18,7 +18,7 @@ from lightseq.tools.evaluate.retrieval import Cell, Texts, asking, by_decoding, 
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import FoundModel, Inputs, evaluation_stream, fetch, find_examples
-from lightseq.utils.formatting import four_digits, plural
+from lightseq.utils.formatting import four_significant_digits, plural
 
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 HAYSTACKS = 4  # times the longest text is read, so that texts differ
@@ -113,7 +113,7 @@ def span(b: Bin) -> str:
 
 def numbers(loss: float | None) -> list[str]:
     value = perplexity(loss)
-    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else four_digits(value)]
+    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else four_significant_digits(value)]
 
 
 # ---- needles ---------------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from lightseq.memory.planner.plan import make_plan
 from lightseq.memory.planner.rates import CHIPS, Chip, chip_named
 from lightseq.memory.planner.remedies import faster, longest, remedies
 from lightseq.memory.planner.run import CORES, Hardware, PlannedRun
-from lightseq.models.architecture import examine, heads_of
+from lightseq.models.architecture import heads_of, inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan import cluster_command
 from lightseq.tools.plan.report import record, shown
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(family: Family, words: Sequence[str]) -> int:
+def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Status 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
     if "--attention" in words:
         return cluster_command.main(words)
@@ -97,14 +97,14 @@ def _add_line(path: Path, found: dict[str, Any]) -> None:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
 
 
-def planned_run(family: Family, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
+def planned_run(family: ModelFamily, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
     """Raises ValueError for what training would refuse, and for hardware that cannot be."""
     config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *others], PROGRAM)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
-    check_layers(config, examine(model))
+    check_layers(config, inspect_architecture(model))
     for name in ("gpus", "gpus_per_host", "host_cores"):
         if (count := getattr(mine, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give at least 1")
@@ -138,7 +138,7 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         )
 
 
-def notes(family: Family, run: PlannedRun) -> list[str]:
+def notes(family: ModelFamily, run: PlannedRun) -> list[str]:
     found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
     square = "needs memory and time in the square of a tile's length: not counted"
     if run.config.kernel_name == "reference":

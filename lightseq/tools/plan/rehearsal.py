@@ -23,17 +23,17 @@ from torch import nn
 
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.tokens import write_token_directory
+from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, agree, start
+from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.parallelize import MOST_WHOLE_TOKENS
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.optimization import make_state
 from lightseq.training.setup import Inputs, prepare
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 LEAST_VOCABULARY = 32  # token ids that every model has
 STAGES = ("setting up", "the optimizer's state", "the step")
@@ -74,15 +74,15 @@ class Rehearsal:
         return [*self.parts.lines(), *end, f"fits: {peak}", f"for more room: {advice(self.parts, config)}"]
 
 
-def main(family: Family, argv: Sequence[str]) -> int:
+def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
-    with start(TrainConfig.step_timeout) as world:
-        asked = agree(world, lambda: parse(words, PROGRAM))
+    with init_distributed(TrainConfig.step_timeout) as world:
+        asked = on_all_ranks(world, lambda: parse(words, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
             config = without_traces(asked, folder)
-            inputs = agree(world, lambda: made_up_inputs(config, family, world, folder))
+            inputs = on_all_ranks(world, lambda: made_up_inputs(config, family, world, folder))
             trainer = Trainer(config, inputs, world, f"{PROGRAM} {shlex.join(argv)}", rehearses=True)
             dist.barrier()  # every rank has opened what it reads, and what runs out of memory ends at once
         finally:
@@ -159,7 +159,7 @@ def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def made_up_inputs(config: TrainConfig, family: Family, world: World, folder: Path) -> Inputs:
+def made_up_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
     """Data of one long document: every token has a target."""
     if world.local_rank == 0:
         ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY
@@ -171,4 +171,4 @@ def made_up_inputs(config: TrainConfig, family: Family, world: World, folder: Pa
 def _write(directory: Path, result: Rehearsal, config: TrainConfig, world: World) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     record = {**asdict(result), "config": config.to_json(), "hardware": hardware(world.device), "versions": versions()}
-    (directory / RECORD).write_text(json.dumps(masked(record, secrets())) + "\n")
+    (directory / RECORD).write_text(json.dumps(mask_secrets(record, secrets())) + "\n")

@@ -24,11 +24,11 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, agree, check_sequence_size, start
+from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
-from lightseq.models.presets import Family
+from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan.rehearsal import NOWHERE, shared_folder
 from lightseq.tools.verify.kernels import kernel_rows
 from lightseq.tools.verify.machines import flags_row, machine, machine_row, software, software_row
@@ -49,17 +49,17 @@ LEAST_CHUNK = 4  # tokens
 DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence where they are packed
 
 
-def main(family: Family, argv: Sequence[str]) -> int:
+def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
-    with start(TIMEOUT_SECONDS) as world:
+    with init_distributed(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 
 
-def verify(family: Family, argv: Sequence[str], world: World) -> int:
+def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     """The same status on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
-    asked = agree(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
-    path = agree(world, lambda: _record_path(asked, world))
+    asked = on_all_ranks(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
+    path = on_all_ranks(world, lambda: _record_path(asked, world))
     versions = software(world.device)
     rows = [flags_row(asked.to_json()), software_row(versions), machine_row(machine(world.device))]
     if passed(rows[:1]):
@@ -80,10 +80,10 @@ def verify(family: Family, argv: Sequence[str], world: World) -> int:
     return status[0]
 
 
-def _rows_of_run(asked: TrainConfig, family: Family, world: World, command: str) -> list[Row]:
+def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World, command: str) -> list[Row]:
     folder = shared_folder(world, "lightseq-verify-")
     try:
-        config = agree(world, lambda: shortened(asked, folder, world))
+        config = on_all_ranks(world, lambda: shortened(asked, folder, world))
         inputs, samples = _prepared(asked, config, family, world)
         model = inputs.model_config
         rows, transport, group = model_rows(config, inputs, world, samples, command, asked.model_max_length)
@@ -135,22 +135,22 @@ def uneven(most: int, ranks: int) -> int:
 
 
 def _prepared(
-    asked: TrainConfig, config: TrainConfig, family: Family, world: World
+    asked: TrainConfig, config: TrainConfig, family: ModelFamily, world: World
 ) -> tuple[Inputs, list[list[Sample]]]:
     """A few layers of the model, and the documents of each sequence of its first step: the data's, or made up."""
     if asked.lora_rank is not None:
-        agree(world, lambda: _refuse_adapters(asked))
+        on_all_ranks(world, lambda: _refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
     samples: list[Sample] = []
     if made:
-        model = agree(world, lambda: resolve(family, config.model_name, True).config)
+        model = on_all_ranks(world, lambda: resolve(family, config.model_name, True).config)
         packed = config.packing != "none"
         count = _sequences(config, world) * (DOCUMENTS if packed else 1)
         samples = made_up(count, length // 3 if packed else length, model.vocab_size)
         if world.local_rank == 0:
             write_samples(Path(config.data_path), samples)
         dist.barrier()
-    inputs = agree(world, lambda: prepare(config, family, world))
+    inputs = on_all_ranks(world, lambda: prepare(config, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
     few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
@@ -160,7 +160,7 @@ def _prepared(
     if made and config.packing == "none":
         return inputs, [[sample] for sample in cut(samples, length)]
     sequences = given(stream)
-    agree(world, lambda: _check_targets(config, sequences))
+    on_all_ranks(world, lambda: _check_targets(config, sequences))
     return inputs, sequences
 
 

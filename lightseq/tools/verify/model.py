@@ -17,7 +17,7 @@ from lightseq.comm.transport import Transport
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.distributed.mesh import World
-from lightseq.models.weights import part_and_place
+from lightseq.models.weights import local_part_and_slices
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.plain import MOST_SCALINGS, Result, Sample, plain_model, round_weights, run_plain
 from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
@@ -182,7 +182,7 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
     for name, parameter in model.named_parameters():
         want = whole[name].detach() if world.is_main else torch.empty(parameter.shape, device=world.device)
         dist.broadcast(want, 0)
-        local, place = part_and_place(parameter)
+        local, place = local_part_and_slices(parameter)
         difference = (local - want[place].to(local.device)).abs()
         differs, elements = int((difference != 0).sum()), elements + local.numel()
         if differs:

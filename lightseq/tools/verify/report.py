@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from lightseq.utils.masking import masked
+from lightseq.utils.masking import mask_secrets
 
 T = TypeVar("T")
 PASS, FAIL, WARN, SKIP = "pass", "FAIL", "warn", "-"
@@ -53,7 +53,7 @@ def table(rows: Iterable[Row]) -> Table:
 def write(path: Path, header: Mapping[str, Any], rows: Iterable[Row], secrets: Collection[str]) -> None:
     """Without `secrets` and whatever else looks like one."""
     lines = [header, *({"check": r.check, "status": r.status, "detail": r.detail, **r.figures} for r in rows)]
-    path.write_text("".join(json.dumps(masked(line, secrets)) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(mask_secrets(line, secrets)) + "\n" for line in lines))
 
 
 def gathered(mine: T) -> list[T]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from transformers import NemotronConfig, PreTrainedConfig
 
-from lightseq.checkpoint.checkpoints import FACTS
-from lightseq.checkpoint.same_flags import check_flags
-from lightseq.checkpoint.same_model import check_same_model
+from lightseq.checkpoint.checkpoints import TRAINER_STATE
+from lightseq.checkpoint.resume import check_flags, check_model
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters
@@ -36,8 +35,8 @@ def model(scaling: dict[str, Any] | None = None, theta: float | None = None, **c
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     model(scaling).save_pretrained(tmp_path)
-    assert check_same_model(tmp_path, CONFIG, model(scaling), None) == ()
-    assert check_same_model(tmp_path / "of an engine", CONFIG, model(scaling), None) == ()
+    assert check_model(tmp_path, CONFIG, model(scaling), None) == ()
+    assert check_model(tmp_path / "of an engine", CONFIG, model(scaling), None) == ()
 
 
 @pytest.mark.parametrize(
@@ -52,20 +51,20 @@ def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, t
 def test_in_another_it_is_refused(now: PreTrainedConfig, named: str, tmp_path: Path) -> None:
     model({"rope_type": "yarn", "factor": 16}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was trained with ") as refused:
-        check_same_model(tmp_path, CONFIG, now, None)
+        check_model(tmp_path, CONFIG, now, None)
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(tmp_path: Path) -> None:
     model({"rope_type": "yarn", "factor": 12.207}).save_pretrained(tmp_path)
-    assert check_same_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.20703125}), None) == ()
+    assert check_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.20703125}), None) == ()
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(saved | {"model_type": "mistral"}))
     with pytest.raises(ValueError, match="was trained with model_type mistral, this run has llama; "):
-        check_same_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.207}), None)
+        check_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.207}), None)
     NemotronConfig(norm_eps=1e-5).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"was trained with norm_eps 1e-05, this run has 0\.5; "):
-        check_same_model(tmp_path, CONFIG, NemotronConfig(norm_eps=0.5), None)
+        check_model(tmp_path, CONFIG, NemotronConfig(norm_eps=0.5), None)
 
 
 def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) -> None:
@@ -73,24 +72,24 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
     scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)
     changed = model(yarn["rope_scaling"])
-    adapters.save([], tmp_path, lora, "base", None, adapters.rope_of(scaled, changed))
-    assert check_same_model(tmp_path, scaled, changed, lora) == ()
+    adapters.save([], tmp_path, lora, "base", None, adapters.changed_rope(scaled, changed))
+    assert check_model(tmp_path, scaled, changed, lora) == ()
     with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, this run has 99\.0; "):
-        check_same_model(tmp_path, scaled, changed, other)
+        check_model(tmp_path, scaled, changed, other)
     with pytest.raises(ValueError, match=r"was trained with lora_rank 4, this run has 8; "):
-        check_same_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
+        check_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
     with pytest.raises(ValueError, match=r"was trained with lora_target_modules q_proj, this run has k_proj,q_proj; "):
-        check_same_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
+        check_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, this run has like its model's; "):
-        check_same_model(tmp_path, CONFIG, model(), lora)
+        check_model(tmp_path, CONFIG, model(), lora)
     (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))
-    (note,) = check_same_model(tmp_path, scaled, changed, lora)
+    (note,) = check_model(tmp_path, scaled, changed, lora)
     assert note.startswith("warning: ") and "beside the weights of another, and goes on beside those of base" in note
 
 
 def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is_refused(tmp_path: Path) -> None:
     def saved(**config: Any) -> Path:
-        (tmp_path / FACTS).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
+        (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
         return tmp_path
 
     assert check_flags(saved(), replace(CONFIG, max_steps=9, schedule="ring", output_dir="p")) == ()
@@ -106,5 +105,5 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
     ):
         check_flags(saved(optim="sgd"), CONFIG)
     assert check_flags(saved(optim="sgd"), replace(CONFIG, deepspeed="d.json"))
-    (tmp_path / FACTS).write_text(json.dumps({"step": 3}))
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
     assert check_flags(tmp_path, CONFIG) == (), "older checkpoints do not say"

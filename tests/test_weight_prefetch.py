@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq.distributed.tensors import local_part
-from lightseq.memory.weight_prefetch import Ahead
+from lightseq.distributed.mesh import local_part
+from lightseq.memory.weight_prefetch import WeightPrefetch
 
 LAYERS = 6
 
@@ -62,7 +62,7 @@ def built(kind: str, size: int, width: int, ahead: bool, seen: Callable[[], None
     for unit in (*groups, root):
         fully_shard(unit, mesh=mesh, offload_policy=place, mp_policy=precision)
     if ahead:
-        Ahead(groups, kind)
+        WeightPrefetch(groups, kind)
     return root, layers
 
 

@@ -1,4 +1,4 @@
-"""What a corpus is on disk: a token directory, how one is written, and how it is opened.
+"""Token directories, the format of a corpus on disk: writing and opening.
 
 A token directory:
 tokens.bin     every token, little-endian uint16 or uint32
@@ -27,12 +27,12 @@ IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
-PARTIAL = ".partial-"  # in the names of folders that are being written, after the name of what is to come
+PARTIAL = ".partial-"  # follows the final name in a directory that is being written
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-OFFSET: np.dtype[Any] = np.dtype("<i8")
-FLAG: np.dtype[Any] = np.dtype("u1")
-COUNTS = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # of meta.json
-PERHAPS = {  # in meta.json
+OFFSET_DTYPE: np.dtype[Any] = np.dtype("<i8")
+TARGET_DTYPE: np.dtype[Any] = np.dtype("u1")
+REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # fields of meta.json
+OPTIONAL_META = {  # optional fields
     "targets": bool,
     "tokenizer": (str, type(None)),
     "longest_prompts": [{"document": int, "row": str}],
@@ -40,8 +40,8 @@ PERHAPS = {  # in meta.json
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How rows are read that are not tokens yet."""
+class ReadOptions:
+    """Options for reading rows that are not tokenized yet."""
 
     text_column: str = "text"
     limit: int | None = None  # rows; None: all
@@ -49,8 +49,8 @@ class Reading:
 
 
 @contextmanager
-def written_whole(path: Path, force: bool) -> Iterator[Path]:
-    """Gives a temporary sibling to write, a file or a directory; it takes the name `path` when all went well."""
+def atomic_write(path: Path, force: bool) -> Iterator[Path]:
+    """Yields a temporary sibling to write, a file or a directory, which is renamed to `path` on success."""
     path = path.resolve()
     if path.exists() and not force:
         raise ValueError(f"{path} exists; give another path, or --force to replace it")
@@ -60,7 +60,7 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own: in containers, a process that was killed may have had any other's number.
+        # A unique folder: in containers, a killed process may have had the same process id.
         folder = Path(mkdtemp(prefix=f".{path.name}{PARTIAL}", dir=path.parent))
     except OSError as error:
         raise ValueError(f"{path} cannot be written ({error.strerror}); give another path") from error
@@ -76,52 +76,54 @@ def written_whole(path: Path, force: bool) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def clear_partials(path: Path) -> None:
-    """Removes what killed processes left of writing `path`; the caller sees to it that nobody is writing it now."""
+def remove_partials(path: Path) -> None:
+    """Removes what killed processes left of writing `path`; the caller makes sure that no process is writing it."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}{PARTIAL}"):
-            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and is in nobody's way
+            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and does no harm
 
 
 def write_token_directory(
     path: Path,
     documents: Iterable[IntArray | tuple[IntArray, NDArray[np.bool_] | None]],
     vocab_size: int,
-    about: Callable[[], Mapping[str, object]],
+    extra_meta: Callable[[], Mapping[str, object]],
     force: bool = False,
     with_targets: bool = False,
 ) -> dict[str, Any]:
-    """Streams documents to disk; `about` adds to the meta data after the last one, when counts are known.
+    """Streams documents to disk. `extra_meta` adds to meta.json after the last one, when counts are known.
 
-    A document may bring along which of its tokens are targets.
+    A document may come with a mask of its targets.
     """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     count = tokens = 0
     max_token_id = -1
-    with written_whole(path, force) as partial, ExitStack() as files:
+    with atomic_write(path, force) as partial, ExitStack() as files:
         partial.mkdir()
         token_file, document_file = (files.enter_context((partial / name).open("wb")) for name in (TOKENS, DOCUMENTS))
         target_file = files.enter_context((partial / TARGETS).open("wb")) if with_targets else None
-        document_file.write(np.int64(0).astype(OFFSET).tobytes())
+        document_file.write(np.int64(0).astype(OFFSET_DTYPE).tobytes())
         for document in documents:
             ids, targets = document if isinstance(document, tuple) else (document, None)
             if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-                raise ValueError(f"document {count}: {_extent(ids)}, not ids of a vocabulary of {vocab_size}")
+                raise ValueError(f"document {count}: {_id_range(ids)}, not ids of a vocabulary of {vocab_size}")
             token_file.write(ids.astype(DTYPES[dtype]).tobytes())
             if target_file is not None:
-                target_file.write((np.ones(len(ids), FLAG) if targets is None else targets.astype(FLAG)).tobytes())
+                target_file.write(
+                    (np.ones(len(ids), TARGET_DTYPE) if targets is None else targets.astype(TARGET_DTYPE)).tobytes()
+                )
             count, tokens, max_token_id = count + 1, tokens + ids.size, max(max_token_id, int(ids.max()))
-            document_file.write(np.int64(tokens).astype(OFFSET).tobytes())
+            document_file.write(np.int64(tokens).astype(OFFSET_DTYPE).tobytes())
         if count == 0:
             raise ValueError(f"no document to write to {path}; the sources hold no text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
-        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **about()}
+        meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **extra_meta()}
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         files.close()
     return meta
 
 
-def _extent(ids: IntArray) -> str:
+def _id_range(ids: IntArray) -> str:
     return f"ids from {ids.min()} to {ids.max()}" if ids.size else "no token"
 
 
@@ -136,23 +138,24 @@ class TokenDirectory:
     targets: IntArray | None = None
 
     def document(self, index: int) -> IntArray:
+        """Returns the tokens of a document."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def targets_of(self, index: int) -> IntArray | None:
-        """For every token of a document, whether it is a target; None: all are."""
+        """Returns whether each token of a document is a target; None: all are."""
         return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
 
 def open_token_directory(path: Path) -> TokenDirectory:
-    """Maps a token directory after checking that its three files agree."""
+    """Maps a token directory after checking that its files agree. Raises ValueError if they do not."""
     meta = _read_meta(path / META)
     tokens = _map_numbers(path / TOKENS, DTYPES[meta["dtype"]], meta["tokens"])
-    offsets = _map_numbers(path / DOCUMENTS, OFFSET, meta["documents"] + 1)
+    offsets = _map_numbers(path / DOCUMENTS, OFFSET_DTYPE, meta["documents"] + 1)
     if offsets[0] != 0 or offsets[-1] != meta["tokens"] or bool((offsets[1:] < offsets[:-1]).any()):
         raise ValueError(
             f"{path / DOCUMENTS} is corrupt: its borders do not rise from 0 to {meta['tokens']}; make it again"
         )
-    targets = _map_numbers(path / TARGETS, FLAG, meta["tokens"]) if meta.get("targets") else None
+    targets = _map_numbers(path / TARGETS, TARGET_DTYPE, meta["tokens"]) if meta.get("targets") else None
     return TokenDirectory(path, tokens, offsets, meta, targets)
 
 
@@ -165,23 +168,30 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")
-    told = fits(meta, COUNTS) and meta["dtype"] in DTYPES and min(meta["tokens"], meta["documents"]) > 0
+    told = (
+        matches_schema(meta, REQUIRED_META) and meta["dtype"] in DTYPES and min(meta["tokens"], meta["documents"]) > 0
+    )
     if not told or not 0 <= meta["max_token_id"] < 1 << 32:
         raise ValueError(
             f"{path} is corrupt: dtype, tokens, documents or max_token_id is missing or wrong; make it again"
         )
-    if wrong := [key for key, shape in PERHAPS.items() if key in meta and not fits(meta[key], shape)]:
+    if wrong := [key for key, shape in OPTIONAL_META.items() if key in meta and not matches_schema(meta[key], shape)]:
         raise ValueError(f"{path} is corrupt: {wrong[0]} is not what this program writes; make it again")
     return meta
 
 
-def fits(value: Any, shape: Any) -> bool:
-    """Whether a value of JSON has a shape: a type or several, [shape of each item], {key: shape}, {str: of any key}."""
+def matches_schema(value: Any, shape: Any) -> bool:
+    """Returns whether a JSON value has a shape.
+
+    A shape is a type or a tuple of types, [shape of each item], {key: shape}, or {str: shape of any key}.
+    """
     if isinstance(shape, dict):
         keys = value if type(value) is dict and str in shape else shape
-        return type(value) is dict and all(fits(value.get(key), shape.get(key, shape.get(str))) for key in keys)
+        return type(value) is dict and all(
+            matches_schema(value.get(key), shape.get(key, shape.get(str))) for key in keys
+        )
     if isinstance(shape, list):
-        return type(value) is list and all(fits(item, shape[0]) for item in value)
+        return type(value) is list and all(matches_schema(item, shape[0]) for item in value)
     return type(value) in (shape if isinstance(shape, tuple) else (shape,))
 
 

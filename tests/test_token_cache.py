@@ -14,12 +14,12 @@ import pytest
 from programs import Ended, program
 from worlds import spawn
 
-from lightseq.data import corpus
+from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import IGNORE_INDEX, WindowExamples
-from lightseq.data.sources import identity
+from lightseq.data.sources import source_identity
+from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lightseq.data.tokens import Reading
 from lightseq.training.metrics import read_records
 
 # As Mistral's and Llama 3's models have them.
@@ -78,7 +78,7 @@ def opened(
     source: str | Path, tokenizer: Tokenizer | None = None, length: int = 1000, vocab_size: int = 200_000, **how: Any
 ) -> WindowExamples:
     how.setdefault("cache", Path(source).parent / "cache")
-    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, True, Reading(**how))
+    found = open_examples(source, length, vocab_size, tokenizer or ByteTokenizer(), False, True, ReadOptions(**how))
     assert isinstance(found, WindowExamples)
     return found
 
@@ -141,13 +141,18 @@ def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_rows_of_ids_ask_for_no_tokenizer(tmp_path: Path, suffix: str) -> None:
-    path, reading = lines(tmp_path / f"a{suffix}", {"input_ids": [5, 299, 7]}), Reading(cache=tmp_path / "cache")
+    path, read_options = (
+        lines(tmp_path / f"a{suffix}", {"input_ids": [5, 299, 7]}),
+        ReadOptions(cache=tmp_path / "cache"),
+    )
     for lazy in (True, False):
-        examples = open_examples(path, 8, 300, None, lazy, reading=reading)
+        examples = open_examples(path, 8, 300, None, lazy, read_options=read_options)
         assert isinstance(examples, WindowExamples) and examples[0].input_ids.tolist() == [5, 299, 7]
         assert examples.source.meta["tokenizer"] is None and "by no tokenizer" in examples.notes[0]
     if suffix == ".jsonl":
-        assert len(open_examples(path, 8, 300, str(tmp_path), reading=reading)) == 1, "a model's directory without one"
+        assert len(open_examples(path, 8, 300, str(tmp_path), read_options=read_options)) == 1, (
+            "a model's directory without one"
+        )
 
 
 def test_rows_that_teach_nothing_are_named_before_a_tokenizer_is_asked_for(tmp_path: Path) -> None:
@@ -195,12 +200,15 @@ def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
 
 def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
-    reading = Reading(limit=1, cache=tmp_path / "cache")
-    assert len(open_examples(path, 9, 300, "byte", lazy=True, reading=reading)) == 1
+    read_options = ReadOptions(limit=1, cache=tmp_path / "cache")
+    assert len(open_examples(path, 9, 300, "byte", lazy=True, read_options=read_options)) == 1
     tokens = opened(path).source.path
-    for given, line in ((reading, "--max_train_samples 1"), (Reading(text_column="body"), "--text_column body")):
+    for given, line in (
+        (read_options, "--max_train_samples 1"),
+        (ReadOptions(text_column="body"), "--text_column body"),
+    ):
         with pytest.raises(ValueError, match=f"{line} is about rows"):
-            open_examples(tokens, 9, 300, reading=given)
+            open_examples(tokens, 9, 300, read_options=given)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -211,8 +219,10 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 ) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "one", "body": "1"}, {"text": "two", "body": "22"})
     written: list[Path] = []
-    write = corpus._write
-    monkeypatch.setattr(corpus, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest)))
+    write = token_cache._write
+    monkeypatch.setattr(
+        token_cache, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest))
+    )
     first = opened(path)
     assert opened(path, length=2).source.path == first.source.path and len(written) == 1
     opened(path, mistral)
@@ -227,8 +237,10 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
 def test_of_those_who_want_the_same_tokens_one_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lines(tmp_path / "a.jsonl", *({"text": f"text {i}"} for i in range(600)))
     written: list[Path] = []
-    write = corpus._write
-    monkeypatch.setattr(corpus, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest)))
+    write = token_cache._write
+    monkeypatch.setattr(
+        token_cache, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest))
+    )
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: opened(path)[599].input_ids.tolist(), range(4)))
     assert len(written) == 1 and found == [[*b"text 599", 256]] * 4
@@ -446,7 +458,7 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
 @pytest.mark.parametrize("source", ["hf:", "hf::", "hf:a::b", "hf:a:b:c:d"])
 def test_what_names_no_data_set_is_refused_before_the_hub_is_asked(source: str) -> None:
     with pytest.raises(ValueError, match=f"{source} names no data set; give hf:NAME"):
-        identity(source)
+        source_identity(source)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bar that counts what a loop has done, on a terminal's stderr and nowhere else."""
+"""Progress bar on a terminal's stderr, and nowhere else."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -9,10 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 T = TypeVar("T")
 
 
-def with_bar(
+def progress_bar(
     items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
 ) -> Iterator[T]:
-    """The items, counted under a bar where there is a terminal and progress is wanted."""
+    """Yields the items, with a progress bar if stderr is a terminal and `progress` is set."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:

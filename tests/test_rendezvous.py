@@ -9,8 +9,8 @@ import forked
 import pytest
 from forked import Done
 
-from lightseq.distributed.mesh import start
-from lightseq.distributed.rendezvous import STATUS, Meeting, verdict
+from lightseq.distributed.mesh import init_distributed
+from lightseq.distributed.rendezvous import STATUS, RendezvousMonitor, verdict
 
 TIMEOUT = 12.0  # all worlds start at once, on few cores
 
@@ -31,7 +31,7 @@ def connecting(*arguments, **named):
     connect(*arguments, **named)
 dist.init_process_group = connecting
 reach("coming")
-with mesh.start(2 * %s) as world:
+with mesh.init_distributed(2 * %s) as world:
     reach("beating")
     with Watchdog(world, %s, stacks):
         dist.all_reduce(torch.zeros(1))
@@ -114,7 +114,7 @@ def test_a_rank_that_is_told_no_place_to_meet_is_refused_in_one_line(
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
-    with pytest.raises(SystemExit) as refused, start(10):
+    with pytest.raises(SystemExit) as refused, init_distributed(10):
         pytest.fail("met")
     assert refused.value.code == 2
     assert capsys.readouterr().err == (
@@ -124,6 +124,6 @@ def test_a_rank_that_is_told_no_place_to_meet_is_refused_in_one_line(
 
 def test_one_process_meets_nobody(tmp_path: Path) -> None:
     left: list[int] = []
-    with Meeting(0, 1, 0.1, 0, leave=left.append):
+    with RendezvousMonitor(0, 1, 0.1, 0, exit_process=left.append):
         time.sleep(0.5)
     assert not left

@@ -1,0 +1,242 @@
+"""Resuming: the choice of a checkpoint, checks that the run fits it, and restoring of its state."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightseq.checkpoint import manifest, state_files
+from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state
+from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World, on_all_ranks
+from lightseq.models import adapters
+from lightseq.models.adapters import Lora, read_json_object
+from lightseq.utils.formatting import first_line
+
+NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
+# Flags that change how a model learns, but not the model or its data.
+LEARNING_FLAGS: Final = (
+    *("optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
+    *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
+)
+SAME_STATE_OPTIMIZERS: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
+CONFIG = "config.json"
+# Settings that change the arithmetic but no shape. RoPE frequencies stand for the context's length.
+COMPARED_SETTINGS = (
+    *("rope_parameters", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"),
+)
+RELATIVE_TOLERANCE = 1e-4  # a command line may give fewer digits
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from, and later ones that are damaged, with the damage."""
+
+    path: Path | None
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+FRESH_START = ResumePoint(None)
+
+
+def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> ResumePoint:
+    """Returns the checkpoint that --resume_from_checkpoint names, after reading every file of it. Every rank calls it.
+
+    Ends the run with one line if no checkpoint is complete; with `auto`, only if there are any at all.
+    """
+    if requested is None:
+        return FRESH_START
+    if requested not in NEWEST:
+        on_all_ranks(
+            world,
+            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is no checkpoint-N directory; name one"),
+        )
+        damage = _damage(Path(requested), world)
+        on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; name another"))
+        return ResumePoint(Path(requested))
+    damaged: tuple[tuple[Path, str], ...] = ()
+    candidates = on_all_ranks(world, lambda: list_checkpoints(output_dir))
+    for path in reversed(candidates):
+        damage = _damage(path, world)
+        if damage is None:
+            return ResumePoint(path, damaged)
+        damaged += ((path, damage),)
+    line = f"{requested}: {output_dir} holds no checkpoint; leave it out, or give auto"
+    if damaged:
+        why = "; ".join(f"{path.name}: {damage}" for path, damage in damaged)
+        line = f"{requested}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
+    on_all_ranks(world, lambda: _require(requested == "auto" and not damaged, line))
+    return FRESH_START
+
+
+def _require(holds: bool, line: str) -> None:
+    if not holds:
+        raise ValueError(f"--resume_from_checkpoint {line}")
+
+
+def _damage(path: Path, world: World) -> str | None:
+    """Returns the damage of a checkpoint, equal on all ranks, each of which reads a share of its files."""
+    found: list[str | None] = [None] * world.size
+    dist.all_gather_object(found, manifest.find_damage(path, world.rank, world.size))
+    return next((line for line in found if line is not None), None)
+
+
+def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
+    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
+    facts = read_trainer_state(directory)
+    saved, saved_ranks = facts.get("engine"), facts.get("ranks")
+    if saved == engine and (engine is None or saved_ranks == ranks):
+        return
+    was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
+    raise ValueError(
+        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
+        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
+        f"with --model_name_or_path {directory}"
+    )
+
+
+def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
+    """Returns notes on changed flags. Raises ValueError if the optimizer cannot use the saved state."""
+    then, now = read_trainer_state(resume_from).get("config"), config.to_json()
+    if not isinstance(then, dict):
+        return ()  # older checkpoints do not say
+    changed = [name for name in LEARNING_FLAGS if name in then and then[name] != now[name]]
+    both = {then.get("optim"), config.optim}
+    if "optim" in changed and not config.deepspeed and not any(both <= alike for alike in SAME_STATE_OPTIMIZERS):
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
+            f"give --optim {then['optim']}, or begin anew from its weights with --model_name_or_path"
+        )
+    words = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
+    return (f"resumed with {words}",) if words else ()
+
+
+def check_model(directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None) -> tuple[str, ...]:
+    """Returns notes on the model of a resumed run. Raises ValueError naming the first setting that differs."""
+    differences = _adapter_differences(directory, config, model, lora) if lora else _model_differences(directory, model)
+    if (difference := next(differences, None)) is not None:
+        name, before, now = difference
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} was trained with {name} {before}, this run has {now}; give the "
+            "flags and the model that it was trained with, or begin anew in another directory"
+        )
+    return _base_model_note(directory, config) if lora else ()
+
+
+def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
+    if not (directory / CONFIG).is_file():
+        return
+    read = read_json_object(directory / CONFIG)
+    kind = read.get("model_type", model.model_type)
+    if kind != model.model_type:
+        yield "model_type", kind, model.model_type
+    saved = type(model).from_dict(read)
+    for name in COMPARED_SETTINGS:
+        before, now = (_without_none(getattr(x, name, None)) for x in (saved, model))
+        if not _are_equal(before, now):
+            yield name, before, now
+
+
+def _adapter_differences(
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora
+) -> Iterator[tuple[str, Any, Any]]:
+    saved = _adapter_config(directory)
+    rank, alpha = saved.get("r", lora.rank), saved.get("lora_alpha", lora.alpha)
+    if rank != lora.rank:
+        yield "lora_rank", rank, lora.rank
+    if alpha != lora.alpha:
+        yield "lora_alpha", alpha, lora.alpha
+    targets = saved.get("target_modules", lora.targets)
+    if set(targets) != set(lora.targets):
+        yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
+    both = adapters.read_rope(directory), adapters.changed_rope(config, model)
+    before, now = (_without_none((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
+    if not _are_equal(before, now):
+        yield "rope_parameters", before, now
+
+
+def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:
+    """Returns a warning if an adapter's base model has another name; its directory may have moved."""
+    before = _adapter_config(directory).get("base_model_name_or_path")
+    now = adapters.base_model_name(config.model_name_or_path)
+    if before in (None, now):
+        return ()
+    return (f"warning: {directory} was trained beside the weights of {before}, and goes on beside those of {now}",)
+
+
+def _adapter_config(directory: Path) -> Mapping[str, Any]:
+    path = directory / adapters.CONFIG
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _are_equal(before: Any, now: Any) -> bool:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(_are_equal(before[key], now[key]) for key in before)
+    if isinstance(before, int | float) and isinstance(now, int | float):
+        return math.isclose(before, now, rel_tol=RELATIVE_TOLERANCE)
+    return bool(before == now)
+
+
+def _without_none(value: Any) -> Any:
+    """Drops entries of a mapping that are None, which configs may also leave out."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
+
+
+def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Restores this rank's part of weights and optimizer state. Raises ValueError if they are another model's."""
+    reader = state_files.TensorReader(directory / STATE)
+    saved = state_files.tensor_shapes(reader)
+    if _before_the_first_update(directory, saved):
+        optimizer.state.clear()
+    tensors = state_files.state_tensors(model, optimizer)
+    _check_fit(directory, saved, tensors)
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:  # equal on all ranks
+        if not any("block boundary" in str(failure[0]) for failure in error.failures.values()):
+            rank, (failure, _) = next(iter(error.failures.items()))
+            raise ValueError(
+                f"--resume_from_checkpoint {directory} cannot be read (rank {rank}: {first_line(failure)}); "
+                "name another checkpoint"
+            ) from error
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
+            "cut apart; resume on as many ranks as it was saved on"
+        ) from error
+
+
+def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
+    """Returns whether the optimizer had no state yet: float16 skips the first steps, and a run may end after them."""
+    optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
+    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
+
+
+def restore_rng_state(directory: Path, world: World) -> None:
+    """Restores this rank's random states, if the number of ranks has not changed."""
+    if read_trainer_state(directory).get("ranks") == world.size:
+        state_files.restore_rng(directory / STATE / state_files.rng_file(world.rank), world.device)
+
+
+def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, Tensor]) -> None:
+    remedy = "resume with the model and the optimizer that it was saved with"
+    for name, tensor in tensors.items():
+        if saved.get(name) != list(tensor.shape):
+            found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
+            raise ValueError(
+                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
+            )
+    without_place = [name for name in saved if name not in tensors]
+    if without_place:
+        raise ValueError(
+            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
+        )
