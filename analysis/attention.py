@@ -73,7 +73,17 @@ class LengthTable:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis attention",
+        usage="python3 -m analysis attention FILE... [--only LINE...] [--value NAME] [--output DIR] [--format FORMAT]",
+        description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
+        "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
+    parser.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
+    parser.add_argument("--value", choices=VALUES, default="tflops", help="what the table shows (default: %(default)s)")
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
     notes: list[str] = []
     files = read_each(arguments.files, lambda path: read_points(path, notes), notes)
     tables = tables_of(chain(*files.values()))
@@ -90,20 +100,6 @@ def main(argv: Sequence[str]) -> int:
         print_lines([f"{unit}; {table.title}", "", *rows, "", *remarks(table), ""])
     print_lines(pictures)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis attention",
-        usage="python3 -m analysis attention FILE... [--only LINE...] [--value NAME] [--output DIR] [--format FORMAT]",
-        description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
-        "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
-    )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    out.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
-    out.add_argument("--value", choices=VALUES, default="tflops", help="what the table shows (default: %(default)s)")
-    add_drawing_flags(out, "beside FILE")
-    return out
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------

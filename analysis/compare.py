@@ -73,7 +73,16 @@ class LossDifference:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis compare",
+        usage="python3 -m analysis compare A B [--output DIR] [--format png|svg|both]",
+        description="Compares two runs that should have the same losses, as with and without FSDP: the largest "
+        "difference of the loss, both runs' means past the warm-up, what else differs, and compare.png.",
+    )
+    parser.add_argument("first", metavar="A", type=Path, help="the --output_dir of a training run")
+    parser.add_argument("second", metavar="B", type=Path, help="another, which is measured against it")
+    add_drawing_flags(parser, None)
+    arguments = parser.parse_args(argv)
     directories = [arguments.first, arguments.second]
     first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
     runs = (first, second)
@@ -92,19 +101,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"analysis: warning: {warning}", file=sys.stderr)
     print_lines(pictures)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis compare",
-        usage="python3 -m analysis compare A B [--output DIR] [--format png|svg|both]",
-        description="Compares two runs that should have the same losses, as with and without FSDP: the largest "
-        "difference of the loss, both runs' means past the warm-up, what else differs, and compare.png.",
-    )
-    out.add_argument("first", metavar="A", type=Path, help="the --output_dir of a training run")
-    out.add_argument("second", metavar="B", type=Path, help="another, which is measured against it")
-    add_drawing_flags(out, None)
-    return out
 
 
 # ---- the numbers ----------------------------------------------------------------------------------------------------

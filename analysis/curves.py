@@ -32,7 +32,7 @@ from .drawing import (
     subtitle,
 )
 from .records import print_notes
-from .runs import Run, column, describe, past_warmup, read_runs, smooth, summarize
+from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth
 
 RUNS_PER_TABLE = 3  # as many as a narrow terminal has room for
 
@@ -130,17 +130,20 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def table_cells(run: Run) -> dict[str, str]:
-    summary = summarize(run)
-    memory = format_number("{:.2f} GiB", summary.peak_memory_bytes / GIB)
+    loss, (memory, place) = run.column("loss"), peak_memory(run)
+
+    def median_of(key: str, form: str, scale: float = 1.0) -> str:
+        return format_number(form, scale * median(run.unprofiled(key)))
+
     return {
         "steps": str(run.last_step),
-        "loss, first → last": f"{summary.first_loss:.3f} → {summary.last_loss:.3f}",
-        "loss, smoothed, at the end": format_number("{:.3f}", summary.smoothed_loss),
-        "tokens per second, median": format_number("{:,.0f}", summary.tokens_per_second),
-        "step time, median": format_number("{:.3g} s", summary.step_seconds),
-        "peak memory": f"{memory} {'GPU' if summary.memory_is_gpu else 'host'}",
-        "MFU, median": format_number("{:.1f} %", 100 * summary.mfu),
-        "model TFLOP/s, median": format_number("{:.3g}", summary.model_tflops_per_gpu),
+        "loss, first → last": f"{loss[0]:.3f} → {loss[-1]:.3f}",
+        "loss, smoothed, at the end": format_number("{:.3f}", smooth(loss)[-1]),
+        "tokens per second, median": median_of("tokens_per_second", "{:,.0f}"),
+        "step time, median": median_of("step_seconds", "{:.3g} s"),
+        "peak memory": f"{format_number('{:.2f} GiB', memory / GIB)} {place}",
+        "MFU, median": median_of("mfu", "{:.1f} %", 100),
+        "model TFLOP/s, median": median_of("model_tflops_per_gpu", "{:.3g}"),
     }
 
 

@@ -66,7 +66,14 @@ class Evaluation:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis evaluate",
+        usage="python3 -m analysis evaluate OUT... [--output DIR] [--format png|svg|both]",
+        description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
+    )
+    parser.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
+    add_drawing_flags(parser, "OUT")
+    arguments = parser.parse_args(argv)
     notes: list[str] = []
     named = zip(arguments.paths, labels(arguments.paths), strict=True)
     found = read_each(named, lambda pair: read(*pair, notes), notes)
@@ -82,17 +89,6 @@ def main(argv: Sequence[str]) -> int:
         print_lines([f"{one.label}: {one.score}", "", *markdown_table(needle_rows(one)), ""])
     print_lines(pictures)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis evaluate",
-        usage="python3 -m analysis evaluate OUT... [--output DIR] [--format png|svg|both]",
-        description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
-    )
-    out.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
-    add_drawing_flags(out, "OUT")
-    return out
 
 
 def read(directory: Path, label: str, notes: list[str]) -> Evaluation:

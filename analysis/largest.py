@@ -48,7 +48,17 @@ class Limits:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis largest",
+        usage="python3 -m analysis largest FILE... [--output DIR] [--format png|svg|both]",
+        description="Draws the parameters of the largest models that fit, from records of benchmarks/largest.py, and "
+        "prints a Markdown table of them.",
+    )
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat"
+    )
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
     notes: list[str] = []
     files = read_each(arguments.files, lambda path: read_searches(path, notes), notes)
     limits = limits_of(chain(*files.values()))
@@ -62,18 +72,6 @@ def main(argv: Sequence[str]) -> int:
         print_lines([one.setting["device"], "", *markdown_table(table_rows(one)), "", *remarks(one), ""])
     print_lines(pictures)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis largest",
-        usage="python3 -m analysis largest FILE... [--output DIR] [--format png|svg|both]",
-        description="Draws the parameters of the largest models that fit, from records of benchmarks/largest.py, and "
-        "prints a Markdown table of them.",
-    )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat")
-    add_drawing_flags(out, "beside FILE")
-    return out
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------

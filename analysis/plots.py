@@ -47,7 +47,17 @@ class NothingToDraw(ValueError):
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis plots",
+        usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR] [--format png|svg|both]",
+        description="Draws the figures that a YAML file asks for, from the runs below a directory.",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml"
+    )
+    parser.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
+    add_drawing_flags(parser, "DIR")
+    arguments = parser.parse_args(argv)
     notes: list[str] = []
     file = read_plots(arguments.config)
     directories = arguments.runs or file.runs
@@ -72,18 +82,6 @@ def main(argv: Sequence[str]) -> int:
     for line in left_out:
         print(f"analysis: left out, {line}", file=sys.stderr)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis plots",
-        usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR] [--format png|svg|both]",
-        description="Draws the figures that a YAML file asks for, from the runs below a directory.",
-    )
-    out.add_argument("--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml")
-    out.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
-    add_drawing_flags(out, "DIR")
-    return out
 
 
 # ---- the runs -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,21 @@ LARGE = 2**20  # bytes, from which on a rate says something about a link
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis profile",
+        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
+        description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
+        "name of what the device was busy with; communication where it was not hidden. On a CPU by operator.",
+    )
+    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
+    parser.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="list the N kernels (CPU: operators) that took longest"
+    )
+    parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
+    parser.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
+    arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
@@ -45,24 +59,6 @@ def main(argv: Sequence[str]) -> int:
     if picture is not None:
         print_lines(save(picture, arguments.output or path.parent, "timeline", arguments.format))
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis profile",
-        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
-        description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
-        "name of what the device was busy with; communication where it was not hidden. On a CPU by operator.",
-    )
-    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
-    out.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
-    out.add_argument(
-        "--kernels", type=int, default=0, metavar="N", help="list the N kernels (CPU: operators) that took longest"
-    )
-    out.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
-    out.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
-    return out
 
 
 def new_table(headings: Sequence[str], **options: object) -> Table:

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,12 @@ TITLE = "Results: "  # begins the title of every page
 WORST_ERROR = "worst_error_over_single_gpu"
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
 SKIPPED = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
+READERS: Mapping[str, Callable[[Path, list[str]], list[Record]]] = {
+    "attention": read_points,
+    "errors": lambda path, notes: read_lines(path, dict, notes),
+    "step": read_steps,
+    "largest": read_searches,
+}
 
 
 @dataclass
@@ -29,10 +35,7 @@ class Found:
     root: Path
     runs: list[Run] = field(default_factory=list)
     sweeps: dict[Path, list[Record]] = field(default_factory=dict)  # the cells of each sweep.jsonl
-    attention: dict[Path, list[Record]] = field(default_factory=dict)
-    errors: dict[Path, list[Record]] = field(default_factory=dict)
-    steps: dict[Path, list[Record]] = field(default_factory=dict)
-    largest: dict[Path, list[Record]] = field(default_factory=dict)
+    benchmarks: dict[str, dict[Path, list[Record]]] = field(default_factory=dict)  # records by kind and file
     others: list[Path] = field(default_factory=list)  # of kinds that are not shown
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # on lines of files that are shown
@@ -42,13 +45,21 @@ class Found:
 
     @property
     def summary(self) -> str:
-        benchmarks = len(self.attention) + len(self.errors) + len(self.steps) + len(self.largest)
+        benchmarks = sum(map(len, self.benchmarks.values()))
         counts = {"training run": len(self.runs), "sweep": len(self.sweeps), "benchmark file": benchmarks}
         return ", ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count)
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis report",
+        usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
+        description="Gathers training runs, sweeps and benchmarks below a directory into one HTML page that needs "
+        "nothing else: no network, no other file. Install with: pip install 'lightseq[report]'.",
+    )
+    parser.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="where to look, in all folders below too")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RESULTS_DIR/report.html)")
+    arguments = parser.parse_args(argv)
     try:
         from .report_page import render
     except ImportError as error:
@@ -70,18 +81,6 @@ def main(argv: Sequence[str]) -> int:
     print_notes([*(f"not shown: {line}" for line in found.left_out), *found.notes])
     print(f"{found.summary}\n{output}")
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis report",
-        usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
-        description="Gathers training runs, sweeps and benchmarks below a directory into one HTML page that needs "
-        "nothing else: no network, no other file. Install with: pip install 'lightseq[report]'.",
-    )
-    out.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="where to look, in all folders below too")
-    out.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RESULTS_DIR/report.html)")
-    return out
 
 
 def reason(left_out: Sequence[str]) -> str:
@@ -125,22 +124,28 @@ def add(path: Path, found: Found) -> None:
         if not (folder / "metrics.jsonl").exists():
             found.left_out.append(f"{folder} has a run.json and no metrics.jsonl; the run has logged no step")
         return
-    first, second = first_objects(path)
-    kind = first.get("benchmark")
     if path.name == "metrics.jsonl":
         found.runs.append(read_run(folder, found.name(folder)))
     elif path.name == "sweep.jsonl":
         found.sweeps[path] = not_empty(path, read_lines(path, check_cell, found.notes))
-    elif kind == "step":
-        found.steps[path] = read_steps(path, found.notes)
-    elif kind in LARGEST_KINDS:
-        found.largest[path] = read_searches(path, found.notes)
-    elif WORST_ERROR in first or WORST_ERROR in second:
-        found.errors[path] = read_lines(path, dict, found.notes)
-    elif kind == "attention" or "tflops_per_gpu" in first:
-        found.attention[path] = not_empty(path, read_points(path, found.notes))
+    elif (kind := benchmark_kind(path)) is not None:
+        records = not_empty(path, READERS[kind](path, found.notes))
+        found.benchmarks.setdefault(kind, {})[path] = records
     else:
         found.others.append(path)
+
+
+def benchmark_kind(path: Path) -> str | None:
+    """Returns the kind of a file of records, which its first objects tell."""
+    first, second = first_objects(path)
+    benchmark = first.get("benchmark")
+    if benchmark == "step":
+        return "step"
+    if benchmark in LARGEST_KINDS:
+        return "largest"
+    if WORST_ERROR in first or WORST_ERROR in second:
+        return "errors"
+    return "attention" if benchmark == "attention" or "tflops_per_gpu" in first else None
 
 
 def first_objects(path: Path) -> tuple[Record, Record]:

@@ -24,7 +24,7 @@ from .drawing import COLORS, FEW, GIB
 from .records import Record, read_lines
 from .report import WORST_ERROR, Found
 from .run_settings import setting_text
-from .runs import Run, column, describe, section, smooth, summarize
+from .runs import Run, column, describe, median, peak_memory, section, smooth
 
 POINTS = 1000  # of a curve at most, so that a page of many long runs stays small
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -57,6 +57,7 @@ class Details:
     about: str = ""
 
 
+Files = Mapping[Path, Sequence[Record]]
 Block = Any  # a heading, a plotly figure, a Table or Details
 
 
@@ -97,13 +98,13 @@ def sections_of(found: Found) -> list[Section]:
     alone = [run for run in found.runs if run.directory not in in_sweeps]
     out = [runs_section(alone)] if alone else []
     out += [sweep_section(found.name(path.parent), found.sweeps[path], runs) for path, runs in sweeps.items()]
-    kinds: tuple[tuple[dict[Path, Any], Callable[[Found], Section]], ...] = (
-        (found.attention, attention_section),
-        (found.errors, errors_section),
-        (found.steps, step_section),
-        (found.largest, largest_section),
-    )
-    return out + [make(found) for files, make in kinds if files]
+    sections: Mapping[str, Callable[[Files, Found], Section]] = {
+        "attention": attention_section,
+        "errors": errors_section,
+        "step": step_section,
+        "largest": largest_section,
+    }
+    return out + [make(found.benchmarks[kind], found) for kind, make in sections.items() if kind in found.benchmarks]
 
 
 # ---- training runs --------------------------------------------------------------------------------------------------
@@ -244,10 +245,10 @@ def text(form: str, value: float | None) -> str:
 
 
 def sweep_bars(runs: Mapping[str, Run]) -> go.Figure:
-    names, summaries = list(map(html.escape, runs)), list(map(summarize, runs.values()))
     out = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("Throughput", "Peak memory"))
-    speeds = [summary.tokens_per_second for summary in summaries]
-    sizes = [summary.peak_memory_bytes / GIB for summary in summaries]
+    names = list(map(html.escape, runs))
+    speeds = [median(run.unprofiled("tokens_per_second")) for run in runs.values()]
+    sizes = [peak_memory(run)[0] / GIB for run in runs.values()]
     look = {"orientation": "h", "showlegend": False}
     out.add_trace(go.Bar(y=names, x=numbers(speeds), marker_color=COLORS[0], texttemplate="%{x:,.0f}", **look), 1, 1)
     out.add_trace(go.Bar(y=names, x=numbers(sizes), marker_color=COLORS[1], texttemplate="%{x:.1f}", **look), 1, 2)
@@ -259,9 +260,9 @@ def sweep_bars(runs: Mapping[str, Run]) -> go.Figure:
 # ---- benchmarks -----------------------------------------------------------------------------------------------------
 
 
-def attention_section(found: Found) -> Section:
+def attention_section(files: Files, found: Found) -> Section:
     """Returns a chart and a table per setting; measurements on different devices are never joined."""
-    records = [record for path in by_date(found.attention) for record in found.attention[path]]
+    records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
     for device in dict.fromkeys(record["device"] for record in records):
         for table in attention.tables_of(record for record in records if record["device"] == device):
@@ -271,7 +272,7 @@ def attention_section(found: Found) -> Section:
             head, *rows = attention.table_rows(table, "tflops")
             blocks.append(Table([["TFLOP/s per GPU", *head[1:]], *rows], attention.remarks(table)))
     notes = ["Forward and backward of one layer, the causal half counted. A later measurement replaces an earlier one."]
-    return Section("Attention layer", [*blocks, *sources(found.attention, found)], notes)
+    return Section("Attention layer", [*blocks, *sources(files, found)], notes)
 
 
 def attention_chart(table: attention.LengthTable) -> go.Figure:
@@ -294,15 +295,15 @@ def attention_chart(table: attention.LengthTable) -> go.Figure:
     return styled(out, height=420)
 
 
-def errors_section(found: Found) -> Section:
+def errors_section(files: Files, found: Found) -> Section:
     """Returns a table of relative errors per file."""
     head = ["", "kernel", "transport", "tokens", "out", "dq", "dk", "dv", "worst ÷ one GPU", "note"]
     blocks: list[Block] = []
-    for path, records in found.errors.items():
+    for path, records in files.items():
         rows = [error_row(record) for record in records if "benchmark" not in record and "length" in record]
         blocks += [found.name(path), Table([head, *rows])]
     notes = ["Relative errors of the output and the gradients against float64."]
-    return Section("Errors of the attention layer", [*blocks, *sources(found.errors, found)], notes)
+    return Section("Errors of the attention layer", [*blocks, *sources(files, found)], notes)
 
 
 def error_row(record: Record) -> list[str]:
@@ -313,13 +314,13 @@ def error_row(record: Record) -> list[str]:
     return [name, *facts, short_length(record["length"]), *errors, worst, str(record.get("skipped") or "")]
 
 
-def step_section(found: Found) -> Section:
-    records = [record for path in by_date(found.steps) for record in found.steps[path]]
+def step_section(files: Files, found: Found) -> Section:
+    records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
     for comparison in step.compare(records):
         table = Table(step.table_rows(comparison), step.remarks(comparison))
         blocks += [comparison.title, step_chart(comparison), table]
-    return Section("Whole training steps", [*blocks, *sources(found.steps, found)])
+    return Section("Whole training steps", [*blocks, *sources(files, found)])
 
 
 def step_chart(comparison: step.Comparison) -> go.Figure:
@@ -341,16 +342,16 @@ def step_chart(comparison: step.Comparison) -> go.Figure:
     return styled(out, height=420)
 
 
-def largest_section(found: Found) -> Section:
+def largest_section(files: Files, found: Found) -> Section:
     """Returns a chart and a table per device; bars end where models fit, pale ones where they are too large."""
-    records = [record for path in by_date(found.largest) for record in found.largest[path]]
+    records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
     for limits in largest.limits_of(records):
         blocks.append(limits.setting["device"])
         if limits.found:
             blocks.append(largest_chart(limits))
         blocks.append(Table(largest.table_rows(limits), largest.remarks(limits)))
-    return Section("The largest model that fits", [*blocks, *sources(found.largest, found)])
+    return Section("The largest model that fits", [*blocks, *sources(files, found)])
 
 
 def largest_chart(limits: largest.Limits) -> go.Figure:
@@ -366,7 +367,7 @@ def largest_chart(limits: largest.Limits) -> go.Figure:
     return styled(out, height=220 + 40 * len(names))
 
 
-def by_date(files: Mapping[Path, Any]) -> list[Path]:
+def by_date(files: Files) -> list[Path]:
     """Returns the paths with later measurements last, so that they replace earlier ones."""
     return sorted(files, key=lambda path: (max((str(h.get("date", "")) for h in headers(path)), default=""), path))
 
@@ -375,7 +376,7 @@ def headers(path: Path) -> list[Record]:
     return [record for record in read_lines(path, dict, []) if "benchmark" in record]
 
 
-def sources(files: Mapping[Path, Any], found: Found) -> list[Details]:
+def sources(files: Files, found: Found) -> list[Details]:
     """Returns the commands that made each file, and the machine they ran on."""
     out = []
     for path in files:

@@ -186,36 +186,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.array([window.mean() if window.size else np.nan for window in known])
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A run in a few numbers: medians past the warm-up; NaN where a number is unknown."""
-
-    first_loss: float
-    last_loss: float
-    smoothed_loss: float
-    tokens_per_second: float
-    step_seconds: float
-    peak_memory_bytes: float
-    memory_is_gpu: bool
-    mfu: float
-    model_tflops_per_gpu: float
-
-
-def summarize(run: Run) -> Summary:
-    loss = run.column("loss")
-    on_gpu = run.has("peak_memory_allocated_bytes")
-    memory = "peak_memory_allocated_bytes" if on_gpu else "host_rss_bytes"
-    return Summary(
-        first_loss=float(loss[0]),
-        last_loss=float(loss[-1]),
-        smoothed_loss=float(smooth(loss)[-1]),
-        tokens_per_second=median(run.unprofiled("tokens_per_second")),
-        step_seconds=median(run.unprofiled("step_seconds")),
-        peak_memory_bytes=highest(run, memory),
-        memory_is_gpu=on_gpu,
-        mfu=median(run.unprofiled("mfu")),
-        model_tflops_per_gpu=median(run.unprofiled("model_tflops_per_gpu")),
-    )
+def peak_memory(run: Run) -> tuple[float, str]:
+    """Returns the highest bytes of the worst GPU, or of a process if there is no GPU, and which of them it is."""
+    if run.has("peak_memory_allocated_bytes"):
+        return highest(run, "peak_memory_allocated_bytes"), "GPU"
+    return highest(run, "host_rss_bytes"), "host"
 
 
 def highest(run: Run, key: str) -> float:

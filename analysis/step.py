@@ -75,7 +75,15 @@ class Comparison:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis step",
+        usage="python3 -m analysis step FILE... [--output DIR] [--format png|svg|both]",
+        description="Draws tokens per second and peak memory by length from records of benchmarks/step.py, and prints "
+        "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
     notes: list[str] = []
     files = read_each(arguments.files, lambda path: read_steps(path, notes), notes)
     comparisons = compare(chain(*files.values()))
@@ -88,18 +96,6 @@ def main(argv: Sequence[str]) -> int:
         print_lines([comparison.title, "", *markdown_table(table_rows(comparison)), "", *remarks(comparison), ""])
     print_lines(pictures)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis step",
-        usage="python3 -m analysis step FILE... [--output DIR] [--format png|svg|both]",
-        description="Draws tokens per second and peak memory by length from records of benchmarks/step.py, and prints "
-        "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
-    )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    add_drawing_flags(out, "beside FILE")
-    return out
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ UNITS_OF_TIME = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="analysis watch",
+        usage="python3 -m analysis watch OUTPUT_DIR [--once]",
+        description="Follows a run while it trains: progress, the last numbers, and how they went. Ends with its last "
+        "step or with Ctrl-C. On a terminal it waits for the run in a directory that is there and holds none yet.",
+    )
+    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
+    parser.add_argument("--once", action="store_true", help="print how it stands now, once")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    arguments = parser.parse_args(argv)
     console = Console(highlight=False)
     try:
         progress = read_progress(arguments.run, time.time())
@@ -42,19 +51,6 @@ def main(argv: Sequence[str]) -> int:
         return 0 if follow(progress, console, max(0.05, arguments.every)).is_done else 1
     except KeyboardInterrupt:  # the usual way to stop watching; the last frame stays
         return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis watch",
-        usage="python3 -m analysis watch OUTPUT_DIR [--once]",
-        description="Follows a run while it trains: progress, the last numbers, and how they went. Ends with its last "
-        "step or with Ctrl-C. On a terminal it waits for the run in a directory that is there and holds none yet.",
-    )
-    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
-    out.add_argument("--once", action="store_true", help="print how it stands now, once")
-    out.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
-    return out
 
 
 # ---- what the directory says now ------------------------------------------------------------------------------------
