@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Section:
 def render(found: Found, title: str) -> str:
     """Returns the page. Everything it needs is inside: plotly.js once, the charts' data, and the tables."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    charts = iter(range(10**6))
+    charts = count()
 
     def chart_html(figure: go.Figure) -> Markup:
         options = {"displaylogo": False, "responsive": True}
@@ -129,7 +130,7 @@ def run_row(run: Run) -> list[str]:
 
 def curves(runs: Sequence[Run]) -> go.Figure:
     """Returns a chart per number over one legend: a click on a run hides it in all of them."""
-    panels = [panel for panel in PANELS if panel.is_known(runs)]
+    panels = [panel for panel in PANELS if any(run.has(panel.curves[0].key) for run in runs)]
     if all(run.has("mfu") for run in runs):
         panels.remove(TFLOPS)
     rows = -(-(1 + len(panels)) // 2)

@@ -59,8 +59,7 @@ def largest_point() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
+def write_results(tmp_path: Path) -> Path:
     """Two runs, one of them a sweep's cell, and a file of every benchmark."""
     slow = [record(step, tokens_per_second=900.0 if step > 1 else 100.0) for step in range(1, 41)]
     write_run(tmp_path / "plain", slow, about(config={"fsdp": ""}), tail='{"step": 40, "eval_loss": 5.5}\n')
@@ -79,12 +78,18 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return write_results(tmp_path)
+
+
 class Page(HTMLParser):
     """A page as a browser reads it: headings, tables by rows, details, and the traces of its charts by title."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.text = (directory / "report.html").read_text(encoding="utf-8")
+        self.path = directory / "report.html"
+        self.text = self.path.read_text(encoding="utf-8")
         self.stack: list[str] = []
         self.titles: list[str] = []
         self.rows: list[list[str]] = []
@@ -146,9 +151,13 @@ def page_of(directory: Path) -> Page:
     return Page(directory)
 
 
-def test_everything_below_the_directory_is_on_the_page(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = page_of(results)
-    assert "2 training runs, 1 sweep, 4 benchmark files" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of the results, made once for the tests that only read it."""
+    return page_of(write_results(tmp_path_factory.mktemp("results")))
+
+
+def test_everything_below_the_directory_is_on_the_page(page: Page) -> None:
     titles = ["Training runs", "Sweep: sweep", "Attention layer", "Errors of the attention layer"]
     assert page.titles == [*titles, "Whole training steps", "The largest model that fits"]
     rows = {row[0]: row for row in reversed(page.rows)}  # the first of each name
@@ -162,8 +171,7 @@ def test_everything_below_the_directory_is_on_the_page(results: Path, capsys: py
     assert "– lightseq, 32K: out of memory" in page.text and "What is too large: out of memory." in page.text
 
 
-def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_have(results: Path) -> None:
-    page = page_of(results)
+def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_have(page: Page) -> None:
     assert len(page.charts) == 6, (
         "curves of the run, bars and curves of the sweep, and one for each benchmark but errors"
     )
@@ -182,8 +190,8 @@ def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_have(results:
     assert (too_large["x"], fits["x"], fits["name"]) == ([82.0], [71.0], "fits")
 
 
-def test_details_have_the_command_the_flags_and_the_machine(results: Path) -> None:
-    command, info, *_, benchmark = page_of(results).details
+def test_details_have_the_command_the_flags_and_the_machine(page: Page) -> None:
+    command, info, *_, benchmark = page.details
     assert command == "llama3/train.py --model_name_or_path tiny-llama3 --fsdp full_shard --max_steps=40"
     values = yaml.safe_load(info)
     assert values["config"]["fsdp"] == "" and values["hardware"]["device"] == "cpu" and values["commit"] == "0123abcd"
@@ -199,8 +207,7 @@ def test_nothing_in_the_results_breaks_out_of_the_page(results: Path) -> None:
     assert len(page.charts) == 6 and command in page.details
 
 
-def test_the_page_asks_for_nothing_from_anywhere(results: Path) -> None:
-    page = page_of(results)
+def test_the_page_asks_for_nothing_from_anywhere(page: Page) -> None:
     assert "default-src 'none'" in page.text
     assert all(link.startswith("#section-") for link in page.links)
     assert len(re.findall(r"\* plotly\.js v", page.text)) == 1 and len(page.text) < 6 * 2**20
@@ -301,9 +308,8 @@ def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_browser_draws_every_chart(results: Path) -> None:
-    page_of(results)
+def test_a_browser_draws_every_chart(page: Page, tmp_path: Path) -> None:
     words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom"]
-    words += [f"--user-data-dir={results / '.browser'}", (results / "report.html").as_uri()]
+    words += [f"--user-data-dir={tmp_path}", page.path.as_uri()]
     drawn = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
     assert len(re.findall(r'id="chart-\d+"[^>]*js-plotly-plot', drawn)) == 6
