@@ -46,7 +46,7 @@ class PlotsFile:
 
 
 def read_plots(path: Path) -> PlotsFile:
-    """Raises ValueError, with file and key, for anything that cannot be read or has no meaning."""
+    """Returns the figures of a file. Raises ValueError, with file and key, for what has no meaning."""
     top = _load(path)
     _check_keys(path, "", top, KEYS)
     figures = top.get("figures")
