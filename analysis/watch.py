@@ -224,29 +224,25 @@ def known_facts(progress: Progress) -> list[tuple[str, str]]:
 
 def pairs(facts: Sequence[tuple[str, str]]) -> Table:
     """Returns two names with their values per row."""
-    out = Table.grid(padding=(0, 2))
+    out = Table.grid(padding=(0, 2), expand=True)
     for ratio in (None, 1, None, 1):
         out.add_column(ratio=ratio, overflow="fold", no_wrap=ratio is None, style="dim" if ratio is None else "")
     for i in range(0, len(facts), 2):
         out.add_row(*(Text(word) for pair in facts[i : i + 2] for word in pair))
-    out.expand = True
     return out
 
 
 def bar(progress: Progress) -> Table:
     step, total = progress.step, progress.total
-    if total is None:
-        return row(f"step {step:,}", Text("how many there will be is not known: no run.json", style="dim"))
-    left = "done" if progress.is_done else f"{duration((total - step) * progress.step_seconds)} left"
-    share = f"{100 * step / max(total, 1):.0f} %"
-    return row(f"step {step:,}/{total:,}", ProgressBar(total=max(total, 1), completed=step), share, left)
-
-
-def row(*cells: RenderableType) -> Table:
     out = Table.grid(padding=(0, 2), expand=True)
-    for cell in cells:
-        out.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=not isinstance(cell, Text))
-    out.add_row(*cells)
+    if total is None:
+        out.add_row(f"step {step:,}", Text("how many there will be is not known: no run.json", style="dim"))
+        return out
+    left = "done" if progress.is_done else f"{duration((total - step) * progress.step_seconds)} left"
+    for ratio in (None, 1, None, None):
+        out.add_column(ratio=ratio, no_wrap=True)
+    done = ProgressBar(total=max(total, 1), completed=step)
+    out.add_row(f"step {step:,}/{total:,}", done, f"{100 * step / max(total, 1):.0f} %", left)
     return out
 
 
