@@ -1,1 +1,1 @@
-"""Reads what runs wrote and draws it; needs neither torch nor the runs' machines."""
+"""Tables and pictures of training runs and benchmarks; needs neither torch nor the machines they ran on."""

@@ -1,28 +1,20 @@
-"""Draws training runs and prints what they come to: `python3 -m analysis OUTPUT_DIR... [--output DIR]`.
+"""Tables and pictures of what runs and benchmarks wrote: `python3 -m analysis [COMMAND] ...`."""
 
-`python3 -m analysis COMMAND` does so with what else writes JSONL: benchmarks, evaluations, profiles, sweeps, plans.
-"""
-
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
+import matplotlib
 
-from . import attention, cluster, compare, evaluate, faults, largest, plots, profile, report, step, watch
-from .figures import draw
-from .jsonl import say
-from .pictures import add_format, add_output, folder_of
-from .runs import described, read_runs
-from .summary import summarize, tables
+from . import attention, cluster, compare, curves, evaluate, faults, largest, plots, profile, report, step, watch
+from .drawing import STYLE
 
 
 class Command(NamedTuple):
     main: Callable[[Sequence[str]], int]
     operands: str
-    about: str
+    help: str
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -38,55 +30,28 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(report.main, "DIR", "writes an HTML page of all results below it"),
     "faults": Command(faults.main, "FILE...", "prints what `make faults` did"),
 }
-TAKE_FILES = ("attention", "cluster", "faults", "largest", "step")  # the others take directories
-
-
-def parser() -> argparse.ArgumentParser:
-    usages = {name: f"{name} {command.operands}" for name, command in COMMANDS.items()}
-    listed = "\n".join(f"  {usage:<22} {COMMANDS[name].about}" for name, usage in usages.items())
-    out = argparse.ArgumentParser(
-        prog="analysis",
-        usage="python3 -m analysis OUTPUT_DIR... [--output DIR] [--format png|svg|both]",
-        description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
-        epilog=f"with a command (python3 -m analysis COMMAND -h has its flags):\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
-    add_output(out, "OUTPUT_DIR")
-    add_format(out)
-    return out
-
-
-def names_command(words: Sequence[str], command: str) -> bool:
-    """Whether the first word is the command. A run in a directory of that name is a run, unless operands follow."""
-    if list(words[:1]) != [command]:
-        return False
-    if not (Path(command) / "metrics.jsonl").is_file():
-        return True
-    return any(Path(word).is_file() for word in words[1:]) if command in TAKE_FILES else len(words) > 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    for name, command in COMMANDS.items():
-        if names_command(words, name):
-            return command.main(words[1:])
-    arguments = parser().parse_args(words)
-    notes: list[str] = []
+    """Runs a command, or draws the curves of runs; refused input is one line and status 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words and words[0] in COMMANDS and not is_run(words) else None
     try:
-        runs = read_runs(arguments.runs, notes)
-        pictures = draw(runs, folder_of(arguments.output, [run.directory for run in runs]), arguments.format)
+        with matplotlib.rc_context(dict(STYLE)):
+            return COMMANDS[name].main(words[1:]) if name else curves.main(words, command_help())
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
         return 2
-    say([*notes, *(note for run in runs for note in run.notes)])
-    for run in runs:
-        if text := described(run):
-            print(f"{run.label}: {text}")
-    Console().print(*tables([summarize(run) for run in runs]))
-    for picture in pictures:
-        print(picture)
-    return 0
+
+
+def command_help() -> str:
+    lines = [f"  {f'{name} {command.operands}':<22} {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(("with a command (python3 -m analysis COMMAND -h has its flags):", *lines))
+
+
+def is_run(words: Sequence[str]) -> bool:
+    """Returns whether the first word is a run's directory that only happens to be called like a command."""
+    return len(words) == 1 and (Path(words[0]) / "metrics.jsonl").is_file()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,40 @@
-"""Draws what benchmarks/attention.py measured and prints its table: `python3 -m analysis attention FILE...`."""
+"""Attention benchmark: `python3 -m analysis attention FILE...` draws TFLOP/s over the length and prints a table."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from . import command
-from .figures import GREY, STYLE, subtitle
-from .markdown import table_lines
-from .pictures import add_format, add_output, draw_each, folder_of
-from .points import CEILING, OURS, Line, Point, Table, read_tables, shown
-from .summary import GIB
+from lightseq.config.lengths import shown as short_length
 
-# A colour a family, a marker each within it; lightseq's own lines are strong, the ceiling black and dashed.
-FAMILIES: Mapping[str, str] = {
+from .drawing import (
+    GIB,
+    GREY,
+    add_drawing_flags,
+    length_axis,
+    markdown_table,
+    new_figure,
+    output_dir,
+    print_lines,
+    save_each,
+    subtitle,
+)
+from .records import Record, print_notes, read_each, read_lines
+
+CEILING = "single-gpu"  # the kernel alone, which no split can beat
+OURS = "lightseq"
+SETTING = ("heads", "kv_heads", "head_dim", "dtype", "batch", "world", "documents")  # must be equal in one table
+KEYS = (
+    *("implementation", "request", "kernel", "transport", "length", "skipped", "seconds_min", "seconds_median"),
+    *("seconds_max", "peak_memory_bytes", "exposed_communication_seconds"),
+)
+# A colour per family and a marker for each line in it. Our lines are strong, the ceiling is black and dashed.
+FAMILY_COLORS: Mapping[str, str] = {
     "ulysses": "#E69F00",
     "torch-cp": "#009E73",
     "ring-flash-attn": "#CC79A7",
@@ -28,188 +45,282 @@ OTHER_COLOR = "#7A5195"
 MARKERS = "os^Dv<>PX"
 
 
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+@dataclass(frozen=True)
+class LengthTable:
+    """Comparable lines by their label, each a record per length: the ceiling first, then the fastest."""
+
+    setting: Mapping[str, Any]
+    device: str
+    lines: Mapping[str, Mapping[int, Record]]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for line in self.lines.values() for length in line})
+
+    @property
+    def measured(self) -> dict[str, list[Record]]:
+        """The records with numbers of each line that has some."""
+        found = {label: [r for r in line.values() if r["tflops_per_gpu"]] for label, line in self.lines.items()}
+        return {label: records for label, records in found.items() if records}
+
+    @property
+    def title(self) -> str:
+        s = self.setting
+        batch = f", batch {s['batch']}" if s["batch"] > 1 else ""
+        documents = f", documents {s['documents']}" if s["documents"] else ""
+        heads = f"{s['heads']}/{s['kv_heads']} heads of {s['head_dim']}"
+        return f"{s['world']} × {self.device}, {heads}, {s['dtype']}{batch}{documents}"
 
 
-def gib(point: Point) -> str:
-    return "" if point.peak_memory_bytes is None else f"{point.peak_memory_bytes / GIB:.2f}"
-
-
-def exposed(point: Point) -> str:
-    return "" if point.exposed_seconds is None else f"{1e3 * point.exposed_seconds:.2f}"
-
-
-def milliseconds(point: Point) -> str:
-    return f"{1e3 * point.seconds[1]:,.2f}" if point.seconds else ""
-
-
-def tflops(point: Point) -> str:
-    return "" if point.tflops is None else number(point.tflops)
-
-
-CELLS: Mapping[str, tuple[str, Callable[[Point], str]]] = {
-    "tflops": ("TFLOP/s per GPU", tflops),
-    "milliseconds": ("milliseconds, median", milliseconds),
-    "memory": ("peak GiB per GPU", gib),
-    "exposed": ("exposed communication, milliseconds", exposed),
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
         prog="analysis attention",
         usage="python3 -m analysis attention FILE... [--only LINE...] [--value NAME] [--output DIR] [--format FORMAT]",
         description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
         "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
     )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    out.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
-    out.add_argument("--value", choices=CELLS, default="tflops", help="what the table shows (default: %(default)s)")
-    add_output(out, "beside FILE")
-    add_format(out)
-    return out
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
+    parser.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
+    parser.add_argument("--value", choices=VALUES, default="tflops", help="what the table shows (default: %(default)s)")
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
+    notes: list[str] = []
+    files = read_each(arguments.files, lambda path: read_points(path, notes), notes)
+    tables = tables_of(chain(*files.values()))
+    if not tables:
+        raise ValueError(f"no points in {', '.join(map(str, arguments.files))}; the benchmark has measured nothing yet")
+    if arguments.only:
+        tables = [select_lines(table, arguments.only) for table in tables]
+    output = output_dir(arguments.output, [path.parent for path in files])
+    pictures = save_each("attention", tables, figure, output, arguments.format)
+    print_notes(notes)
+    for table in tables:
+        unit = VALUES[arguments.value][0]
+        rows = markdown_table(table_rows(table, arguments.value))
+        print_lines([f"{unit}; {table.title}", "", *rows, "", *remarks(table), ""])
+    print_lines(pictures)
+    return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
-
-    def read(notes: list[str]) -> list[Table]:
-        tables = read_tables(arguments.files, notes)
-        return [only(table, arguments.only) for table in tables] if arguments.only else tables
-
-    return command.run(
-        arguments.files,
-        read,
-        lambda tables, files: draw(
-            tables, folder_of(arguments.output, [file.parent for file in files]), arguments.format
-        ),
-        lambda tables: (line for one in tables for line in (*markdown(one, arguments.value), "", *remarks(one), "")),
-    )
+# ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def only(table: Table, labels: Sequence[str]) -> Table:
-    """Raises ValueError for a label that no line has."""
-    by_label = {line.label: line for line in table.lines}
+def read_points(path: Path, notes: list[str]) -> list[Record]:
+    """Returns the records of a file, each with the device that the header before it names."""
+    device = "unknown device"
+
+    def parse(record: Record) -> Record | None:
+        nonlocal device
+        if "benchmark" in record:
+            device = str(record.get("hardware", {}).get("device", device))
+            return None
+        record = {**record, "device": device, "documents": record.get("documents") or ""}  # "": one whole text
+        if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
+            raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/attention.py")
+        if "tflops_per_gpu" not in record:
+            raise ValueError("holds errors, not times; give files written without --check")
+        return record
+
+    return [record for record in read_lines(path, parse, notes) if record]
+
+
+def setting_of(record: Record) -> tuple[Any, ...]:
+    return tuple(record[key] for key in SETTING)
+
+
+def tables_of(records: Iterable[Record]) -> list[LengthTable]:
+    """Returns one table per setting. Later records replace earlier ones of the same line and length.
+
+    The ceiling, on one GPU, is in the tables of every number of ranks.
+    """
+    records = list(records)
+    device = " and ".join(dict.fromkeys(record["device"] for record in records))
+    settings = {setting_of(record) for record in records if record["implementation"] != CEILING}
+    tables = []
+    for setting in sorted(settings or set(map(setting_of, records))):
+        named = dict(zip(SETTING, setting, strict=True))
+        alone = setting_of({**named, "world": 1})
+        mine = [
+            record
+            for record in records
+            if setting_of(record) == (alone if record["implementation"] == CEILING else setting)
+        ]
+        tables.append(LengthTable(named, device, lines_of(mine)))
+    return tables
+
+
+def lines_of(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """Returns the records by label and length: the ceiling first, then the fastest at the longest length."""
+    lines: dict[str, dict[int, Record]] = {}
+    for record in sorted(records, key=lambda record: int(record["length"])):
+        lines.setdefault(label_of(record, records), {})[record["length"]] = record
+    lengths = sorted({record["length"] for record in records}, reverse=True)
+
+    def slowness(label: str) -> tuple[bool, list[float]]:
+        line = lines[label]
+        rates = [line[length]["tflops_per_gpu"] or 0.0 if length in line else 0.0 for length in lengths]
+        return implementation(line) != CEILING, [-rate for rate in rates]
+
+    return {label: lines[label] for label in sorted(lines, key=slowness)}
+
+
+def implementation(line: Mapping[int, Record]) -> str:
+    return str(next(iter(line.values()))["implementation"])
+
+
+def label_of(record: Record, records: Sequence[Record]) -> str:
+    """Returns a line's name. Kernel and transport are in it only if the implementation ran with several."""
+    name, kernel, transport = (record[key] for key in ("implementation", "kernel", "transport"))
+    if name not in (CEILING, OURS):
+        return str(name)
+    mine = [other for other in records if other["implementation"] == name and not other["skipped"]]
+    several_kernels = len({other["kernel"] for other in mine}) > 1
+    several_transports = len({other["transport"] for other in mine}) > 1
+    words = ["one GPU" if name == CEILING else f"{OURS} {record['request']}"]
+    words += [kernel] if kernel and (name == CEILING or several_kernels) else []
+    words += [transport] if transport and several_transports else []
+    return ", ".join(words)
+
+
+def select_lines(table: LengthTable, labels: Sequence[str]) -> LengthTable:
+    """Returns the table with the lines of those labels; raises ValueError for a label that no line has."""
     for label in labels:
-        if label not in by_label:
-            raise ValueError(f"--only {label!r} is none of: {', '.join(by_label)}")
-    return replace(table, lines=tuple(by_label[label] for label in labels))
+        if label not in table.lines:
+            raise ValueError(f"--only {label!r} is none of: {', '.join(table.lines)}")
+    return replace(table, lines={label: table.lines[label] for label in labels})
+
+
+def spread(record: Record) -> float:
+    """Returns the highest minus the lowest time, as a share of the median."""
+    return float((record["seconds_max"] - record["seconds_min"]) / record["seconds_median"])
+
+
+def error_bars(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Returns how far TFLOP/s of the slowest and the fastest repeat are from the medians."""
+    below = [r["tflops_per_gpu"] * (1 - r["seconds_median"] / r["seconds_max"]) for r in records]
+    above = [r["tflops_per_gpu"] * (r["seconds_median"] / r["seconds_min"] - 1) for r in records]
+    return below, above
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def markdown(table: Table, value: str) -> list[str]:
-    """A row a line, a column a length."""
-    unit, cell = CELLS[value]
-    rows = [["", *map(shown, table.lengths)]]
-    for line in table.lines:
-        found = [line.at(length) for length in table.lengths]
-        rows.append([line.label, *("" if p is None else "–" if p.skipped else cell(p) for p in found)])
-    return [f"{unit}; {table.title}", "", *table_lines(rows)]
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-def remarks(table: Table) -> list[str]:
-    """How steady the times were, and why points are missing."""
-    measured = [(point, line) for line in table.lines for point in line.measured]
+VALUES: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
+    "tflops": ("TFLOP/s per GPU", "tflops_per_gpu", number),
+    "milliseconds": ("milliseconds, median", "seconds_median", lambda seconds: f"{1e3 * seconds:,.2f}"),
+    "memory": ("peak GiB per GPU", "peak_memory_bytes", lambda size: f"{size / GIB:.2f}"),
+    "exposed": (
+        "exposed communication, milliseconds",
+        "exposed_communication_seconds",
+        lambda seconds: f"{1e3 * seconds:.2f}",
+    ),
+}
+
+
+def table_rows(table: LengthTable, value: str) -> list[list[str]]:
+    """Returns a head and one row per line, with a column per length."""
+    _, key, form = VALUES[value]
+
+    def cell(record: Record | None) -> str:
+        if record is None:
+            return ""
+        if record["skipped"]:
+            return "–"
+        return "" if record[key] is None else form(record[key])
+
+    rows = [["", *map(short_length, table.lengths)]]
+    return rows + [[label, *(cell(line.get(n)) for n in table.lengths)] for label, line in table.lines.items()]
+
+
+def remarks(table: LengthTable) -> list[str]:
+    """Returns how much the times varied, and why points are missing."""
+    measured = [(record, label) for label, records in table.measured.items() for record in records]
     out = []
     if measured:
-        point, line = max(measured, key=lambda pair: pair[0].spread)
-        out.append(f"Medians. Widest spread: {point.spread:.1%} of the median ({line.label}, {shown(point.length)}).")
+        record, label = max(measured, key=lambda pair: spread(pair[0]))
+        where = f"{label}, {short_length(record['length'])}"
+        out.append(f"Medians. Widest spread: {spread(record):.1%} of the median ({where}).")
     reasons: dict[tuple[str, str], list[str]] = {}
-    for line in table.lines:
-        for point in line.points:
-            if point.skipped:
-                reasons.setdefault((line.label, point.skipped), []).append(shown(point.length))
-    for (label, why), lengths in reasons.items():
+    for label, line in table.lines.items():
+        for length, record in line.items():
+            if record["skipped"]:
+                reasons.setdefault((label, record["skipped"]), []).append(short_length(length))
+    for (label, reason), lengths in reasons.items():
         where = "everywhere" if len(lengths) == len(table.lengths) else ", ".join(lengths)
-        out.append(f"– {label}, {where}: {why}")
+        out.append(f"– {label}, {where}: {reason}")
     return out
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(tables: Sequence[Table], output: Path, form: str = "png") -> list[Path]:
-    return draw_each("attention", tables, figure, STYLE, output, form)
-
-
-def figure(table: Table) -> Figure:
-    drawn = [line for line in table.lines if line.measured]
-    if drawn and len(table.lengths) == 1:
-        return bars(table, drawn)
-    out = Figure(figsize=(11, max(7.5, 2.5 + 0.26 * len(drawn))), layout="constrained")
+def figure(table: LengthTable) -> Figure:
+    """Draws lines over the length, or bars if there is only one."""
+    lines = table.measured
+    if lines and len(table.lengths) == 1:
+        return bar_figure(table)
+    out = new_figure(11, max(7.5, 2.5 + 0.26 * len(lines)))
     axes = out.subplots()
-    for line, look in zip(drawn, looks(drawn), strict=True):
-        draw_line(axes, line, look)
+    for (label, records), look in zip(lines.items(), looks(lines.values()), strict=True):
+        draw_line(axes, label, records, look)
     axes.set_title("Attention layer, forward and backward", loc="left")
-    axes.set(xlabel="tokens in the sequence", ylabel="TFLOP/s per GPU, the causal half counted")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(table.lengths, [shown(length) for length in table.lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("TFLOP/s per GPU, the causal half counted")
+    length_axis(axes, table.lengths)
     axes.set_ylim(bottom=0)
-    if drawn:
+    if lines:
         out.legend(loc="outside right upper", labelspacing=0.7)
     subtitle(out, table.title)
     return out
 
 
-def bars(table: Table, drawn: Sequence[Line]) -> Figure:
-    """Of one length, the fastest on top; the ceiling as a line through all."""
-    out = Figure(figsize=(11, 1.8 + 0.42 * len(drawn)), layout="constrained")
+def draw_line(axes: Axes, label: str, records: Sequence[Record], look: Mapping[str, Any]) -> None:
+    """Draws medians, with a bar from the slowest repeat to the fastest."""
+    lengths, rates = [r["length"] for r in records], [r["tflops_per_gpu"] for r in records]
+    axes.plot(lengths, rates, label=label, markeredgecolor="white", markeredgewidth=0.6, **look)
+    bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 1.0, "capsize": 3, "zorder": look.get("zorder", 2)}
+    axes.errorbar(lengths, rates, error_bars(records), **bars)
+
+
+def bar_figure(table: LengthTable) -> Figure:
+    """Draws one length, the fastest at the top and the ceiling as a line through all bars."""
+    out = new_figure(11, 1.8 + 0.42 * len(table.measured))
     axes = out.subplots()
-    for line in drawn:
-        (look,) = looks([line])  # one colour for all of a family
-        value, (low, high) = line.measured[0].tflops or 0.0, line.measured[0].bounds
-        spread = ([value - low], [high - value])
-        axes.barh(line.label, value, color=look["color"], height=0.7, zorder=2)
-        axes.errorbar(value, line.label, xerr=spread, fmt="none", ecolor=GREY, elinewidth=1.2, capsize=3, zorder=3)
-        axes.annotate(number(value), (0, line.label), (6, 0), textcoords="offset points", va="center", color="white")
-        if line.implementation == CEILING:
-            axes.axvline(value, color="black", linestyle="--", linewidth=1.2, zorder=4)
+    for label, records in table.measured.items():
+        (look,) = looks([records])  # one colour for a whole family
+        rate = records[0]["tflops_per_gpu"]
+        axes.barh(label, rate, color=look["color"], height=0.7, zorder=2)
+        bars = {"fmt": "none", "ecolor": GREY, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
+        axes.errorbar(rate, label, xerr=error_bars(records), **bars)
+        axes.annotate(number(rate), (0, label), (6, 0), textcoords="offset points", va="center", color="white")
+        if records[0]["implementation"] == CEILING:
+            axes.axvline(rate, color="black", linestyle="--", linewidth=1.2, zorder=4)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_title(f"Attention layer over {shown(table.lengths[0])} tokens, forward and backward", loc="left")
+    axes.set_title(f"Attention layer over {short_length(table.lengths[0])} tokens, forward and backward", loc="left")
     axes.set(xlabel="TFLOP/s per GPU, the causal half counted")
     subtitle(out, table.title)
     return out
 
 
-def looks(lines: Sequence[Line]) -> list[dict[str, object]]:
-    """Every line's own colour and marker, by its family."""
+def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
+    """Returns colour, marker and width of each line, by its family and its place in it."""
     counts: dict[str, int] = {}
-    out = []
-    for line in lines:
-        family = next((name for name in FAMILIES if line.implementation.startswith(name)), line.implementation)
+    out: list[dict[str, Any]] = []
+    for records in lines:
+        name = str(records[0]["implementation"])
+        family = next((family for family in FAMILY_COLORS if name.startswith(family)), name)
         i = counts[family] = counts.get(family, -1) + 1
-        out.append(look(family, i))
+        marker = MARKERS[i % len(MARKERS)]
+        if family == CEILING:
+            out.append({"color": "black", "linestyle": "--", "marker": marker, "markersize": 4, "linewidth": 1.8})
+        elif family == OURS:
+            color, marker = OUR_COLORS[i % len(OUR_COLORS)], MARKERS[i // len(OUR_COLORS) % len(MARKERS)]
+            out.append({"color": color, "marker": marker, "linewidth": 2.0, "markersize": 7, "zorder": 3})
+        else:
+            color = FAMILY_COLORS.get(family, OTHER_COLOR)
+            out.append({"color": color, "marker": marker, "linewidth": 1.3, "markersize": 6, "zorder": 2})
     return out
-
-
-def look(family: str, i: int) -> dict[str, object]:
-    if family == CEILING:
-        return {
-            "color": "black",
-            "linestyle": "--",
-            "marker": MARKERS[i % len(MARKERS)],
-            "markersize": 4,
-            "linewidth": 1.8,
-        }
-    if family == OURS:
-        color, marker = OUR_COLORS[i % len(OUR_COLORS)], MARKERS[i // len(OUR_COLORS) % len(MARKERS)]
-        return {"color": color, "marker": marker, "linewidth": 2.0, "markersize": 7, "zorder": 3}
-    color = FAMILIES.get(family, OTHER_COLOR)
-    return {"color": color, "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3, "markersize": 6, "zorder": 2}
-
-
-def draw_line(axes: Axes, line: Line, look: Mapping[str, object]) -> None:
-    """Medians, with a bar from the slowest repeat to the fastest."""
-    values = [point.tflops or 0.0 for point in line.measured]
-    bounds = [point.bounds for point in line.measured]
-    below = [value - low for value, (low, _) in zip(values, bounds, strict=True)]
-    above = [high - value for value, (_, high) in zip(values, bounds, strict=True)]
-    lengths = [point.length for point in line.measured]
-    axes.plot(lengths, values, label=line.label, markeredgecolor="white", markeredgewidth=0.6, **look)
-    color, order = look["color"], look.get("zorder", 2)
-    axes.errorbar(lengths, values, (below, above), fmt="none", ecolor=color, elinewidth=1.0, capsize=3, zorder=order)

@@ -1,59 +1,19 @@
-"""Prints what `make faults` did to runs, and what that cost them: `python3 -m analysis faults FILE...`."""
+"""Fault injection: `python3 -m analysis faults FILE...` prints what `make faults` did to runs and what it cost."""
 
 import argparse
 import re
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from .jsonl import read_lines, readable, say
-from .markdown import table_lines
+from .drawing import (
+    markdown_table,
+    print_lines,
+)
+from .records import Record, print_notes, read_each, read_lines
 
-Record = Mapping[str, Any]
 HEAD = ("fault", "tried", "survived", "most steps lost", "seen")
-
-
-def read(paths: Sequence[Path], notes: list[str]) -> list[Record]:
-    files = readable(paths, lambda path: read_lines(path, fault, notes), notes)
-    return [record for file in files for record in file]
-
-
-def fault(value: Record) -> Record:
-    if "kind" not in value:
-        raise ValueError("is no record of a fault; give what make faults wrote")
-    return value
-
-
-def seen(records: Sequence[Record]) -> str:
-    """What differed between the faults of one name, counted."""
-    if any("taken" in r for r in records):
-        return f"{sum(r['refused'] for r in records)} refused, {sum(r['taken'] for r in records)} taken"
-    if any("saving" in r for r in records):
-        return f"{sum(r['saving'] for r in records)} during a save"
-    if any(isinstance(r.get("statuses"), dict) for r in records):
-        counts: Counter[str] = sum((Counter(r["statuses"]) for r in records), Counter())
-        return f"{counts['status 2']} refused, {counts['status 0']} run, {counts['status 1']} ended by an error of ours"
-    if any("seconds" in r for r in records):
-        return f"named after {min(r['seconds'] for r in records)} to {max(r['seconds'] for r in records)} s"
-    kinds = Counter(str(r.get("how") or r.get("file") or "") for r in records)
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind)
-
-
-def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = [HEAD]
-    for name in dict.fromkeys(r["fault"] for r in records if "fault" in r):
-        own = [r for r in records if r.get("fault") == name]
-        faults = [r for r in own if r["kind"] == "fault"]
-        if why := [r["why"] for r in own if r["kind"] == "skipped"]:
-            found.append((name, "0", "-", "-", f"not tried: {why[0]}"))
-            continue
-        tried, failed = sum(r.get("count", 1) for r in faults), [r for r in own if r["kind"] == "failed"]
-        lost = [r["steps_lost"] for r in faults if "steps_lost" in r]
-        shown = seen(faults) + ("; FAILED: " + re.sub(r"\s+", " ", failed[0]["why"])[:80] if failed else "")
-        found.append((name, str(tried + len(failed)), str(tried), str(max(lost)) if lost else "-", shown))
-    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,11 +25,43 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="what make faults wrote")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
-    try:
-        records = read(arguments.files, notes)
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    say(notes)
-    print("\n".join(table_lines(rows(records))))
+    files = read_each(arguments.files, lambda path: read_lines(path, check_record, notes), notes)
+    records = list(chain(*files.values()))
+    names = dict.fromkeys(r["fault"] for r in records if "fault" in r)
+    print_notes(notes)
+    rows = [HEAD, *(row(name, [r for r in records if r.get("fault") == name]) for name in names)]
+    print_lines(markdown_table(rows))
     return 0
+
+
+def check_record(record: Record) -> Record:
+    if "kind" not in record:
+        raise ValueError("is no record of a fault; give what make faults wrote")
+    return record
+
+
+def row(name: str, records: Sequence[Record]) -> tuple[str, ...]:
+    """Returns how often a fault was tried, how often the run survived, and what was seen."""
+    if skipped := [r["why"] for r in records if r["kind"] == "skipped"]:
+        return name, "0", "-", "-", f"not tried: {skipped[0]}"
+    faults = [r for r in records if r["kind"] == "fault"]
+    failures = [re.sub(r"\s+", " ", r["why"]) for r in records if r["kind"] == "failed"]
+    survived = sum(r.get("count", 1) for r in faults)
+    lost = [r["steps_lost"] for r in faults if "steps_lost" in r]
+    seen = observations(faults) + (f"; FAILED: {failures[0][:80]}" if failures else "")
+    return name, str(survived + len(failures)), str(survived), str(max(lost)) if lost else "-", seen
+
+
+def observations(faults: Sequence[Record]) -> str:
+    """Returns counts of what differed between faults of one name."""
+    if any("taken" in r for r in faults):
+        return f"{sum(r['refused'] for r in faults)} refused, {sum(r['taken'] for r in faults)} taken"
+    if any("saving" in r for r in faults):
+        return f"{sum(r['saving'] for r in faults)} during a save"
+    if any(isinstance(r.get("statuses"), dict) for r in faults):
+        counts: Counter[str] = sum((Counter(r["statuses"]) for r in faults), Counter())
+        return f"{counts['status 2']} refused, {counts['status 0']} run, {counts['status 1']} ended by an error of ours"
+    if any("seconds" in r for r in faults):
+        return f"named after {min(r['seconds'] for r in faults)} to {max(r['seconds'] for r in faults)} s"
+    kinds = Counter(str(r.get("how") or r.get("file") or "") for r in faults)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind)

@@ -1,197 +1,199 @@
-"""Draws the largest models that fit, as benchmarks/largest.py found them: `python3 -m analysis largest FILE...`."""
+"""Largest models that fit: `python3 -m analysis largest FILE...` draws the records of benchmarks/largest.py."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from . import command
-from .figures import COLORS, GREY, STYLE, colors, subtitle
-from .flags import stands_on
-from .jsonl import read_lines, readable
-from .markdown import table_lines
-from .pictures import add_format, add_output, draw_each, folder_of
-from .points import shown
-from .summary import GIB
+from lightseq.config.lengths import shown as short_length
 
-WHAT = {"weights": "weights alone", "training": "whole steps"}
+from .drawing import (
+    COLORS,
+    GIB,
+    GREY,
+    add_drawing_flags,
+    colors,
+    log2_axis,
+    markdown_table,
+    new_figure,
+    output_dir,
+    print_lines,
+    save_each,
+    subtitle,
+)
+from .records import Record, print_notes, read_each, read_lines
+from .run_settings import hardware_and_versions
+
+SEARCHED = {"weights": "weights alone", "training": "whole steps"}
 STRATEGIES = {"all": "all dimensions grow", "n_layers": "layers alone grow"}
 BILLION = 1e9
-KEYS = ("what", "strategy", "tokens", "flags", "gpus", "gpu_memory", "hardware")
-FOUND = ("largest", "parameters", "peak_bytes", "too_large", "too_many_parameters", "reason")
-TRIED = ("length", "fits", "peak_bytes")
-
-Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Setting:
-    device: str
+SEARCH_KEYS = ("what", "strategy", "tokens", "flags", "gpus", "gpu_memory")
+KEYS = {
+    "largest": ("largest", "parameters", "peak_bytes", "too_large", "too_many_parameters", "reason"),
+    "largest-probe": ("length", "fits", "peak_bytes"),
+}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What was found on one kind of device, and searches that have not come to their end, by their probes."""
+    """Finished searches on one kind of device, and the probes of unfinished ones."""
 
-    setting: Setting
+    setting: Mapping[str, str]  # the device
     found: tuple[Record, ...]
     unfinished: tuple[tuple[Record, ...], ...]
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
         prog="analysis largest",
         usage="python3 -m analysis largest FILE... [--output DIR] [--format png|svg|both]",
         description="Draws the parameters of the largest models that fit, from records of benchmarks/largest.py, and "
         "prints a Markdown table of them.",
     )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat")
-    add_output(out, "beside FILE")
-    add_format(out)
-    return out
-
-
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
-
-    def draw(limits: Sequence[Limits], files: Sequence[Path]) -> list[Path]:
-        output = folder_of(arguments.output, [file.parent for file in files])
-        drawn = [one for one in limits if one.found]
-        return draw_each("largest", drawn, figure, STYLE, output, arguments.format) if drawn else []
-
-    return command.run(
-        arguments.files,
-        lambda notes: read(arguments.files, notes),
-        draw,
-        lambda limits: (line for one in limits for line in (*markdown(one), "", *remarks(one), "")),
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat"
     )
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
+    notes: list[str] = []
+    files = read_each(arguments.files, lambda path: read_searches(path, notes), notes)
+    limits = limits_of(chain(*files.values()))
+    if not limits:
+        raise ValueError(f"no records in {', '.join(map(str, arguments.files))}; the search has tried nothing yet")
+    output = output_dir(arguments.output, [path.parent for path in files])
+    finished = [one for one in limits if one.found]
+    pictures = save_each("largest", finished, figure, output, arguments.format) if finished else []
+    print_notes(notes)
+    for one in limits:
+        print_lines([one.setting["device"], "", *markdown_table(table_rows(one)), "", *remarks(one), ""])
+    print_lines(pictures)
+    return 0
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def read(paths: Sequence[Path], notes: list[str]) -> list[Limits]:
-    """By device. A search made twice counts as it ended last."""
-    files = readable(paths, lambda path: read_lines(path, record_of, notes), notes)
-    searches: dict[str, dict[tuple[str, ...], list[Record]]] = {}
-    for record in (record for file in files for record in file):
-        device = str(record["hardware"].get("device", "unknown device"))
-        searches.setdefault(device, {}).setdefault(key(record), []).append(record)
-    if not searches:
-        raise ValueError(f"no records in {', '.join(map(str, paths))}; the search has tried nothing yet")
-    return [limits(device, list(mine.values())) for device, mine in searches.items()]
+def read_searches(path: Path, notes: list[str]) -> list[Record]:
+    return read_lines(path, check_record, notes)
 
 
-def record_of(value: Record) -> Record:
-    kind = value.get("benchmark")
-    if kind not in ("largest", "largest-probe") or not isinstance(value.get("hardware"), dict):
+def check_record(record: Record) -> Record:
+    kind = record.get("benchmark")
+    if kind not in KEYS or not isinstance(record.get("hardware"), dict):
         raise ValueError("is not a record of benchmarks/largest.py")
-    if missing := [name for name in (*KEYS, *(FOUND if kind == "largest" else TRIED)) if name not in value]:
+    if missing := [key for key in (*SEARCH_KEYS, *KEYS[kind]) if key not in record]:
         raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/largest.py")
-    return value
+    return record
 
 
-def key(record: Record) -> tuple[str, ...]:
-    return tuple(str(record[name]) for name in KEYS[:-1])
+def limits_of(records: Iterable[Record]) -> list[Limits]:
+    """Returns the searches by device. A repeated search counts as it ended last."""
+    searches: dict[str, dict[tuple[str, ...], list[Record]]] = {}
+    for record in records:
+        device = str(record["hardware"].get("device", "unknown device"))
+        search = tuple(str(record[key]) for key in SEARCH_KEYS)
+        searches.setdefault(device, {}).setdefault(search, []).append(record)
+    out = []
+    for device, mine in searches.items():
+        ends = [[r for r in records if r["benchmark"] == "largest"] for records in mine.values()]
+        unfinished = tuple(tuple(records) for records, end in zip(mine.values(), ends, strict=True) if not end)
+        found = sorted((end[-1] for end in ends if end), key=lambda r: (r["what"] != "weights", name(r), r["gpus"]))
+        out.append(Limits({"device": device}, tuple(found), unfinished))
+    return out
 
 
-def limits(device: str, searches: Sequence[Sequence[Record]]) -> Limits:
-    ends = [[r for r in records if r["benchmark"] == "largest"] for records in searches]
-    unfinished = tuple(tuple(records) for records, end in zip(searches, ends, strict=True) if not end)
-    found = sorted((end[-1] for end in ends if end), key=lambda r: (r["what"] != "weights", series(r), r["gpus"]))
-    return Limits(Setting(device), tuple(found), unfinished)
-
-
-def series(record: Record) -> str:
-    """All but the number of GPUs, in words."""
-    words = [WHAT.get(record["what"], str(record["what"]))]
+def name(record: Record) -> str:
+    """Returns everything about a search but the number of GPUs."""
+    words = [SEARCHED.get(record["what"], str(record["what"]))]
     words += [STRATEGIES.get(record["strategy"], str(record["strategy"]))]
-    words += [f"{shown(record['tokens'])} tokens"] if record["tokens"] else []
+    words += [f"{short_length(record['tokens'])} tokens"] if record["tokens"] else []
     words += [f"{record['gpu_memory']:g} GiB a GPU"] if record["gpu_memory"] else []
-    return ", ".join((*words, *filter(None, [record["flags"]])))
+    words += [record["flags"]] if record["flags"] else []
+    return ", ".join(words)
 
 
 def gpus(record: Record) -> str:
     return f"{record['gpus']} GPU{'s' if record['gpus'] > 1 else ''}"
 
 
+def too_large(record: Record) -> float:
+    """Returns the billions of parameters that did not fit, or those that did if nothing larger was tried."""
+    return (record["too_many_parameters"] or record["parameters"]) / BILLION
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def markdown(one: Limits) -> list[str]:
+def table_rows(limits: Limits) -> list[list[str]]:
     rows = [["largest model that fits", "GPUs", "scale", "parameters", "GiB a GPU", "too large"]]
-    for r in one.found:
+    for r in limits.found:
         peak = f"{r['peak_bytes'] / GIB:.1f}" if r["peak_bytes"] else ""
         above = f"{r['too_many_parameters']:,}" if r["too_many_parameters"] else ""
-        rows.append([series(r), str(r["gpus"]), str(r["largest"]), f"{r['parameters']:,}", peak, above])
-    return [one.setting.device, "", *table_lines(rows)]
+        rows.append([name(r), str(r["gpus"]), str(r["largest"]), f"{r['parameters']:,}", peak, above])
+    return rows
 
 
-def remarks(one: Limits) -> list[str]:
-    """Why the next size did not fit, and searches that were cut off."""
-    reasons = dict.fromkeys(str(r["reason"]) for r in one.found if r["too_large"])
+def remarks(limits: Limits) -> list[str]:
+    """Returns why the next sizes did not fit, and how far unfinished searches came."""
+    reasons = dict.fromkeys(str(r["reason"]) for r in limits.found if r["too_large"])
     out = [f"What is too large: {'; '.join(reasons)}."] if reasons else []
-    for probes in one.unfinished:
+    for probes in limits.unfinished:
         fits = max((r for r in probes if r["fits"]), key=lambda r: r["length"], default=None)
-        said = f"scale {fits['length']} fits" if fits else "nothing that was tried fits"
+        result = f"scale {fits['length']} fits" if fits else "nothing that was tried fits"
         size = f" in {fits['peak_bytes'] / GIB:.1f} GiB a GPU" if fits and fits["peak_bytes"] else ""
-        out.append(f"{series(probes[0])}, {gpus(probes[0])}: not searched to the end; {said}{size} so far.")
+        out.append(f"{name(probes[0])}, {gpus(probes[0])}: not searched to the end; {result}{size} so far.")
     return out
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def figure(one: Limits) -> Figure:
-    """Over GPUs where there are several numbers of them, else a bar a search."""
-    out = Figure(figsize=(9, 5), layout="constrained")
+def figure(limits: Limits) -> Figure:
+    """Draws lines over the number of GPUs, or a bar per search if all used the same number."""
+    found = limits.found
+    over_gpus = len({r["gpus"] for r in found}) > 1
+    out = new_figure(9, 5 if over_gpus else 1.5 + 0.9 * len(found))
     axes = out.subplots()
-    if len({r["gpus"] for r in one.found}) > 1:
-        draw_lines(axes, one.found)
+    if over_gpus:
+        draw_lines(axes, found)
         out.legend(loc="outside lower left")
     else:
-        out.set_figheight(1.5 + 0.9 * len(one.found))
-        draw_bars(axes, one.found)
+        draw_bars(axes, found)
     axes.set_title("The largest model that fits", loc="left")
-    subtitle(out, stands_on([{**r, "world_size": r["gpus"]} for r in one.found]))
+    subtitle(out, hardware_and_versions([{**r, "world_size": r["gpus"]} for r in found]))
     return out
 
 
 def draw_lines(axes: Axes, found: Sequence[Record]) -> None:
-    """A line a search; what is too large as a short line above each point."""
-    names = list(dict.fromkeys(series(r) for r in found))
-    for name, color in zip(names, colors(len(names)), strict=True):
-        mine = [r for r in found if series(r) == name]
-        x, y = [r["gpus"] for r in mine], [r["parameters"] / BILLION for r in mine]
-        above = [
-            (r["too_many_parameters"] or r["parameters"]) / BILLION - size for r, size in zip(mine, y, strict=True)
-        ]
-        axes.errorbar(x, y, yerr=([0] * len(y), above), color=color, marker="o", capsize=4, label=name)
+    """Draws a line per search, and a short line from each point up to what is too large."""
+    names = list(dict.fromkeys(map(name, found)))
+    for label, color in zip(names, colors(len(names)), strict=True):
+        mine = [r for r in found if name(r) == label]
+        sizes = [r["parameters"] / BILLION for r in mine]
+        above = [too_large(r) - size for r, size in zip(mine, sizes, strict=True)]
+        x = [r["gpus"] for r in mine]
+        axes.errorbar(x, sizes, yerr=([0] * len(sizes), above), color=color, marker="o", capsize=4, label=label)
     counts = sorted({r["gpus"] for r in found})
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(counts))
-    axes.xaxis.set_major_formatter(FixedFormatter([str(count) for count in counts]))
-    axes.xaxis.set_minor_locator(NullLocator())
+    log2_axis(axes, counts, [str(count) for count in counts])
     axes.set(xlabel="GPUs", ylabel="billions of parameters\n(above each: too large)")
     axes.set_ylim(bottom=0)
 
 
 def draw_bars(axes: Axes, found: Sequence[Record]) -> None:
-    """What fits, and pale up to what is too large: the limit lies between."""
+    """Draws what fits, and in a pale colour what is too large: the limit is between them."""
     for place, r in enumerate(found):
-        size, above = r["parameters"] / BILLION, (r["too_many_parameters"] or r["parameters"]) / BILLION
-        axes.barh(place, above, 0.6, color=COLORS[0], alpha=0.25)
+        size = r["parameters"] / BILLION
+        axes.barh(place, too_large(r), 0.6, color=COLORS[0], alpha=0.25)
         axes.barh(place, size, 0.6, color=COLORS[0])
         peak = f"\n{r['peak_bytes'] / GIB:.0f} GiB a GPU" if r["peak_bytes"] else ""
-        text = f"{size:,.3g} billion{peak}"
-        axes.annotate(text, (above, place), (6, 0), textcoords="offset points", va="center", fontsize=9.5, color=GREY)
-    axes.set_yticks(range(len(found)), [series(r).replace(", ", "\n") for r in found])
+        beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": GREY}
+        axes.annotate(f"{size:,.3g} billion{peak}", (too_large(r), place), **beside)
+    axes.set_yticks(range(len(found)), [name(r).replace(", ", "\n") for r in found])
     axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # with room for what stands beside the longest
+    axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # with room for the words beside the longest bar
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("billions of parameters; pale: up to the next size, which is too large")

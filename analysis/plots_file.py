@@ -1,4 +1,4 @@
-"""Knows what a file of plots says: which runs, and for each figure its metric, over what, and who is a line."""
+"""YAML files of figures: the runs, and for each figure its metric, its axis and its lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import yaml
 
+STEP: Final = "step"  # the horizontal axis of curves
 KEYS: Final = ("runs", "figures")
 FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title", "scale")
 SCALES: Final = ("linear", "log")
-# Short words for settings, as sweeps have them.
-SHORT: Final[Mapping[str, str]] = {
+# Short names of settings, as in files of sweeps.
+SHORT_NAMES: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
     "length": "model_max_length",
     "batch": "per_device_train_batch_size",
@@ -21,9 +22,10 @@ SHORT: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. `series` are the settings that tell lines apart; None: all that differ, but for `x`.
+    """One figure.
 
-    `scale` is the vertical axis'; None: logarithmic where speed or time spread far over a setting.
+    `series` are the settings that tell lines apart; None means all that differ, except `x`. `scale` is that of the
+    vertical axis; None means logarithmic if speed or time spread far over a setting.
     """
 
     name: str
@@ -37,12 +39,14 @@ class Plot:
 
 @dataclass(frozen=True)
 class PlotsFile:
-    runs: tuple[Path, ...]  # directories; every run below them counts
+    """The figures of a file, and the directories below which their runs are."""
+
+    runs: tuple[Path, ...]
     plots: tuple[Plot, ...]
 
 
 def read_plots(path: Path) -> PlotsFile:
-    """Raises ValueError, with file and key, for what cannot be read or means nothing."""
+    """Returns the figures of a file. Raises ValueError, with file and key, for what has no meaning."""
     top = _load(path)
     _check_keys(path, "", top, KEYS)
     figures = top.get("figures")
@@ -53,13 +57,13 @@ def read_plots(path: Path) -> PlotsFile:
 
 
 def setting(word: str) -> str:
-    """A setting by the name that run.json has for it."""
-    return SHORT.get(word, word)
+    """Returns a setting's name in run.json."""
+    return SHORT_NAMES.get(word, word)
 
 
-def short(key: str) -> str:
-    """The word for it that people type."""
-    return next((word for word, name in SHORT.items() if name == key), key)
+def short_name(key: str) -> str:
+    """Returns the name of a setting that people type."""
+    return next((word for word, name in SHORT_NAMES.items() if name == key), key)
 
 
 def _plot(path: Path, name: str, spec: Any) -> Plot:
@@ -88,7 +92,7 @@ def _plot(path: Path, name: str, spec: Any) -> Plot:
 
 
 def _words(path: Path, key: str, value: Any) -> tuple[str, ...]:
-    """One word or a list of them."""
+    """Returns one word or a list of words as a tuple."""
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) for word in words) or not words:
         raise ValueError(f"{path}: {key}: give one word or a list of words")
@@ -104,7 +108,7 @@ def _check_keys(path: Path, where: str, found: Mapping[str, Any], known: Sequenc
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        # Every scalar as typed: 4096 and True are compared with what run.json says, as words.
+        # BaseLoader keeps 4096 and True as words, to be compared with the words of run.json.
         top = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None

@@ -1,11 +1,10 @@
-"""Accounts for every millisecond of profiled steps by name: `python3 -m analysis profile OUTPUT_DIR [--rank N]`."""
+"""Profiled steps: `python3 -m analysis profile OUTPUT_DIR` accounts for every millisecond, and draws a timeline."""
 
 import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from rich import box
 from rich.console import Console
@@ -13,117 +12,120 @@ from rich.table import Table
 
 from lightseq.profiling.host_trace import host_account
 from lightseq.profiling.trace import IDLE, PHASES, Account, account_of, read, spans_of
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.traffic import Kind, kinds_of
 
-from . import traffic
-from .pictures import add_format, save
-from .runs import read_about
-from .summary import GIB
+from .drawing import FORMATS, GIB, print_lines, save
+from .records import Record
+from .runs import read_object, section
 from .timeline import figure
 
-GPU_CAPTION = "ms a step; hidden: beside something of another row"
-CPU_CAPTION = "ms a step of the thread that trains, with its waits for other ranks in exchange and collectives"
-PYTHON = "Python between operators"
+LARGE = 2**20  # bytes, from which on a rate says something about a link
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
         prog="analysis profile",
         usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
         description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
         "name of what the device was busy with; communication where it was not hidden. On a CPU by operator.",
     )
-    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
-    out.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
-    out.add_argument(
+    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
+    parser.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
+    parser.add_argument(
         "--kernels", type=int, default=0, metavar="N", help="list the N kernels (CPU: operators) that took longest"
     )
-    out.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
-    out.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
-    add_format(out)
-    return out
-
-
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
+    parser.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
+    arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
-    try:
-        events = read(path)
-        spans, moved = spans_of(events)[0], kinds_of(events)
-        if arguments.timeline and not spans:
-            raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
-        account = account_of(events) if spans else host_account(events)
-        picture = figure(spans, str(path)) if arguments.timeline else None
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
+    events = read(path)
+    spans, moved = spans_of(events)[0], kinds_of(events)
+    if arguments.timeline and not spans:
+        raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
+    account = account_of(events) if spans else host_account(events)
+    picture = figure(spans, str(path)) if arguments.timeline else None
     console = Console()
-    console.print(table(account))
+    console.print(time_table(account))
     if moved:
-        console.print(traffic.table(moved, account.steps))
+        console.print(traffic_table(moved, account.steps))
     if arguments.kernels:
         console.print(kernel_table(account, arguments.kernels))
-    if about := memory_of(path):
-        console.print(memory_table(about))
+    summary = read_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
+    if memory := section(summary, "memory"):
+        console.print(memory_table(memory))
     if picture is not None:
-        output = arguments.output or path.parent
-        output.mkdir(parents=True, exist_ok=True)
-        for written in save(picture, output, "timeline", arguments.format):
-            print(written)
+        print_lines(save(picture, arguments.output or path.parent, "timeline", arguments.format))
     return 0
 
 
-def table(account: Account) -> Table:
-    """A row a kind, the longest first. What one thread of a CPU does hides nothing."""
-    hides = bool(account.hidden)
-    out = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=0,  # it fits 80 columns
-        title=f"{account.step_ms:.1f} ms a step, mean of {account.steps}",
-        caption=GPU_CAPTION if hides else CPU_CAPTION,
-    )
-    found = {phase for _, phase in account.spent}
-    phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # older traces have none
-    headings = [phase or "between" for phase in phases]
+def new_table(headings: Sequence[str], **options: object) -> Table:
+    """Returns an empty table whose first column has names and whose others have numbers."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)  # type: ignore[arg-type]
     out.add_column("", no_wrap=True)
-    for heading in (*headings, "total", "%", *(["hidden"] if hides else []), "calls"):
+    for heading in headings:
         out.add_column(heading, justify="right", no_wrap=True)
+    return out
+
+
+def time_table(account: Account) -> Table:
+    """Returns a row per kind of work, the longest first. On a CPU, one thread's work hides nothing."""
+    hides = bool(account.hidden)
+    found = {phase for _, phase in account.spent}
+    phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # some traces have none
+    caption = "ms a step; hidden: beside something of another row"
+    if not hides:
+        caption = "ms a step of the thread that trains, with its waits for other ranks in exchange and collectives"
+    out = new_table(
+        [*(phase or "between" for phase in phases), "total", "%", *(["hidden"] if hides else []), "calls"],
+        padding=0,  # to fit 80 columns
+        title=f"{account.step_ms:.1f} ms a step, mean of {account.steps}",
+        caption=caption,
+    )
     totals: dict[str, float] = defaultdict(float)
     for (kind, _), ms in account.spent.items():
         totals[kind] += ms
-    for kind, ms in _longest(totals):
+    for kind, ms in longest_first(totals):
         cells = [f"{account.spent.get((kind, phase), 0):.1f}" for phase in phases]
         hidden = [f"{account.hidden[kind]:.1f}" if account.hidden[kind] > 0.05 else ""] if hides else []
-        launches = f"{account.launches[kind] / account.steps:.0f}" if kind != IDLE else ""
-        name = kind if hides or kind != IDLE else PYTHON
-        out.add_row(name, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", *hidden, launches)
+        calls = f"{account.launches[kind] / account.steps:.0f}" if kind != IDLE else ""
+        name = "Python between operators" if kind == IDLE and not hides else kind
+        out.add_row(name, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", *hidden, calls)
     sums = [f"{sum(ms for (_, p), ms in account.spent.items() if p == phase):.1f}" for phase in phases]
     out.add_section()
     out.add_row("all", *sums, f"{sum(totals.values()):.1f}", *[""] * (2 + hides))
     return out
 
 
-def memory_of(trace: Path) -> Mapping[str, Any]:
-    """What the summary beside a trace says of memory; nothing where there is none."""
-    path = trace.with_name(f"summary-{trace.name.partition('.')[0]}.json")
-    about = read_about(path).get("memory")
-    return about if isinstance(about, dict) else {}
+def traffic_table(kinds: Mapping[str, Kind], steps: int) -> Table:
+    """Returns a row per kind of collective or copy; small ones take the time of a launch and have no rate."""
+    out = new_table(
+        ("calls", "MiB a step", "MiB each", "GB/s", "highest"),
+        padding=(0, 1, 0, 0),
+        title="what moved",
+        caption="GB/s include the wait for the last rank: the highest is nearest to the link's",
+    )
+    for name, kind in kinds.items():
+        size, rates = median(kind.sizes), kind.rates
+        numbers = [sum(kind.sizes) / steps / 2**20, size / 2**20]
+        numbers += [median(rates) / 1e9, max(rates) / 1e9] if size >= LARGE else []
+        out.add_row(name, f"{len(kind.sizes) / steps:.0f}", *(f"{x:,.0f}" if x >= 1 else f"{x:.2f}" for x in numbers))
+    return out
 
 
-def memory_table(about: Mapping[str, Any]) -> Table:
-    """The peak by what it was for; what the process holds of the device, and what all processes hold."""
+def memory_table(memory: Record) -> Table:
+    """Returns the peak by its purpose, and the memory that this process and all processes hold."""
     out = Table(box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0), title="memory of the GPU, GiB")
     out.add_column("", no_wrap=True)
     out.add_column("", justify="right", no_wrap=True)
-    for name, size in _longest(about.get("parts", {})):
+    for name, size in longest_first(memory.get("parts", {})):
         out.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
     out.add_section()
     for key, name in (("peak", "peak of tensors"), ("own", "held by this process"), ("all", "held by all processes")):
-        if key in about:
-            out.add_row(name, f"{about[key] / GIB:.2f}")
+        if key in memory:
+            out.add_row(name, f"{memory[key] / GIB:.2f}")
     return out
 
 
@@ -131,10 +133,10 @@ def kernel_table(account: Account, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
     out.add_column("kernel or operator", overflow="ellipsis", no_wrap=True, max_width=64)
-    for name, ms in _longest(account.names)[:count]:
+    for name, ms in longest_first(account.names)[:count]:
         out.add_row(f"{ms:.2f}", name)
     return out
 
 
-def _longest(times: Mapping[str, float]) -> list[tuple[str, float]]:
+def longest_first(times: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])

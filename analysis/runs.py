@@ -1,76 +1,74 @@
-"""Knows a run's files: `metrics.jsonl`, one object a logged step or evaluation, and `run.json`, what was run."""
+"""Training runs: the steps in `metrics.jsonl`, the configuration in `run.json`, and the numbers that sum a run up."""
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .jsonl import read_lines, readable
+from .records import Record, read_each, read_lines
 
-Record = Mapping[str, float | None]
+SMOOTHED_SHARE = 0.05  # of a run's steps, in each mean of a smoothed curve
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its logged training steps and evaluations, in order, and what its `run.json` says."""
+    """A run's logged steps and evaluations in order, its run.json, and the summary of rank 0's trace."""
 
     label: str
     directory: Path
     steps: tuple[Record, ...]
     evaluations: tuple[Record, ...]
-    about: Mapping[str, object]
+    info: Record
     notes: tuple[str, ...]
-    profile: Mapping[str, Any] = field(default_factory=dict)  # the summary of rank 0's trace, where there is one
+    profile: Record = field(default_factory=dict)
 
     def column(self, key: str) -> np.ndarray:
-        """One number a logged step; NaN where the run knew none."""
+        """Returns one number per logged step; NaN where it is unknown."""
         return column(self.steps, key)
+
+    def has(self, key: str) -> bool:
+        return bool(np.isfinite(self.column(key)).any())
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1]["step"])
 
     @property
     def steps_before(self) -> int:
-        """Steps that the first record says nothing of: those before the checkpoint of another directory."""
-        logged = int(self.steps[0]["step"] or 0)
-        begin = self.about.get("first_step")
-        if isinstance(begin, int) and begin <= logged:
-            return begin - 1
-        # An older run, or one that went on where it lay: its metrics begin before the steps that it made itself.
-        config = self.about.get("config")
-        every = config.get("logging_steps") if isinstance(config, dict) else None
+        """Steps before the first record's: those up to the checkpoint that the run resumed from."""
+        logged = int(self.steps[0]["step"])
+        first = self.info.get("first_step")
+        if isinstance(first, int) and first <= logged:
+            return first - 1
+        # No first_step, or a run that resumed in its own directory: the file begins before the steps it made last.
+        every = section(self.info, "config").get("logging_steps")
         return max(0, logged - every) if isinstance(every, int) else 0
 
-    def pace(self, key: str) -> np.ndarray:
-        """The same without the steps that `--profile_steps` traced and those beside them, in which the profiler starts
-        and writes: NaN."""
-        config = self.about.get("config")
-        span = config.get("profile_steps") if isinstance(config, dict) else None
+    def unprofiled(self, key: str) -> np.ndarray:
+        """Returns a column with NaN for the steps that the profiler slows: `--profile_steps` and their neighbours."""
+        span = section(self.info, "config").get("profile_steps")
         values = self.column(key)
         if not isinstance(span, list) or len(span) != 2:
             return values
         last = self.column("step")
-        first = np.array([self.steps_before, *last[:-1]]) + 1  # a record speaks of all steps since the one before
+        first = np.array([self.steps_before, *last[:-1]]) + 1  # a record covers all steps since the one before
         return np.where((last >= span[0] - 1) & (first <= span[1] + 1), np.nan, values)
 
-    def knows(self, key: str) -> bool:
-        return bool(np.isfinite(self.column(key)).any())
 
-
-def column(records: Sequence[Record], key: str) -> np.ndarray:
-    values = [record.get(key) for record in records]
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
-    """Those that can be read, the others named in the notes; raises ValueError where there is none."""
-    named = list(zip(directories, labels(directories), strict=True))
-    return readable(named, lambda pair: read_run(*pair), notes)
+    """Returns the readable runs, and notes the others. Raises ValueError if there is none."""
+    named = zip(directories, labels(directories), strict=True)
+    return list(read_each(named, lambda pair: read_run(*pair), notes).values())
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
-    """Each directory's name, with as many of its parents as it takes to tell it from the others."""
+    """Returns each directory's name, with as many parents as it takes to tell it from the others."""
     parts = [path.resolve().parts for path in directories]
     for path, own in zip(directories, parts, strict=True):
         if parts.count(own) > 1:
@@ -88,7 +86,7 @@ def read_run(directory: Path, label: str) -> Run:
     if not path.is_file():
         raise FileNotFoundError(f"no metrics.jsonl in {directory}; name the --output_dir of a training run")
     notes: list[str] = []
-    records = read_lines(path, checked, notes)
+    records = read_lines(path, check_record, notes)
     if not records:
         raise ValueError(f"{path} is empty; the run has logged no step")
     steps, repeated = latest([record for record in records if "eval_loss" not in record])
@@ -97,55 +95,103 @@ def read_run(directory: Path, label: str) -> Run:
         raise ValueError(f"{path} has no training step yet; wait for the run's first logged step")
     if repeated:
         notes.append(f"{label}: {repeated} steps were logged twice, as a resumed run does; the later ones are drawn")
-    about, profile = (read_about(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
-    return Run(label, directory, steps, evaluations, about, tuple(notes), profile)
+    info, profile = (read_object(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
+    return Run(label, directory, steps, evaluations, info, tuple(notes), profile)
 
 
-def checked(value: Mapping[str, Any]) -> Record:
-    if type(value.get("step")) is not int:
+def check_record(record: Record) -> Record:
+    if type(record.get("step")) is not int:
         raise ValueError('is not a record: it should be an object with a whole number "step"')
-    for key, number in value.items():
+    for key, number in record.items():
         if number is not None and not isinstance(number, int | float):
             raise ValueError(f'has {number!r} for "{key}"; it should be a number or null')
         if isinstance(number, int) and abs(number) > sys.float_info.max:
             raise ValueError(f'has a number for "{key}" that is too large')
-    return value
+    return record
 
 
 def latest(records: Sequence[Record]) -> tuple[tuple[Record, ...], int]:
-    """The last written record of each step, in the order of the steps, and how many gave way to a later one."""
-    by_step = {step: record for record in records if (step := record["step"]) is not None}
+    """Returns the last record of each step, by step, and the number of earlier ones that it replaces."""
+    by_step = {record["step"]: record for record in records}
     return tuple(by_step[step] for step in sorted(by_step)), len(records) - len(by_step)
 
 
-def read_about(path: Path) -> Mapping[str, Any]:
-    """What was run, or traced; nothing where the run left no such file, since the metrics speak for themselves."""
+def read_object(path: Path) -> Record:
+    """Returns the object in a file beside the metrics, empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
-        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} is not JSON ({error.msg}, line {error.lineno}); remove it to draw without it"
         ) from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deep; remove it to draw without it") from None
-    if not isinstance(about, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object; remove it to draw without it")
-    return about
+    return value
 
 
-def described(run: Run) -> str:
-    """One line on what was run, from what `run.json` holds of it: the choices made, else the configuration's own."""
-    config = run.about.get("config")
-    known = {**(config if isinstance(config, dict) else {}), **run.about}
-    words = (
-        ("model_name_or_path", "{}"),
-        ("model_max_length", "{} tokens"),
-        ("world_size", "{} rank{s}"),
-        ("schedule", "schedule {}"),
-        ("kernel", "kernel {}"),
-        ("transport", "transport {}"),
-    )
-    found = [(form, known[key]) for key, form in words if isinstance(known.get(key), str | int)]
+def column(records: Sequence[Record], key: str) -> np.ndarray:
+    return np.array([record.get(key) for record in records], dtype=np.float64)  # None becomes NaN
+
+
+def section(info: Record, name: str) -> Record:
+    """Returns one of the objects inside run.json; empty if the run wrote none."""
+    value = info.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def describe(run: Run) -> str:
+    """Returns one line about what ran; a choice that the run made counts before the flag."""
+    known = {**section(run.info, "config"), **run.info}
+    words = {
+        "model_name_or_path": "{}",
+        "model_max_length": "{} tokens",
+        "world_size": "{} rank{s}",
+        "schedule": "schedule {}",
+        "kernel": "kernel {}",
+        "transport": "transport {}",
+    }
+    found = [(form, known[key]) for key, form in words.items() if isinstance(known.get(key), str | int)]
     return ", ".join(form.format(value, s="" if value == 1 else "s") for form, value in found)
+
+
+# ---- numbers of a run -----------------------------------------------------------------------------------------------
+
+
+def warmup_records(count: int) -> int:
+    """Returns how many first records compile and allocate rather than show the pace: a tenth, 1 to 10."""
+    return min(10, max(1, count // 10), count - 1)
+
+
+def past_warmup(values: np.ndarray) -> np.ndarray:
+    """Returns the known values past the warm-up, or all known ones if there are none past it."""
+    late = values[warmup_records(len(values)) :]
+    known = late[np.isfinite(late)]
+    return known if known.size else values[np.isfinite(values)]
+
+
+def median(values: np.ndarray) -> float:
+    known = past_warmup(values)
+    return float(np.median(known)) if known.size else float("nan")
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of the known values around each one, over a twentieth of the run."""
+    half = max(1, round(len(values) * SMOOTHED_SHARE / 2))
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    known = [window[np.isfinite(window)] for window in windows]
+    return np.array([window.mean() if window.size else np.nan for window in known])
+
+
+def peak_memory(run: Run) -> tuple[float, str]:
+    """Returns the highest bytes of the worst GPU, or of a process if there is no GPU, and which of them it is."""
+    if run.has("peak_memory_allocated_bytes"):
+        return highest(run, "peak_memory_allocated_bytes"), "GPU"
+    return highest(run, "host_rss_bytes"), "host"
+
+
+def highest(run: Run, key: str) -> float:
+    return float(np.nanmax(run.column(key))) if run.has(key) else float("nan")

@@ -1,155 +1,248 @@
-"""Draws what benchmarks/step.py measured and prints its table: `python3 -m analysis step FILE...`."""
+"""Benchmark of whole steps: `python3 -m analysis step FILE...` draws tokens/s and memory by length, and a table."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from . import command
-from .figures import GREY, STYLE, subtitle
-from .markdown import table_lines
-from .pictures import add_format, add_output, draw_each, folder_of
-from .points import shown
-from .step_points import FLOOR, OURS, Comparison, Step, read_comparisons
-from .summary import GIB
+from lightseq.config.lengths import shown as short_length
 
-COLORS = {OURS: "#0072B2", FLOOR: "#E69F00", "accelerate": "#009E73", "deepspeed": "#CC79A7"}
+from .drawing import (
+    GIB,
+    GREY,
+    add_drawing_flags,
+    markdown_table,
+    new_figure,
+    output_dir,
+    print_lines,
+    save_each,
+    subtitle,
+)
+from .records import Record, print_notes, read_each, read_lines
+
+OURS = "lightseq"
+BASELINE = "plain"
+SETTING = ("model", "layers", "world", "dtype", "device")  # must be equal in one table
+KEYS = (
+    *("implementation", "label", "length", "skipped", "tokens_per_second", "tokens_per_second_lowest"),
+    *("tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "peak_memory_allocated_bytes", "first_loss"),
+    *("last_loss", "losses_finite"),
+)
+COLORS = {OURS: "#0072B2", BASELINE: "#E69F00", "accelerate": "#009E73", "deepspeed": "#CC79A7"}
 OTHER_COLOR = "#7A5195"
-GROUP_WIDTH = 0.86  # of the place of a length
-WIDE_RANGE = 20.0  # from where on the shortest bars of a linear axis say nothing
-
-Value = Callable[[Step], float | None]
+GROUP_WIDTH = 0.86  # of the space between two lengths
+WIDE_RANGE = 20.0  # times the lowest value, from which on the axis is logarithmic
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+@dataclass(frozen=True)
+class Comparison:
+    """Comparable records by length, the fastest of a length first and skipped ones last."""
+
+    setting: Mapping[str, Any]
+    steps: Sequence[Record]
+
+    @property
+    def title(self) -> str:
+        s = self.setting
+        return f"{s['model']}, {s['layers']} layers, {s['world']} × {s['device']}, {s['dtype']}"
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({step["length"] for step in self.steps})
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels in the order of bars: lightseq's, the baseline, the others."""
+        names = {step["label"]: step["implementation"] for step in self.steps}
+        rank = {OURS: 0, BASELINE: 1}
+        return sorted(names, key=lambda label: (rank.get(names[label], 2), names[label], len(label), label))
+
+    def at(self, length: int, label: str) -> Record | None:
+        return next((step for step in self.steps if (step["length"], step["label"]) == (length, label)), None)
+
+    def speedup(self, step: Record) -> float | None:
+        """Returns tokens per second over the baseline's."""
+        baseline = self.at(step["length"], BASELINE)
+        rate, reference = step["tokens_per_second"], baseline["tokens_per_second"] if baseline else None
+        return rate / reference if rate and reference else None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
         prog="analysis step",
         usage="python3 -m analysis step FILE... [--output DIR] [--format png|svg|both]",
         description="Draws tokens per second and peak memory by length from records of benchmarks/step.py, and prints "
         "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
     )
-    out.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    add_output(out, "beside FILE")
-    add_format(out)
-    return out
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
+    add_drawing_flags(parser, "beside FILE")
+    arguments = parser.parse_args(argv)
+    notes: list[str] = []
+    files = read_each(arguments.files, lambda path: read_steps(path, notes), notes)
+    comparisons = compare(chain(*files.values()))
+    if not comparisons:
+        raise ValueError(f"no points in {', '.join(map(str, arguments.files))}; the benchmark has measured nothing yet")
+    output = output_dir(arguments.output, [path.parent for path in files])
+    pictures = save_each("step", comparisons, figure, output, arguments.format)
+    print_notes(notes)
+    for comparison in comparisons:
+        print_lines([comparison.title, "", *markdown_table(table_rows(comparison)), "", *remarks(comparison), ""])
+    print_lines(pictures)
+    return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
-    return command.run(
-        arguments.files,
-        lambda notes: read_comparisons(arguments.files, notes),
-        lambda found, files: draw(
-            found, folder_of(arguments.output, [file.parent for file in files]), arguments.format
-        ),
-        lambda found: (line for one in found for line in (*markdown(one), "", *remarks(one), "")),
-    )
+# ---- the records ----------------------------------------------------------------------------------------------------
+
+
+def read_steps(path: Path, notes: list[str]) -> list[Record]:
+    return read_lines(path, check_record, notes)
+
+
+def check_record(record: Record) -> Record:
+    if record.get("benchmark") != "step":
+        raise ValueError("is not a record of benchmarks/step.py")
+    record = {"device": dict(record.get("hardware") or {}).get("device", "unknown device"), **record}
+    if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
+        raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/step.py")
+    return record
+
+
+def compare(records: Iterable[Record]) -> list[Comparison]:
+    """Returns one comparison per setting. Later records replace earlier ones of the same label and length."""
+    found: dict[tuple[Any, ...], dict[tuple[int, str], Record]] = {}
+    for record in records:
+        setting = tuple(record[key] for key in SETTING)
+        found.setdefault(setting, {})[record["length"], record["label"]] = record
+
+    def order(step: Record) -> tuple[int, float, str]:
+        return step["length"], -(step["tokens_per_second"] or 0.0), step["label"]
+
+    return [
+        Comparison(dict(zip(SETTING, setting, strict=True)), sorted(found[setting].values(), key=order))
+        for setting in sorted(found)
+    ]
+
+
+def memory_gib(step: Record) -> float | None:
+    size = step["peak_memory_allocated_bytes"]
+    return size / GIB if size else None
+
+
+def error_bar(step: Record) -> tuple[float, float]:
+    """Returns how far the slowest and the fastest step are from the median, in tokens per second."""
+    rate = step["tokens_per_second"]
+    return rate - step["tokens_per_second_lowest"], step["tokens_per_second_highest"] - rate
+
+
+def spread(step: Record) -> float:
+    """Returns the fastest minus the slowest step, as a share of the median."""
+    return sum(error_bar(step)) / float(step["tokens_per_second"])
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def markdown(comparison: Comparison) -> list[str]:
-    """A row a point, the fastest of a length first."""
-    on_gpu = any(step.mfu is not None for step in comparison.steps)
-    rows = [["", "tokens", "tokens/s", f"÷ {FLOOR}", "MFU" if on_gpu else "TFLOP/s", "peak GiB"]]
+def table_rows(comparison: Comparison) -> list[list[str]]:
+    """Returns a head and one row per record, the fastest of a length first."""
+    on_gpu = any(step["mfu"] is not None for step in comparison.steps)
+    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "TFLOP/s", "peak GiB"]]
     for step in comparison.steps:
-        rows.append([step.label, shown(step.length), *cells(step, comparison.ratio(step), on_gpu)])
-    return [comparison.setting.title, "", *table_lines(rows)]
-
-
-def cells(step: Step, ratio: float | None, on_gpu: bool) -> list[str]:
-    if step.tokens_per_second is None:
-        return ["–", "", "", ""]
-    used = f"{step.mfu:.1%}" if step.mfu is not None else ""
-    return [
-        f"{step.tokens_per_second:,.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
-        used if on_gpu else f"{step.model_tflops_per_gpu or 0.0:.2g}",
-        "" if step.peak_memory_bytes is None else f"{step.peak_memory_bytes / GIB:.1f}",
-    ]
+        cells = ["–", "", "", ""]
+        if step["tokens_per_second"] is not None:
+            speedup, memory = comparison.speedup(step), memory_gib(step)
+            mfu = f"{step['mfu']:.1%}" if step["mfu"] is not None else ""
+            cells = [
+                f"{step['tokens_per_second']:,.0f}",
+                "" if speedup is None else f"{speedup:.2f}",
+                mfu if on_gpu else f"{step['model_tflops_per_gpu'] or 0.0:.2g}",
+                "" if memory is None else f"{memory:.1f}",
+            ]
+        rows.append([step["label"], short_length(step["length"]), *cells])
+    return rows
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """How steady the times were, whether all trained alike, and why points are missing."""
+    """Returns how much the times varied, whether all had the same losses, and why records have no numbers."""
+    measured = [step for step in comparison.steps if step["tokens_per_second"] is not None]
     out = []
-    measured = [step for step in comparison.steps if step.tokens_per_second is not None]
     if measured:
-        widest = max(measured, key=lambda step: step.spread)
-        out.append(
-            f"Medians. Widest spread: {widest.spread:.1%} of the median ({widest.label}, {shown(widest.length)})."
-        )
+        widest = max(measured, key=spread)
+        out.append(f"Medians. Widest spread: {spread(widest):.1%} of the median ({place(widest)}).")
     for length in comparison.lengths:
-        last = [step.losses[1] for step in measured if step.losses and step.length == length]
-        if len(last) > 1:
-            out.append(f"Last losses at {shown(length)}: {min(last):.4f} to {max(last):.4f}.")
+        losses = [step["last_loss"] for step in measured if step["length"] == length]
+        known = [loss for loss in losses if loss is not None]
+        if len(known) > 1:
+            out.append(f"Last losses at {short_length(length)}: {min(known):.4f} to {max(known):.4f}.")
     for step in measured:
-        if not step.losses_finite:
-            out.append(f"Not finite: losses of {step.label}, {shown(step.length)}. Its numbers do not count.")
-    for step in comparison.steps:
-        if step.skipped:
-            out.append(f"– {step.label}, {shown(step.length)}: {step.skipped}")
-    return out
+        if step["losses_finite"] is False:
+            out.append(f"Not finite: losses of {place(step)}. Its numbers do not count.")
+    return out + [f"– {place(step)}: {step['skipped']}" for step in comparison.steps if step["skipped"]]
+
+
+def place(step: Record) -> str:
+    return f"{step['label']}, {short_length(step['length'])}"
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(comparisons: Sequence[Comparison], output: Path, form: str = "png") -> list[Path]:
-    return draw_each("step", comparisons, figure, STYLE, output, form)
-
-
 def figure(comparison: Comparison) -> Figure:
-    """Bars by length, for tokens per second and, where it is known, for memory beside it."""
-    panels: list[tuple[str, str, Value]] = [
-        ("Whole training steps", "tokens per second, all GPUs", lambda s: s.tokens_per_second)
-    ]
-    if any(step.peak_memory_bytes for step in comparison.steps):
-        panels.append(("Peak memory", "GiB per GPU", memory))
+    """Draws tokens per second by length, and memory beside it if it is known."""
+    panels = 1 + any(map(memory_gib, comparison.steps))
     bars = len(comparison.labels) * len(comparison.lengths)
-    out = Figure(figsize=(max(5.5, 2.0 + 0.5 * bars) * len(panels), 5.2), layout="constrained")
-    for axes, (title, unit, value) in zip(out.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.set_title(title, loc="left")
-        axes.set(ylabel=unit, xlabel="tokens in the sequence")
-        draw_bars(axes, comparison, value, with_spread=value is not memory)
-    handles, labels = out.axes[0].get_legend_handles_labels()
+    out = new_figure(max(5.5, 2.0 + 0.5 * bars) * panels, 5.2)
+    throughput, *memory = out.subplots(1, panels, squeeze=False)[0]
+    throughput.set_title("Whole training steps", loc="left")
+    throughput.set_ylabel("tokens per second, all GPUs")
+    draw_bars(throughput, comparison, lambda step: step["tokens_per_second"], error_bar)
+    for axes in memory:
+        axes.set_title("Peak memory", loc="left")
+        axes.set_ylabel("GiB per GPU")
+        draw_bars(axes, comparison, memory_gib, lambda step: (0.0, 0.0))
+    handles, labels = throughput.get_legend_handles_labels()
     out.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 4))
-    subtitle(out, comparison.setting.title)
+    subtitle(out, comparison.title)
     return out
 
 
-def memory(step: Step) -> float | None:
-    return step.peak_memory_bytes / GIB if step.peak_memory_bytes else None
-
-
-def draw_bars(axes: Axes, comparison: Comparison, value: Value, with_spread: bool) -> None:
+def draw_bars(
+    axes: Axes,
+    comparison: Comparison,
+    value: Callable[[Record], float | None],
+    error: Callable[[Record], tuple[float, float]],
+) -> None:
+    """Draws a group of bars per length; a skipped one is its reason."""
     labels, lengths = comparison.labels, comparison.lengths
     width = GROUP_WIDTH / len(labels)
-    logarithmic = scale(axes, [v for step in comparison.steps if (v := value(step))])
+    logarithmic = set_scale(axes, [v for step in comparison.steps if (v := value(step))])
     for i, (label, color) in enumerate(zip(labels, colors(comparison), strict=True)):
-        for place, length in enumerate(lengths):
-            x = place + (i - (len(labels) - 1) / 2) * width
+        for group, length in enumerate(lengths):
+            x = group + (i - (len(labels) - 1) / 2) * width
             step = comparison.at(length, label)
             height = value(step) if step else None
-            axes.bar(x, height or 0.0, 0.94 * width, color=color, label=label if place == 0 else None)
+            axes.bar(x, height or 0.0, 0.94 * width, color=color, label=label if group == 0 else None)
             if step and height:
-                label_bar(axes, x, height, step.bounds if with_spread else (height, height))
-            elif step and step.skipped:
-                why = step.skipped if len(step.skipped) < 20 else "skipped"
+                label_bar(axes, x, height, *error(step))
+            elif step and step["skipped"]:
+                reason = step["skipped"] if len(step["skipped"]) < 20 else "skipped"
                 foot = axes.get_ylim()[0]
-                axes.text(x, foot, f"  {why}", rotation=90, ha="center", va="bottom", fontsize=8.5, color=GREY)
-    axes.set_xticks(range(len(lengths)), [shown(length) for length in lengths])
+                axes.text(x, foot, f"  {reason}", rotation=90, ha="center", va="bottom", fontsize=8.5, color=GREY)
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_xticks(range(len(lengths)), [short_length(length) for length in lengths])
     axes.grid(axis="x", visible=False)
     if not logarithmic and axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def scale(axes: Axes, known: Sequence[float]) -> bool:
-    """From zero, unless the shortest bars would vanish; says whether the axis is logarithmic."""
+def set_scale(axes: Axes, known: Sequence[float]) -> bool:
+    """Lets the axis begin at zero unless the lowest bars would vanish; returns whether it is logarithmic."""
     if not known:
         return False
     logarithmic = max(known) > WIDE_RANGE * min(known)
@@ -161,33 +254,28 @@ def scale(axes: Axes, known: Sequence[float]) -> bool:
     return logarithmic
 
 
-def label_bar(axes: Axes, x: float, height: float, bounds: tuple[float, float]) -> None:
-    """The value above the bar, and the slowest to the fastest step as a line over its end."""
-    low, high = bounds
-    if high > low:
-        spread = [[height - low], [high - height]]
-        axes.errorbar(x, height, spread, fmt="none", ecolor="black", elinewidth=1.0, capsize=2)
-    axes.annotate(number(height), (x, high), (0, 4), textcoords="offset points", ha="center", fontsize=8.5)
+def label_bar(axes: Axes, x: float, height: float, below: float, above: float) -> None:
+    """Writes the value above a bar, and draws a line over its end from the slowest to the fastest step."""
+    if below + above > 0:
+        axes.errorbar(x, height, [[below], [above]], fmt="none", ecolor="black", elinewidth=1.0, capsize=2)
+    top = (x, height + above)
+    axes.annotate(number(height), top, (0, 4), textcoords="offset points", ha="center", fontsize=8.5)
 
 
 def number(value: float) -> str:
-    """Three digits, short enough to stand on a bar: 50.8k."""
+    """Returns three digits, short enough for a bar: 50.8k."""
     thousands = value >= 1000
     return f"{value / 1000 if thousands else value:#.3g}".removesuffix(".") + ("k" if thousands else "")
 
 
 def colors(comparison: Comparison) -> list[tuple[float, float, float]]:
-    """Every label's own: its implementation's, paler for each more row of it."""
-    implementations = {step.label: step.implementation for step in comparison.steps}
+    """Returns a colour per label: its implementation's, paler for each further label."""
+    implementations = {step["label"]: step["implementation"] for step in comparison.steps}
     counts: dict[str, int] = {}
     out = []
     for label in comparison.labels:
         implementation = implementations[label]
         i = counts[implementation] = counts.get(implementation, -1) + 1
-        out.append(paler(COLORS.get(implementation, OTHER_COLOR), 1 - 0.7**i))
+        red, green, blue = (x + (1 - x) * (1 - 0.7**i) for x in to_rgb(COLORS.get(implementation, OTHER_COLOR)))
+        out.append((red, green, blue))
     return out
-
-
-def paler(color: str, share: float) -> tuple[float, float, float]:
-    red, green, blue = (x + (1 - x) * share for x in to_rgb(color))
-    return red, green, blue

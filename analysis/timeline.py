@@ -1,35 +1,34 @@
-"""Draws what one layer's attention runs beside: `python3 -m analysis profile OUTPUT_DIR --timeline`."""
+"""Timeline of one layer's attention and everything beside it, out of a trace: `analysis profile DIR --timeline`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightseq.profiling.trace import KINDS, Span
 
-from .figures import COLORS, GREY, STYLE
+from .drawing import COLORS, GREY, new_figure
 
-NAMES: Final = tuple(name for name, _ in KINDS)
-WAITS: Final = "waits"  # of the exchange, told apart by their kernel's name
-# From top to bottom, what each lane holds; kernels first, what should hide beneath them after.
-LANES: Final[Mapping[str, tuple[str, ...]]] = {
+NAMES = tuple(name for name, _ in KINDS)
+WAITS = "waits"  # of the exchange for other ranks, told apart by their kernel's name
+KERNEL_LANES: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention, forward", "attention, backward"),
     "matrix products": ("matrix products",),
     "other kernels": (
         "loss", "MLP's product", "optimizer, norm, clip", "compiled layers' glue", "weights: cast and join",
         "other kernels",
     ),
+}  # fmt: skip
+HIDDEN_LANES: Mapping[str, tuple[str, ...]] = {  # should run beneath kernels
     "attention's exchange": ("attention's exchange",),
     "waits for other ranks": (WAITS,),
     "collectives": ("collectives",),
     "host copies": ("host copies",),
-}  # fmt: skip
-KERNELS: Final = 3  # lanes of them
-MOVING: Final = ("attention's exchange", "collectives")
-MARGIN: Final = 0.05  # of the time between two products, shown before and after it
+}
+LANES = {**KERNEL_LANES, **HIDDEN_LANES}
+COMMUNICATION = ("attention's exchange", "collectives")
+MARGIN = 0.05  # of the window, shown before and after it
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,16 @@ class Window:
 
 
 def windows(spans: Sequence[Span]) -> list[Window]:
-    """A layer in the middle, forward and backward: what lies between two matrix products around its attention, or, in
-    traces of attention alone, between the passes before and after.
+    """Returns the middle layer's attention, forward and backward, from the matrix product before to the one after.
 
-    Raises ValueError where there is no attention.
+    In traces of attention alone, a pass ends where the next begins. Raises ValueError if there is no attention.
     """
     found = []
     for word, other in (("forward", "backward"), ("backward", "forward")):
         borders = [NAMES.index(name) for name in ("matrix products", f"attention, {other}")]
-        layers = attentions(spans, NAMES.index(f"attention, {word}"), borders)
+        layers = attention_layers(spans, NAMES.index(f"attention, {word}"), borders)
         if layers:
-            start, end = between(spans, *layers[len(layers) // 2], borders)
+            start, end = between_borders(spans, *layers[len(layers) // 2], borders)
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
@@ -65,8 +63,8 @@ def windows(spans: Sequence[Span]) -> list[Window]:
     return found
 
 
-def attentions(spans: Sequence[Span], kind: int, borders: Sequence[int]) -> list[tuple[float, float]]:
-    """Start and end of each layer's: kernels of that kind between which none of the kinds of `borders` begins."""
+def attention_layers(spans: Sequence[Span], kind: int, borders: Sequence[int]) -> list[tuple[float, float]]:
+    """Returns each layer's start and end: kernels of a kind belong together until one of the borders begins."""
     found: list[tuple[float, float]] = []
     together = False
     for span in spans:
@@ -79,8 +77,8 @@ def attentions(spans: Sequence[Span], kind: int, borders: Sequence[int]) -> list
     return found
 
 
-def between(spans: Sequence[Span], start: float, end: float, borders: Sequence[int]) -> tuple[float, float]:
-    """From the last border before a layer's attention to the first one after, as far as there are such."""
+def between_borders(spans: Sequence[Span], start: float, end: float, borders: Sequence[int]) -> tuple[float, float]:
+    """Extends a layer to the end of the last border before it and the start of the first one after it."""
     around = [span for span in spans if span.kind in borders]
     before = [span.end for span in around if span.end <= start]
     after = [span.start for span in around if span.start >= end]
@@ -88,50 +86,48 @@ def between(spans: Sequence[Span], start: float, end: float, borders: Sequence[i
 
 
 def name_of(span: Span) -> str:
-    """Its kind; the kernels in which the exchange waits for other ranks by themselves."""
     return WAITS if "symmetric_memory" in span.name else NAMES[span.kind]
 
 
-def shares(spans: Sequence[Span], window: Window, what: Sequence[str] = MOVING) -> tuple[float, float]:
-    """Milliseconds of the window with any of `what`, and of those the ones beside no kernel."""
-    kernels = {name for lane in [*LANES.values()][:KERNELS] for name in lane}
+def busy_ms(spans: Sequence[Span], window: Window, names: Sequence[str]) -> tuple[float, float]:
+    """Returns the milliseconds in which one of `names` runs, and those of them in which no kernel does."""
+    kernels = {name for lane in KERNEL_LANES.values() for name in lane}
     edges = []
     for span in window.cut(spans):
-        group = 0 if name_of(span) in kernels else 1 if name_of(span) in what else None
+        group = 0 if name_of(span) in kernels else 1 if name_of(span) in names else None
         if group is not None:
             edges += [(max(span.start, window.start), group, 1), (min(span.end, window.end), group, -1)]
-    busy, before, total, bare = [0, 0], window.start, 0.0, 0.0
+    running, before, total, bare = [0, 0], window.start, 0.0, 0.0
     for at, group, change in sorted(edges):
-        total += (at - before) * (busy[1] > 0)
-        bare += (at - before) * (busy[1] > 0 and not busy[0])
+        total += (at - before) * (running[1] > 0)
+        bare += (at - before) * (running[1] > 0 and not running[0])
         before = at
-        busy[group] += change
+        running[group] += change
     return total / 1e3, bare / 1e3
 
 
 def figure(spans: Sequence[Span], title: str) -> Figure:
-    shown = windows(spans)
-    with matplotlib.rc_context(dict(STYLE)):
-        out = Figure(figsize=(11, 0.6 + 2.9 * len(shown)), layout="constrained")
-        out.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
-        for axes, window in zip(out.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
-            draw(axes, window, spans)
+    found = windows(spans)
+    out = new_figure(11, 0.6 + 2.9 * len(found))
+    out.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
+    for axes, window in zip(out.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
+        draw(axes, window, spans)
     return out
 
 
 def draw(axes: Axes, window: Window, spans: Sequence[Span]) -> None:
-    """A lane a kind of work; time begins with the window."""
-    cut = window.cut(spans)
-    for place, kinds in enumerate(LANES.values()):
-        edges = [(max(s.start, window.start), min(s.end, window.end)) for s in cut if name_of(s) in kinds]
+    """Draws a lane per kind of work; time begins with the window."""
+    inside = window.cut(spans)
+    for place, names in enumerate(LANES.values()):
+        edges = [(max(s.start, window.start), min(s.end, window.end)) for s in inside if name_of(s) in names]
         bars = [((start - window.start) / 1e3, (end - start) / 1e3) for start, end in edges]
         axes.broken_barh(bars, (place - 0.38, 0.76), facecolors=COLORS[place], linewidth=0)
-    (moving, bare), (_, waiting) = shares(spans, window), shares(spans, window, [WAITS])
-    said = (
-        f"{moving:.1f} ms of communication, {bare:.1f} of it beside no kernel; {waiting:.1f} ms waiting for other ranks"
+    (total, bare), (_, waiting) = busy_ms(spans, window, COMMUNICATION), busy_ms(spans, window, [WAITS])
+    text = (
+        f"{total:.1f} ms of communication, {bare:.1f} of it beside no kernel; {waiting:.1f} ms waiting for other ranks"
     )
     axes.set_title(window.title, loc="left")
-    axes.set_title(said, loc="right", fontsize=10, fontweight="normal")
+    axes.set_title(text, loc="right", fontsize=10, fontweight="normal")
     axes.set_yticks(range(len(LANES)), list(LANES))
     axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.set_xlim(0, (window.end - window.start) / 1e3)

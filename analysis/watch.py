@@ -1,9 +1,13 @@
-"""Shows a run in the terminal while it trains: `python3 -m analysis watch OUTPUT_DIR [--once]`."""
+"""Live view of a run in the terminal while it trains: `python3 -m analysis watch OUTPUT_DIR [--once]`."""
 
 import argparse
-import sys
+import math
+import re
+import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,64 +17,180 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .flags import section
-from .points import shown as shown_length
-from .progress import Follower, Progress, read_progress
-from .summary import GIB, shown
+from lightseq.config.lengths import shown as short_length
 
+from .drawing import GIB, format_number
+from .records import Record, json_object
+from .runs import check_record, column, latest, median, read_object, section
+
+RECENT = 50  # steps that tell the pace
+QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # a run is quiet after five usual logging intervals, and never before 20 s
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 30
-MINUTE, HOUR, DAY = 60, 3600, 86400
+UNITS_OF_TIME = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
         prog="analysis watch",
         usage="python3 -m analysis watch OUTPUT_DIR [--once]",
         description="Follows a run while it trains: progress, the last numbers, and how they went. Ends with its last "
         "step or with Ctrl-C. On a terminal it waits for the run in a directory that is there and holds none yet.",
     )
-    out.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
-    out.add_argument("--once", action="store_true", help="print how it stands now, once")
-    out.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
-    return out
-
-
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
-    console, follower = Console(highlight=False), Follower(arguments.run / "metrics.jsonl")
+    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
+    parser.add_argument("--once", action="store_true", help="print how it stands now, once")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    arguments = parser.parse_args(argv)
+    console = Console(highlight=False)
     try:
-        progress = read_progress(arguments.run, follower, time.time())
+        progress = read_progress(arguments.run, time.time())
         check_watchable(progress, waits=console.is_terminal and not arguments.once)
         if arguments.once:
             console.print(frame(progress))
             return 0
-        last = follow(arguments.run, follower, progress, console, max(0.05, arguments.every))
-        return 0 if last.done else 1
-    except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # the usual way to stop watching; what was shown last stays
-        pass
-    return 0
+        return 0 if follow(progress, console, max(0.05, arguments.every)).is_done else 1
+    except KeyboardInterrupt:  # the usual way to stop watching; the last frame stays
+        return 0
+
+
+# ---- what the directory says now ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run at one moment."""
+
+    directory: Path
+    info: Record
+    steps: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+    checkpoints: tuple[int, ...]  # by their step
+    saving: int | None  # step of a checkpoint that is being written
+    silent_seconds: float | None  # since the run last wrote; None if it wrote nothing yet
+    left_out: int  # lines that are no records
+    dead_process: str | None  # the process that wrote here, if it is known to exist no more
+
+    @property
+    def total(self) -> int | None:
+        total = self.info.get("total_steps")
+        return total if isinstance(total, int) else None
+
+    @property
+    def step(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.total is not None and self.step >= self.total
+
+    @property
+    def is_dead(self) -> bool:
+        """Says whether the process is gone and no other has taken its place for some seconds."""
+        return self.dead_process is not None and (self.silent_seconds or 0.0) > QUIET_SECONDS
+
+    @property
+    def step_seconds(self) -> float:
+        """The pace of late; NaN if unknown."""
+        return median(column(self.steps, "step_seconds")[-RECENT:]) if self.steps else math.nan
+
+    @property
+    def logging_seconds(self) -> float:
+        """The usual time between two records."""
+        every = section(self.info, "config").get("logging_steps")
+        return self.step_seconds * (every if isinstance(every, int) and every > 0 else 1)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Says whether nothing came for much longer than usual."""
+        if self.is_done or self.silent_seconds is None or not math.isfinite(self.logging_seconds):
+            return False
+        return self.silent_seconds > max(QUIET_SECONDS, QUIET_FACTOR * self.logging_seconds)
+
+    def known(self, key: str) -> np.ndarray:
+        values = column(self.steps, key)
+        return values[np.isfinite(values)]
+
+
+def read_progress(directory: Path, now: float) -> Progress:
+    """Raises ValueError for a file that no run wrote. `now` is a time in seconds, as files have."""
+    metrics, info = directory / "metrics.jsonl", directory / "run.json"
+    records, left_out = read_growing(metrics)
+    steps, _ = latest([record for record in records if "eval_loss" not in record])
+    evaluations, _ = latest([record for record in records if "eval_loss" in record])
+    written = [path.stat().st_mtime for path in (metrics, info) if path.is_file()]
+    return Progress(
+        directory=directory,
+        info=read_unfinished(info),
+        steps=steps,
+        evaluations=evaluations,
+        checkpoints=checkpoints(directory, ""),
+        saving=max(checkpoints(directory, r"\.partial"), default=None),
+        silent_seconds=now - max(written) if written else None,
+        left_out=left_out,
+        dead_process=dead_process(directory / "lock"),  # the name in lightseq's output_directory.py
+    )
+
+
+def read_growing(path: Path) -> tuple[list[Record], int]:
+    """Returns the records on whole lines, and the number of lines that are no records."""
+    if not path.is_file():
+        return [], 0
+    whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
+    parsed = [parse(line) for line in whole.splitlines() if line.strip()]
+    records = [record for record in parsed if not isinstance(record, str)]
+    if parsed and not records:
+        raise ValueError(f"{path} holds a line that is no record ({parsed[0]}); remove the line")
+    return records, len(parsed) - len(records)
+
+
+@cache  # every look reads the file whole, but parses no line again
+def parse(line: str) -> Record | str:
+    """Returns the record on a line, or why it is none."""
+    try:
+        return check_record(json_object(line))
+    except ValueError as error:
+        return str(error)
+
+
+def read_unfinished(path: Path) -> Record:
+    """Returns the object in a file; empty while it is being written."""
+    try:
+        return read_object(path)
+    except ValueError:
+        return {}
+
+
+def checkpoints(directory: Path, ending: str) -> tuple[int, ...]:
+    matches = [re.fullmatch(rf"checkpoint-(\d+){ending}", path.name) for path in directory.glob("checkpoint-*")]
+    return tuple(sorted(int(match[1]) for match in matches if match))
+
+
+def dead_process(lock: Path) -> str | None:
+    """Returns `process 12 on HOST` out of a run's lock if this is that host and the process exists no more."""
+    try:
+        words = re.match(r"process (\d+) on (\S+)$", lock.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    is_here = words is not None and words[2] == socket.gethostname() and Path("/proc/self").exists()
+    return words[0] if words is not None and is_here and not Path(f"/proc/{words[1]}").exists() else None
 
 
 def check_watchable(progress: Progress, waits: bool) -> None:
-    """Raises ValueError where there is no run, unless somebody `waits` for one in a directory that is there."""
+    """Raises ValueError if there is no run, unless the view may wait for one in a directory that exists."""
     if not progress.directory.is_dir():
         raise ValueError(f"{progress.directory} is no directory; name the --output_dir of a run")
-    if not progress.has_begun and not waits:
+    if progress.silent_seconds is None and not waits:
         raise ValueError(
             f"{progress.directory} holds no run; name the --output_dir of one, or wait on a terminal without --once"
         )
 
 
-def follow(run: Path, follower: Follower, progress: Progress, console: Console, every: float) -> Progress:
-    """Shows a run until its last step, or, where nobody sees it on a terminal, until its process is gone for good."""
+def follow(progress: Progress, console: Console, every: float) -> Progress:
+    """Shows a run until its last step, or, if the output is no terminal, until its process is gone."""
     with Live(frame(progress), console=console, auto_refresh=False) as live:
-        while not (progress.done or (progress.gone_for_good and not console.is_terminal)):
+        while not (progress.is_done or (progress.is_dead and not console.is_terminal)):
             time.sleep(every)
-            progress = read_progress(run, follower, time.time())
+            progress = read_progress(progress.directory, time.time())
             live.update(frame(progress), refresh=True)
     return progress
 
@@ -79,76 +199,70 @@ def follow(run: Path, follower: Follower, progress: Progress, console: Console, 
 
 
 def frame(progress: Progress) -> RenderableType:
-    """Everything there is to see at one moment; as wide as the terminal, in 80 columns too."""
+    """Returns the whole view of one moment; 80 columns are enough."""
     parts: list[RenderableType] = [Text(str(progress.directory), style="bold", overflow="fold")]
-    if facts := header(progress):
-        parts.append(facts)
+    if facts := known_facts(progress):
+        parts.append(pairs(facts))
     if progress.steps:
         parts += [Text(), bar(progress), Text(), numbers(progress)]
     return Group(*parts, Text(), state(progress))
 
 
-def header(progress: Progress) -> Table | None:
-    """What was chosen, in pairs side by side."""
-    about, config = progress.about, section(progress.about, "config")
-    length, ranks = config.get("model_max_length"), about.get("world_size")
-    split = f" ({about.get('data_ranks')} data × {about.get('sequence_ranks')} sequence)"
+def known_facts(progress: Progress) -> list[tuple[str, str]]:
+    info, config = progress.info, section(progress.info, "config")
+    length, ranks = config.get("model_max_length"), info.get("world_size")
+    split = f" ({info.get('data_ranks')} data × {info.get('sequence_ranks')} sequence)"
     facts = {
         "model": config.get("model_name_or_path"),
-        "ranks": f"{ranks}{split if about.get('data_ranks') else ''}" if ranks else None,
-        "sequence": f"{shown_length(length)} tokens" if isinstance(length, int) else None,
-        "device": section(about, "hardware").get("device"),
-        **{name: about.get(name) for name in ("schedule", "kernel", "transport", "remat")},
+        "ranks": f"{ranks}{split if info.get('data_ranks') else ''}" if ranks else None,
+        "sequence": f"{short_length(length)} tokens" if isinstance(length, int) else None,
+        "device": section(info, "hardware").get("device"),
+        **{name: info.get(name) for name in ("schedule", "kernel", "transport", "remat")},
     }
-    known = [(name, str(value)) for name, value in facts.items() if value]
-    return pairs(known) if known else None
+    return [(name, str(value)) for name, value in facts.items() if value]
 
 
-def pairs(known: Sequence[tuple[str, str]]) -> Table:
-    out = Table.grid(padding=(0, 2))
+def pairs(facts: Sequence[tuple[str, str]]) -> Table:
+    """Returns two names with their values per row."""
+    out = Table.grid(padding=(0, 2), expand=True)
     for ratio in (None, 1, None, 1):
         out.add_column(ratio=ratio, overflow="fold", no_wrap=ratio is None, style="dim" if ratio is None else "")
-    for i in range(0, len(known), 2):
-        out.add_row(*(Text(word) for pair in known[i : i + 2] for word in pair))
-    out.expand = True
+    for i in range(0, len(facts), 2):
+        out.add_row(*(Text(word) for pair in facts[i : i + 2] for word in pair))
     return out
 
 
 def bar(progress: Progress) -> Table:
     step, total = progress.step, progress.total
-    if total is None:
-        words = f"step {step:,}", Text("how many there will be is not known: no run.json", style="dim")
-        return row(*words)
-    left = "done" if progress.done else f"{duration(progress.seconds_left)} left"
-    share = f"{100 * step / max(total, 1):.0f} %"
-    return row(f"step {step:,}/{total:,}", ProgressBar(total=max(total, 1), completed=step), share, left)
-
-
-def row(*cells: RenderableType) -> Table:
     out = Table.grid(padding=(0, 2), expand=True)
-    for cell in cells:
-        out.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=not isinstance(cell, Text))
-    out.add_row(*cells)
+    if total is None:
+        out.add_row(f"step {step:,}", Text("how many there will be is not known: no run.json", style="dim"))
+        return out
+    left = "done" if progress.is_done else f"{duration((total - step) * progress.step_seconds)} left"
+    for ratio in (None, 1, None, None):
+        out.add_column(ratio=ratio, no_wrap=True)
+    done = ProgressBar(total=max(total, 1), completed=step)
+    out.add_row(f"step {step:,}/{total:,}", done, f"{100 * step / max(total, 1):.0f} %", left)
     return out
 
 
 def numbers(progress: Progress) -> Table:
-    """The last of each number; beside loss and throughput their course so far."""
+    """Returns the last of each number; beside loss and throughput their course so far."""
     last = progress.steps[-1]
 
     def value(key: str, form: str, scale: float = 1.0) -> str:
         number = last.get(key)
-        return "-" if number is None else shown(form, scale * number)
+        return "-" if number is None else format_number(form, scale * number)
 
     loss, speed = progress.known("loss"), progress.known("tokens_per_second")
     out = Table.grid(padding=(0, 2))
     for style in ("dim", "bold", "", "dim"):
         out.add_column(no_wrap=True, style=style, justify="right" if style == "bold" else "left")
-    out.add_row("loss", value("loss", "{:.4f}"), sparkline(loss), course(loss, "{:.3f}"))
-    out.add_row("tokens/s", value("tokens_per_second", "{:,.0f}"), sparkline(speed), course(speed, "{:,.0f}"))
+    out.add_row("loss", value("loss", "{:.4f}"), sparkline(loss), extremes(loss, "{:.3f}"))
+    out.add_row("tokens/s", value("tokens_per_second", "{:,.0f}"), sparkline(speed), extremes(speed, "{:,.0f}"))
     out.add_row("gradient norm", value("grad_norm", "{:.3g}"))
     out.add_row("learning rate", value("learning_rate", "{:.3g}"))
-    out.add_row("step time", f"{shown('{:.3g}', progress.step_seconds)} s")
+    out.add_row("step time", f"{format_number('{:.3g}', progress.step_seconds)} s")
     if last.get("mfu") is not None:
         out.add_row("MFU", value("mfu", "{:.1f} %", 100))
     else:
@@ -159,12 +273,12 @@ def numbers(progress: Progress) -> Table:
     return out
 
 
-def course(values: np.ndarray, form: str) -> str:
-    return f"{shown(form, values.min())} to {shown(form, values.max())}" if values.size else ""
+def extremes(values: np.ndarray, form: str) -> str:
+    return f"{format_number(form, values.min())} to {format_number(form, values.max())}" if values.size else ""
 
 
 def sparkline(values: np.ndarray, width: int = SPARKLINE_WIDTH) -> str:
-    """The course of the numbers in one line; a block is the mean of its share of them."""
+    """Returns the course of the numbers in one line; a block is the mean of its share of them."""
     if not values.size:
         return ""
     means = np.array([part.mean() for part in np.array_split(values, min(width, values.size))])
@@ -174,53 +288,52 @@ def sparkline(values: np.ndarray, width: int = SPARKLINE_WIDTH) -> str:
 
 
 def state(progress: Progress) -> Group:
-    """What a person would ask next: evaluations, checkpoints, and whether it is still alive."""
+    """Returns the last evaluation and checkpoint, and whether the run is still alive."""
     lines = []
     if progress.evaluations:
         last = progress.evaluations[-1]
-        lines.append(Text(f"evaluation  loss {shown('{:.4f}', last['eval_loss'] or np.nan)} at step {last['step']}"))
+        loss = format_number("{:.4f}", last["eval_loss"] or np.nan)
+        lines.append(Text(f"evaluation  loss {loss} at step {last['step']}"))
     if progress.checkpoints:
         lines.append(Text(f"checkpoint  {progress.directory}/checkpoint-{progress.checkpoints[-1]}", overflow="fold"))
     if progress.saving is not None:
         lines.append(Text(f"checkpoint-{progress.saving} is being written"))
     if progress.left_out:
-        words = (
+        are = (
             "line of metrics.jsonl is no record" if progress.left_out == 1 else "lines of metrics.jsonl are no records"
         )
-        lines.append(Text(f"{progress.left_out} {words} and left out", style="yellow"))
-    word, style = alive(progress)
-    return Group(*lines, Text(word, style=style))
+        lines.append(Text(f"{progress.left_out} {are} and left out", style="yellow"))
+    return Group(*lines, health(progress))
 
 
-def alive(progress: Progress) -> tuple[str, str]:
-    """A sentence on how the run is, and its style."""
+def health(progress: Progress) -> Text:
     silent = duration(progress.silent_seconds or 0.0)
-    if progress.done:
-        return "The last step is done.", "green"
-    if not progress.has_begun:
-        return f"Waiting: {progress.directory} holds no run yet.", "yellow"
-    if progress.gone:
-        return f"The run has ended ({progress.gone}); go on with --resume_from_checkpoint auto.", "bold red"
+    if progress.is_done:
+        return Text("The last step is done.", "green")
+    if progress.silent_seconds is None:
+        return Text(f"Waiting: {progress.directory} holds no run yet.", "yellow")
+    if progress.dead_process:
+        line = f"The run has ended ({progress.dead_process}); go on with --resume_from_checkpoint auto."
+        return Text(line, "bold red")
     if not progress.steps:
-        return f"Waiting for the first step since {silent}; it may compile and allocate.", "yellow"
-    if progress.quiet:
-        usual = duration(progress.step_seconds * progress.logged_every)
+        return Text(f"Waiting for the first step since {silent}; it may compile and allocate.", "yellow")
+    if progress.is_quiet:
+        usual = duration(progress.logging_seconds)
         line = f"Nothing was logged for {silent}, where {usual} is usual: it evaluates, saves, or has stopped."
-        return line, "bold red"
-    return f"Last logged {silent} ago.", "dim"
+        return Text(line, "bold red")
+    return Text(f"Last logged {silent} ago.", "dim")
 
 
 def duration(seconds: float) -> str:
-    """As people say it, two units at most: 3 h 20 min."""
+    """Returns a time in two units at most: 3 h 20 min."""
     if not np.isfinite(seconds):
         return "unknown time"
-    if seconds < MINUTE:
+    if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    units = (("d", DAY), ("h", HOUR), ("min", MINUTE), ("s", 1))
-    whole = round(seconds)
-    first = next(i for i, (_, size) in enumerate(units) if whole >= size)
+    rest = round(seconds)
+    first = next(i for i, (_, size) in enumerate(UNITS_OF_TIME) if rest >= size)
     words: list[str] = []
-    for name, size in units[first : first + 2]:
-        count, whole = divmod(whole, size)
+    for name, size in UNITS_OF_TIME[first : first + 2]:
+        count, rest = divmod(rest, size)
         words += [f"{count} {name}"] if count or not words else []
     return " ".join(words)

@@ -1,4 +1,4 @@
-"""Knows how evaluations become tables and pictures."""
+"""Evaluations as tables and pictures."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.evaluate import Evaluation, markdown, needle_figure, perplexity_figure, read
+from analysis.evaluate import needle_figure, perplexity_figure, read
 
 LOSS = {"evaluation": "loss", "loss": 2.3, "perplexity": 9.97}
 BINS = [
@@ -64,7 +64,7 @@ def test_one_evaluation_is_drawn_where_it_lies(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[-1] == str(loss / "perplexity.png")
 
 
-def test_a_line_an_evaluation_ends_each_bin_at_the_context_it_reaches(tmp_path: Path) -> None:
+def test_each_bin_is_drawn_at_the_context_it_ends_with(tmp_path: Path) -> None:
     first, second = (read(write(tmp_path / name, LOSS, BINS), name, []) for name in ("a", "b"))
     (axes,) = perplexity_figure([first, second]).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 1024]] * 2
@@ -81,9 +81,10 @@ def test_a_map_shows_the_score_of_every_cell(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "50%"]
 
 
-def test_greedy_answers_have_their_own_words() -> None:
-    evaluation = Evaluation("g", {**NEEDLE, "score": "greedy", "choices": None}, tuple(CELLS))
-    assert markdown([evaluation])[0] == "g: share of texts answered right, token by token; 4 a cell"
+def test_greedy_answers_have_their_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write(tmp_path / "g", {**NEEDLE, "score": "greedy", "choices": None}, CELLS)
+    assert main(["evaluate", str(directory)]) == 0
+    assert "g: share of texts answered right, token by token; 4 a cell" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_greedy_answers_have_their_own_words() -> None:
         ('{"evaluation": "taste"}\n{"first": 0}\n', "is no evaluation"),
     ],
 )
-def test_what_is_no_evaluation_is_one_clear_line(
+def test_other_files_are_one_line_and_exit_2(
     content: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:

@@ -1,4 +1,4 @@
-"""What `python3 -m analysis faults` makes of the records of `make faults`."""
+"""Records of `make faults` as a table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The largest models that fit: what is drawn, what is too large beside it, and what was cut off."""
+"""The largest models that fit, the next sizes beside them, and unfinished searches."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 from analysis_files import write_lines
 
 from analysis.__main__ import main
-from analysis.largest import figure, read, remarks
-from analysis.report import find, sections_of
+from analysis.largest import figure, limits_of, read_searches
 
 SEARCH: dict[str, Any] = {
     "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1, "gpu_memory": None, "commit": "154d5c1",
@@ -53,7 +52,7 @@ def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(
 
 
 def test_bars_are_billions_of_parameters_up_to_the_next_size(file: Path) -> None:
-    (one,) = read([file], [])
+    (one,) = limits_of(read_searches(file, []))
     out = figure(one)
     (axes,) = out.axes
     widths = [bar.get_width() for bar in axes.patches]
@@ -64,27 +63,23 @@ def test_bars_are_billions_of_parameters_up_to_the_next_size(file: Path) -> None
 
 def test_several_numbers_of_gpus_are_a_line_a_search(tmp_path: Path) -> None:
     found = [limit(n * 10**10, n * 12 * 10**9, what="training", gpus=n) for n in (4, 1, 2)]
-    (one,) = read([write_lines(tmp_path / "a.jsonl", found)], [])
+    (one,) = limits_of(read_searches(write_lines(tmp_path / "a.jsonl", found), []))
     (axes,) = figure(one).axes
     assert list(axes.get_lines()[0].get_xdata()) == [1, 2, 4]
     assert list(axes.get_lines()[0].get_ydata()) == [10.0, 20.0, 40.0]
     assert axes.get_xlabel() == "GPUs" and axes.get_ylabel().startswith("billions of parameters")
 
 
-def test_a_search_made_again_counts_as_it_ended_last_and_devices_stay_apart(tmp_path: Path, file: Path) -> None:
+def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = limit(10**10, None, hardware={"device": "NVIDIA H100"})
     again = write_lines(tmp_path / "again.jsonl", [limit(7 * 10**10, None), other])
-    limits = {one.setting.device: one for one in read([file, again], [])}
-    assert [r["parameters"] for r in limits["NVIDIA H200"].found] == [7 * 10**10, 9 * 10**9]
-    assert remarks(limits["NVIDIA H100"]) == []
-
-
-def test_the_page_of_results_has_them(file: Path) -> None:
-    (section,) = sections_of(find(file.parent), file.parent)
-    chart, table, details = section.blocks
-    assert section.title == "The largest model that fits" and len(table.rows) == 2
-    assert chart.charts[0].groups[0][1][0].high == pytest.approx(82.426353152)
-    assert [part.title for part in details.parts] == ["Measured with"]
+    assert main(["largest", str(file), str(again), "--output", str(tmp_path / "new")]) == 0
+    h200, h100 = capsys.readouterr().out.split("NVIDIA H100\n")
+    assert "| 70,000,000,000 |" in h200 and "71,468,033,280" not in h200 and "What is too large" not in h100
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert names == ["largest-device-NVIDIA-H100.png", "largest-device-NVIDIA-H200.png"]
 
 
 def test_another_file_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every millisecond of a traced step under one name: kinds, phases, what is hidden and what is not."""
+"""Traces of steps: the account of every millisecond, what moved and how fast, and the timeline of a layer."""
 
 import gzip
 import json
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from analysis import __main__ as analysis
+from analysis.__main__ import main
+from analysis.timeline import COMMUNICATION, WAITS, Window, attention_layers, busy_ms, windows
 from lightseq.profiling.host_trace import host_account
-from lightseq.profiling.trace import IDLE, KINDS, account_of, kind_of, read, summary
+from lightseq.profiling.trace import IDLE, KINDS, Span, account_of, kind_of, summary
+from lightseq.profiling.traffic import kinds_of
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
@@ -86,9 +88,9 @@ def write(directory: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_the_table_says_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, two_steps())
-    assert analysis.main(["profile", str(tmp_path), "--kernels", "1"]) == 0
+def test_the_table_accounts_for_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path, two_steps())
+    assert main(["profile", str(trace), "--kernels", "1"]) == 0
     out = capsys.readouterr().out
     assert "9.0 ms a step, mean of 2" in out and "FusedAdam" in out
     row = next(line.split() for line in out.splitlines() if "collectives" in line)
@@ -104,7 +106,7 @@ def test_the_peak_of_the_memory_is_shown_by_what_it_was_for(tmp_path: Path, caps
         "all": 9 * gib,
     }
     path.with_name("summary-rank0.json").write_text(json.dumps({"memory": memory}))
-    assert analysis.main(["profile", str(tmp_path)]) == 0
+    assert main(["profile", str(tmp_path)]) == 0
     said = capsys.readouterr().out.partition("memory of the GPU, GiB")[2]
     assert re.findall(r"([a-z][a-z ]+[a-z])  +(\d\.\d\d)", said) == [
         ("kept activations", "5.00"), ("optimizer", "2.00"), ("peak of tensors", "7.00"),
@@ -147,13 +149,13 @@ def test_a_trace_of_a_cpu_counts_every_millisecond_of_the_thread_that_trains(
     }
     assert account.launches["matrix products"] == 2 and account.names["aten::mm"] == pytest.approx(1)
     write(tmp_path, on_the_host())
-    assert analysis.main(["profile", str(tmp_path)]) == 0
+    assert main(["profile", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "11.0 ms a step, mean of 2" in out and "hidden" not in out
     assert ["Python", "between", "operators", "0.5", "0.0", "1.0", "1.5", "13.6"] in [
         s.split() for s in out.splitlines()
     ]
-    assert analysis.main(["profile", str(tmp_path), "--timeline"]) == 2
+    assert main(["profile", str(tmp_path), "--timeline"]) == 2
     assert "holds nothing that ran on a GPU, which --timeline draws" in capsys.readouterr().err
 
 
@@ -169,12 +171,8 @@ def test_a_trace_that_cannot_be_used_is_one_clear_line(
     make: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path)
-    assert analysis.main(["profile", str(tmp_path)]) == 2
+    assert main(["profile", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_trace_may_be_named_itself(tmp_path: Path) -> None:
-    assert read(write(tmp_path, two_steps()))
 
 
 def test_a_summary_has_what_is_drawn_of_a_trace() -> None:
@@ -188,3 +186,121 @@ def test_a_summary_has_what_is_drawn_of_a_trace() -> None:
     (moved,) = found["moved"]
     assert moved["kind"] == "copies from another GPU" and (moved["calls"], moved["bytes"]) == (0.5, 2**19)
     assert moved["gb_per_second"] == pytest.approx(2**20 / 0.5e-3 / 1e9)
+
+
+# ---- what moved ----------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+def copy(name: str, size: int, ms: float) -> dict[str, Any]:
+    return {"cat": "gpu_memcpy", "name": f"Memcpy {name} (a -> b)", "dur": ms * 1e3, "args": {"bytes": size}}
+
+
+def collective(name: str, inside: int, outside: int, ranks: int, ms: float, dtype: str = "Float") -> dict[str, Any]:
+    about = {
+        "Collective name": name, "In msg nelems": inside, "Out msg nelems": outside, "Group size": ranks, "dtype": dtype
+    }  # fmt: skip
+    return {"cat": "kernel", "name": "ncclDevKernel", "dur": ms * 1e3, "args": about}
+
+
+def test_bytes_of_a_collective_are_those_that_cross_a_link() -> None:
+    """Of four ranks: all but its own quarter is fetched or sent, under all-reduce both."""
+    n = MIB // 4  # elements of a MiB in float32
+    kinds = kinds_of(
+        [
+            collective("_allgather_base", n, 4 * n, 4, 1.0),
+            collective("_reduce_scatter_base", 4 * n, n, 4, 2.0),
+            collective("allreduce", n, n, 4, 1.0),
+            collective("_allgather_base", 2 * n, 8 * n, 4, 1.0, "BFloat16"),
+            copy("PtoP", 8 * MIB, 2.0),
+            copy("PtoP", 8 * MIB, 4.0),
+            {"cat": "kernel", "name": "gemm", "dur": 5.0, "args": {}},
+        ]
+    )
+    assert [(name, sum(kind.sizes) / MIB) for name, kind in kinds.items()] == [
+        ("copies from another GPU", 16),
+        ("all-gather, float, 4 ranks", 3),
+        ("reduce-scatter, float, 4 ranks", 3),
+        ("all-gather, bfloat16, 4 ranks", 3),
+        ("all-reduce, float, 4 ranks", 1.5),
+    ]
+    assert kinds["reduce-scatter, float, 4 ranks"].rates == [pytest.approx(3 * MIB / 2e-3)]
+
+
+def test_large_movements_have_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"ph": "X", "ts": 0.0}
+    copies = [times | each for each in [copy("PtoP", 400 * MIB, 1.0), copy("HtoD", 64, 1.0)] * 2]
+    write(tmp_path, [*two_steps(), *copies])
+    assert main(["profile", str(tmp_path)]) == 0
+    large, small = [line.split() for line in capsys.readouterr().out.splitlines() if "copies" in line]
+    assert large[-5:] == ["1", "400", "400", "419", "419"] and small[-3:] == ["1", "0.00", "0.00"]
+
+
+# ---- the timeline --------------------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, PRODUCT = "FlashAttentionForward", "FlashAttentionBackward", "nvjet_sm90"
+COPY, WAIT, GATHER = "Memcpy PtoP (Device -> Device)", "symmetric_memory::barrier_kernel", "ncclDevKernel_AllGather"
+
+
+def spans(*given: tuple[str, float, float]) -> list[Span]:
+    """Of (name, start, end) in ms, in order of time."""
+    found = [Span(kind_of(name), name, "", start * 1e3, end * 1e3) for name, start, end in given]
+    return sorted(found, key=lambda span: span.start)
+
+
+def events(*given: tuple[str, float, float]) -> list[dict[str, Any]]:
+    return [event(name, start, end - start) for name, start, end in given]
+
+
+LAYERS = (
+    (PRODUCT, 0, 1), (FORWARD, 1, 3), (FORWARD, 3, 4), (PRODUCT, 4, 6), (FORWARD, 6, 9), (PRODUCT, 9, 10),
+    (PRODUCT, 10, 11), (BACKWARD, 11, 13), (BACKWARD, 14, 16), (PRODUCT, 16, 17), (BACKWARD, 17, 20), (PRODUCT, 20, 21),
+)  # fmt: skip
+
+
+def test_calls_with_no_product_between_them_are_one_layers() -> None:
+    found = spans(*LAYERS)
+    assert attention_layers(found, kind_of(FORWARD), [kind_of(PRODUCT)]) == [(1e3, 4e3), (6e3, 9e3)]
+    assert attention_layers(spans((FORWARD, 1, 5), (FORWARD, 2, 3)), kind_of(FORWARD), []) == [(1e3, 5e3)], (
+        "side by side"
+    )
+    assert attention_layers(found, kind_of(BACKWARD), [kind_of(PRODUCT)]) == [(11e3, 16e3), (17e3, 20e3)]
+    assert [(w.start, w.end) for w in windows(found)] == [(5.85e3, 9.15e3), (16.85e3, 20.15e3)], "one in the middle"
+
+
+def test_a_picture_reaches_from_one_matrix_product_to_the_next() -> None:
+    alone = spans((COPY, 0, 1), (FORWARD, 2, 4))
+    assert [(w.start, w.end) for w in windows(alone)] == [(1.9e3, 4.1e3)], "no product"
+    among = spans((PRODUCT, 0, 1), (PRODUCT, 1, 2), (COPY, 5, 6), (FORWARD, 7, 11), (COPY, 11, 12), (PRODUCT, 12, 13))
+    assert [(w.start, w.end) for w in windows(among)] == [(1.5e3, 12.5e3)]
+
+
+def test_passes_of_attention_alone_end_where_the_others_begin() -> None:
+    layers = [(FORWARD, 0, 3), (BACKWARD, 3, 9), (COPY, 9, 10), (FORWARD, 10, 13), (COPY, 13, 14), (BACKWARD, 14, 20)]
+    assert [(w.start, w.end) for w in windows(spans(*layers))] == [(8.75e3, 14.25e3), (12.65e3, 20.35e3)]
+
+
+def test_communication_counts_once_and_bare_only_where_no_kernel_runs() -> None:
+    window = Window("", 0, 10e3)
+    found = spans(
+        (FORWARD, 1, 5), (COPY, 0, 3), (COPY, 2, 4), (GATHER, 4.5, 7), (WAIT, 8, 9), (PRODUCT, 6, 8.5), (COPY, 9, 12)
+    )
+    assert busy_ms(found, window, COMMUNICATION) == (pytest.approx(4 + 2.5 + 1), pytest.approx(1 + 1 + 1))
+    assert busy_ms(found, window, [WAITS]) == (pytest.approx(1), pytest.approx(0.5))
+
+
+def test_the_picture_lies_beside_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, events(*LAYERS, (COPY, 7, 8), (WAIT, 8, 9)))
+    assert main(["profile", str(tmp_path), "--timeline", "--format", "both"]) == 0
+    written = [path.parent / f"timeline.{suffix}" for suffix in ("png", "svg")]
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(x) for x in written]
+    assert "1.0 ms of communication, 0.0 of it beside no kernel" in written[1].read_text().replace("<!--", "").replace(
+        "-->", ""
+    )
+
+
+def test_a_trace_without_attention_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, events((PRODUCT, 0, 1)))
+    assert main(["profile", str(tmp_path), "--timeline"]) == 2
+    assert "no attention kernel" in capsys.readouterr().err and sorted(path.parent.iterdir()) == [path]

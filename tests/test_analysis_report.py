@@ -1,35 +1,39 @@
-"""Knows what the page of results must hold, and that nothing in the results can break out of it."""
+"""The page of results: what is on it, that it needs no network, and that nothing in the results breaks out of it."""
 
+import html
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from analysis_files import about, record, write_lines, write_run
 
 from analysis.__main__ import main
-from analysis.blocks import POINTS, embedded, plain, thinned
-from analysis.report import find, page, sections_of
 
 EVIL = "</script><script>document.title='broken'</script><!--<img src=x onerror=alert(1)>&amp;\u2028"
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 ATTENTION: dict[str, Any] = {
     "world": 4, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "batch": 1, "kernel": "fa4",
     "transport": "symmetric", "peak_memory_bytes": 2**30, "exposed_communication_seconds": None, "skipped": None,
+    "implementation": "lightseq", "request": "ring",
 }  # fmt: skip
 
 
-def attention_point(request: str, length: int, tflops: float) -> dict[str, Any]:
+def attention_point(length: int, tflops: float) -> dict[str, Any]:
     times = {"seconds_min": 0.9, "seconds_median": 1.0, "seconds_max": 1.1}
-    point = {"implementation": "lightseq", "request": request, "length": length, "tflops_per_gpu": tflops}
-    return ATTENTION | times | point
+    return ATTENTION | times | {"length": length, "tflops_per_gpu": tflops}
 
 
 def error_point() -> dict[str, Any]:
     errors = {f"relative_error_{name}": 2e-3 for name in ("out", "dq", "dk", "dv")}
-    return ATTENTION | errors | {"implementation": "lightseq", "request": "ring", "length": 2048} | {
-        "worst_error_over_single_gpu": 1.02
-    }  # fmt: skip
+    return ATTENTION | errors | {"length": 2048, "worst_error_over_single_gpu": 1.02}
 
 
 def header(date: str = "2026-01-01", device: str = "NVIDIA H200") -> dict[str, Any]:
@@ -47,154 +51,191 @@ def step_point(label: str, rate: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
+def largest_point() -> dict[str, Any]:
+    return {
+        "benchmark": "largest", "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1,
+        "gpu_memory": None, "hardware": {"device": "NVIDIA H200"}, "largest": 21, "parameters": 71 * 10**9,
+        "peak_bytes": 2**37, "too_large": 22, "too_many_parameters": 82 * 10**9, "reason": "out of memory",
+    }  # fmt: skip
+
+
+def write_results(tmp_path: Path) -> Path:
     """Two runs, one of them a sweep's cell, and a file of every benchmark."""
     slow = [record(step, tokens_per_second=900.0 if step > 1 else 100.0) for step in range(1, 41)]
     write_run(tmp_path / "plain", slow, about(config={"fsdp": ""}), tail='{"step": 40, "eval_loss": 5.5}\n')
     write_run(tmp_path / "sweep" / "length-4096", [record(step, gpu=True) for step in range(1, 41)], about(gpu=True))
     cell = {"name": "length-4096", "status": "done", "seconds": 20.0, "error": None, "ranks": 2, "command": "train.py"}
     broken = {"name": "length-8192", "status": "failed", "seconds": 3.0, "error": EVIL, "ranks": 2, "command": "x"}
-    cell |= {"output_dir": "elsewhere/length-4096", "flags": {"model_max_length": "4096", "seed": "1", "fsdp": ""}}
-    broken |= {
-        "output_dir": "elsewhere/length-8192",
-        "flags": {"model_max_length": "8192", "seed": "1", "fsdp": "full_shard"},
-    }
+    cell |= {"output_dir": "away/length-4096", "flags": {"model_max_length": "4096", "seed": "1", "fsdp": ""}}
+    broken |= {"output_dir": "away/length-8192", "flags": {"model_max_length": "8192", "seed": "1", "fsdp": "shard"}}
     write_lines(tmp_path / "sweep" / "sweep.jsonl", [cell, broken])
-    points = [attention_point("ring", 16384, 300.0), attention_point("ring", 32768, 400.0)]
-    write_lines(tmp_path / "bench" / "attention.jsonl", [header(), *points])
+    write_lines(
+        tmp_path / "bench" / "attention.jsonl", [header(), attention_point(16384, 3e2), attention_point(32768, 4e2)]
+    )
     write_lines(tmp_path / "bench" / "errors.jsonl", [header(), error_point()])
     write_lines(tmp_path / "bench" / "step.jsonl", [step_point("plain", 100.0), step_point("lightseq", None)])
+    write_lines(tmp_path / "bench" / "largest.jsonl", [largest_point()])
     return tmp_path
 
 
-def data_of(html: str) -> dict[str, Any]:
-    """What the page's script reads, taken as a browser does: up to the first end tag."""
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script', html, re.DOTALL | re.IGNORECASE)
-    return json.loads(text)
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return write_results(tmp_path)
 
 
-def test_a_page_of_another_program_is_not_replaced(results: Path, capsys: pytest.CaptureFixture) -> None:
+class Page:
+    """A page as a browser reads it: a script ends at the first end tag, and the rest is markup."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, path.read_text(encoding="utf-8")
+        self.scripts = re.findall(r"<script[^>]*>(.*?)</script", self.text, re.DOTALL)
+        self.markup = re.sub(r"<script[^>]*>.*?</script>", "", self.text, flags=re.DOTALL)
+        self.titles, self.details = self.elements("h2"), self.elements("pre")
+        rows = re.findall("<tr>(.*?)</tr>", self.markup, re.DOTALL)
+        self.rows = [[html.unescape(cell) for cell in re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in rows]
+
+    def elements(self, tag: str) -> list[str]:
+        return [html.unescape(text) for text in re.findall(f"<{tag}>(.*?)</{tag}>", self.markup, re.DOTALL)]
+
+    @property
+    def charts(self) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+        """Traces and layout of each chart."""
+        found, decoder = [], json.JSONDecoder()
+        for script in self.scripts:
+            for call in re.finditer(r'Plotly\.newPlot\(\s*"chart-\d+",\s*(?=\[)', script):
+                traces, end = decoder.raw_decode(script, call.end())
+                layout, _ = decoder.raw_decode(script, script.index("{", end))
+                found.append((traces, layout))
+        return found
+
+    def panel(self, title: str) -> list[dict[str, Any]]:
+        """Returns the traces below the first subtitle of that name."""
+        for traces, layout in self.charts:
+            titles = [each["text"] for each in layout.get("annotations", ())]
+            if title in titles:
+                axis = f"x{titles.index(title) + 1 if titles.index(title) else ''}"
+                return [trace for trace in traces if trace["xaxis"] == axis]
+        raise KeyError(title)
+
+
+def page_of(directory: Path) -> Page:
+    assert main(["report", str(directory)]) == 0
+    return Page(directory / "report.html")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of the results, made once for the tests that only read it."""
+    return page_of(write_results(tmp_path_factory.mktemp("results")))
+
+
+def test_everything_below_the_directory_is_on_the_page(page: Page) -> None:
+    titles = ["Training runs", "Sweep: sweep", "Attention layer", "Errors of the attention layer"]
+    assert page.titles == [*titles, "Whole training steps", "The largest model that fits"]
+    rows = {row[0]: row for row in reversed(page.rows)}  # the first of each name
+    assert rows["plain"][1:4] == ["tiny-llama3", "2", "4K"] and "900" in rows["plain"]
+    assert rows["cell"][:5] == ["cell", "status", "ranks", "model_max_length", "fsdp"], "the seed is the same in all"
+    assert rows["length-4096"][1:5] == ["done", "2", "4096", "off (DDP)"] and "8,192" in rows["length-4096"]
+    assert rows["length-8192"][1] == "failed" and rows["length-8192"][-1] == EVIL
+    assert ["lightseq ring", "300", "400"] in page.rows
+    assert ["lightseq ring", "fa4", "symmetric", "2K", *["2.00e-03"] * 4, "1.020", ""] in page.rows
+    assert ["plain", "32K", "100", "1.00", "40.0%", "16.0"] in page.rows
+    assert "– lightseq, 32K: out of memory" in page.text and "What is too large: out of memory." in page.text
+
+
+def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_have(page: Page) -> None:
+    assert len(page.charts) == 6, (
+        "curves of the run, bars and curves of the sweep, and one for each benchmark but errors"
+    )
+    smoothed, logged, evaluation = page.panel("Training loss")
+    assert logged["y"][:2] == [5.99, 5.98] and smoothed["name"] == "plain"
+    assert (evaluation["x"], evaluation["y"]) == ([40.0], [5.5])
+    (speed,) = page.panel("Throughput")
+    assert speed["y"][:2] == [100.0, 900.0]
+    (mfu,) = page.panel("Model FLOPs utilization (MFU)")
+    assert mfu["name"] == "length-4096" and mfu["y"] == [40.0] * 40, "the other run knows none"
+    for traces, layout in page.charts:
+        axes = [value for key, value in layout.items() if re.match("[xy]axis", key)]
+        assert all(trace["name"] for trace in traces if trace.get("showlegend"))
+        assert any(axis.get("title", {}).get("text") for axis in axes)
+    too_large, fits = page.charts[-1][0]
+    assert (too_large["x"], fits["x"], fits["name"]) == ([82.0], [71.0], "fits")
+
+
+def test_details_have_the_command_the_flags_and_the_machine(page: Page) -> None:
+    command, info, *_, benchmark = page.details
+    assert command == "llama3/train.py --model_name_or_path tiny-llama3 --fsdp full_shard --max_steps=40"
+    values = yaml.safe_load(info)
+    assert values["config"]["fsdp"] == "" and values["hardware"]["device"] == "cpu" and values["commit"] == "0123abcd"
+    assert yaml.safe_load(benchmark) == {"hardware": {"device": "NVIDIA H200"}}
+
+
+def test_nothing_in_the_results_breaks_out_of_the_page(results: Path) -> None:
+    command = f"train.py --x '{EVIL}'"
+    write_run(results / "<b onclick=x>", [record(1)], about(command=command, notes=[EVIL], config={"fsdp": EVIL}))
+    page = page_of(results)
+    assert "<img" not in page.markup and "<b onclick" not in page.markup and page.markup.count("<title>") == 1
+    assert len(page.charts) == 6 and command in page.details
+
+
+def test_the_page_asks_for_nothing_from_anywhere(page: Page) -> None:
+    assert "default-src 'none'" in page.text
+    assert all(link.startswith("#") for link in re.findall(r'(?:src|href)="([^"]*)', page.markup))
+    assert len(re.findall(r"\* plotly\.js v", page.text)) == 1 and len(page.text) < 6 * 2**20
+
+
+def test_another_page_is_not_replaced(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "report.html").write_text("<title>My own</title>")
     assert main(["report", str(results)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "report.html is there and was not written by analysis report; name another" in line
     assert (results / "report.html").read_text() == "<title>My own</title>"
     for _ in range(2):
-        assert main(["report", str(results), "--output", str(results / "page.html")]) == 0
+        assert main(["report", str(results), "--output", str(results / "new" / "page.html")]) == 0
 
 
-def test_everything_below_the_directory_is_on_the_page(results: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["report", str(results)]) == 0
-    assert "2 training runs, 1 sweep, 3 benchmark files" in capsys.readouterr().out
-    data = data_of((results / "report.html").read_text())
-    titles = ["Training runs", "Sweep: sweep", "Attention layer", "Errors of the attention layer"]
-    assert [section["title"] for section in data["sections"]] == [*titles, "Whole training steps"]
-    runs, sweep = data["sections"][:2]
-    assert [row[0] for row in runs["blocks"][0]["rows"]] == ["plain", "sweep/length-4096"]
-    assert sweep["blocks"][0]["columns"][:5] == ["cell", "status", "ranks", "model_max_length", "fsdp"]  # one seed
-    assert [row[4] for row in sweep["blocks"][0]["rows"]] == ["off (DDP)", "full_shard"]
-    assert sweep["blocks"][0]["rows"][0][5] == {"text": "8,192", "value": 8192.0}
-    assert data["left_out"] == []
-
-
-def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_know(results: Path) -> None:
-    sections = plain(sections_of(find(results), results))
-    charts = {chart["title"]: chart for chart in sections[0]["blocks"][1]["charts"]}
-    assert [one["entry"] for one in charts["MFU"]["series"]] == [1]
-    assert charts["MFU"]["series"][0]["y"] == [40.0] * 40
-    assert charts["Throughput"]["series"][0]["y"][:2] == [100.0, 900.0]
-    loss = charts["Training loss"]["series"][0]
-    assert (loss["raw"][:2], loss["marks"]) == ([5.99, 5.98], [[40.0, 5.5]])
-    bars = sections[4]["blocks"][0]["charts"][0]["groups"]
-    assert [(bar["value"], bar["why"]) for bar in bars[0][1]] == [(None, "out of memory"), (100.0, "")]
-
-
-def test_flags_that_the_command_names_are_marked_and_come_first(results: Path) -> None:
-    sections = plain(sections_of(find(results), results))
-    parts = {part["title"].split(";")[0]: part for part in sections[0]["blocks"][2]["parts"]}
-    flags = [(fact["name"], fact["named"]) for fact in parts["Flags"]["facts"]]
-    assert flags[:4] == [("model_name_or_path", True), ("max_steps", True), ("fsdp", True), ("data_path", False)]
-    assert {"Command", "Chosen", "Hardware and commit", "Versions", "Model config"} <= parts.keys()
-    assert ("commit", "0123abcd") in [(fact["name"], fact["value"]) for fact in parts["Hardware and commit"]["facts"]]
-
-
-def test_nothing_in_the_results_can_end_the_script_it_stands_in(results: Path) -> None:
-    write_run(results / "evil", [record(1)], about(command=f"train.py --x '{EVIL}'", notes=[EVIL]))
-    html = page(EVIL, sections_of(find(results), results), [EVIL])
-    assert html.lower().count("</script") == 2  # of the data and of the program
-    assert "<img" not in html and "<!--" not in html
-    assert html.count("<title>") == 1 and "<title>&lt;/script&gt;" in html
-    assert data_of(html)["left_out"] == [EVIL]
-
-
-def test_the_page_asks_for_nothing_from_anywhere(results: Path) -> None:
-    assert main(["report", str(results), "--output", str(results / "new" / "page.html")]) == 0
-    html = (results / "new" / "page.html").read_text()
-    assert "default-src 'none'" in html
-    assert set(re.findall(r"https?://[^\s\"']+", html)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
-    assert not re.findall(r"(?:src|href)=", html.split('id="data"')[0])
-
-
-def test_unreadable_files_are_named_on_the_page_and_the_others_are_shown(
-    results: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_unreadable_files_are_named_and_the_others_are_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(results / "started", [])
+    write_run(results / "died", [], about()).joinpath("metrics.jsonl").unlink()
     for name in ("other", "another"):
         write_lines(results / "bench" / f"{name}.jsonl", [{"text": "a document"}])
     write_lines(results / "bench" / "torn.jsonl", [{"benchmark": "step"}])
-    assert main(["report", str(results)]) == 0
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 3 and all(note.startswith("analysis: note: not shown: ") for note in notes)
-    assert "bench/another.jsonl, bench/other.jsonl are of another kind than this page shows" in notes[-1]
-    assert len(data_of((results / "report.html").read_text())["left_out"]) == 3
-
-
-def test_garbled_lines_are_told_and_what_is_around_them_is_shown(results: Path, capsys: pytest.CaptureFixture) -> None:
-    for path in (*results.rglob("*.jsonl"),):
-        path.write_text("{garbled\n" + path.read_text())
-    assert main(["report", str(results)]) == 0
+    for name in ("checkpoint-10", ".cache"):
+        write_run(results / name, [record(1)])
+    page = page_of(results)
     out, err = capsys.readouterr()
-    assert "2 training runs, 1 sweep, 3 benchmark files" in out
-    assert err.count("line 1 is not JSON") == 6
-    text = (results / "report.html").read_text()
-    assert text.count("line 1 is not JSON") == 6
+    notes = err.splitlines()
+    assert len(notes) == 4 and all(note.startswith("analysis: note: not shown: ") for note in notes)
+    assert f"{results / 'died'} has a run.json and no metrics.jsonl; the run has logged no step" in err
+    assert "bench/another.jsonl, bench/other.jsonl are of another kind than this page shows (runs, sweeps," in notes[-1]
+    assert page.titles[-1] == "Not shown" and "bench/torn.jsonl line 1 has no" in page.text
+    assert "2 training runs" in out, "neither a checkpoint's nor a hidden one"
 
 
-def test_without_scripts_the_page_says_so_and_what_it_is_of(results: Path) -> None:
-    text = page("Results & more", sections_of(find(results), results), [])
-    shown = re.sub(r"<[^>]+>", "", text.split("<main")[1].split("</main>")[0])
-    assert "Results &amp; more" in shown and "of: Training runs, Sweep: sweep, Attention layer, " in shown
-    assert "JavaScript is off or blocked here" in shown
-    assert '.replaceChildren(el("h1"' in text, "the script puts the tables in the place of that"
+def test_garbled_lines_are_noted_and_the_others_are_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in results.rglob("*.jsonl"):
+        path.write_text("{garbled\n" + path.read_text())
+    page = page_of(results)
+    out, err = capsys.readouterr()
+    assert "2 training runs, 1 sweep, 4 benchmark files" in out
+    assert err.count("line 1 is not JSON") == page.text.count("line 1 is not JSON") == 7
 
 
-def test_what_is_missing_is_said_in_plain_words(tmp_path: Path) -> None:
+def test_missing_facts_are_said_in_words(tmp_path: Path) -> None:
     write_run(tmp_path / "bare", [record(1)])
     write_run(tmp_path / "old", [record(1)], {k: v for k, v in about(commit=None).items() if k != "hardware"})
-    write_run(tmp_path / "died", [], about()).joinpath("metrics.jsonl").unlink()
-    write_lines(tmp_path / "other.jsonl", [{"text": "a document"}])
     cells = [{"name": name, "status": status, "flags": {}, "output_dir": name}
              for name, status in (("bare", "done"), ("away", "done"), ("broken", "failed"))]  # fmt: skip
     write_lines(tmp_path / "sweep.jsonl", cells)
-    found = find(tmp_path)
-    assert f"{tmp_path / 'died'} has a run.json and no metrics.jsonl; the run has logged no step" in found.left_out
-    assert any("other.jsonl is of another kind than this page shows (runs, sweeps, " in line for line in found.left_out)
-    runs, sweep = plain(sections_of(found, tmp_path))
-    assert (
-        runs["blocks"][0]["rows"][0][1] == runs["blocks"][0]["rows"][0][-1] == {"text": "not recorded", "value": None}
-    )
-    bare, old = (block["parts"] for block in runs["blocks"] if block["kind"] == "details")
-    assert [part["title"] for part in bare] == [
-        "No run.json beside the metrics: flags, hardware and versions are not known."
-    ]
-    facts = {part["title"]: [(fact["name"], fact["value"]) for fact in part["facts"]] for part in old}
-    assert facts["Hardware and commit"] == [("device", "not recorded"), ("commit", "not recorded")]
-    speed, _ = (chart["groups"][0][1] for chart in sweep["blocks"][1]["charts"])
-    assert [bar["why"] for bar in speed] == ["", "its run is not below this directory", "failed"]
+    page = page_of(tmp_path)
+    assert "No run.json beside the metrics: flags, hardware and versions are not known." in page.details
+    rows = {row[0]: row[1] for row in page.rows}
+    assert rows["away"] == "done; its run is not below this directory" and rows["broken"] == "failed"
 
 
-def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -206,26 +247,40 @@ def test_devices_are_never_joined_and_the_later_measurement_counts(tmp_path: Pat
     points = {"a": ("2026-03-01", "NVIDIA H200", 500.0), "b": ("2026-02-01", "NVIDIA H200", 100.0)}
     points["c"] = ("2026-04-01", "NVIDIA H100", 300.0)
     for name, (date, device, tflops) in points.items():
-        write_lines(tmp_path / f"{name}.jsonl", [header(date, device), attention_point("ring", 16384, tflops)])
-    (section,) = plain(sections_of(find(tmp_path), tmp_path))
-    tables = {block["title"][4:15]: block["rows"] for block in section["blocks"] if block["kind"] == "table"}
-    assert {device: rows[0][1]["value"] for device, rows in tables.items()} == {
-        "NVIDIA H100": 300.0,
-        "NVIDIA H200": 500.0,
-    }
+        write_lines(tmp_path / f"{name}.jsonl", [header(date, device), attention_point(16384, tflops)])
+    page = page_of(tmp_path)
+    assert [row[1] for row in page.rows if row[0] == "lightseq ring"] == ["500", "300"]
+    assert re.findall(r"<h3>4 × (NVIDIA H\d+)", page.text) == ["NVIDIA H200", "NVIDIA H100"]
 
 
-def test_checkpoints_and_hidden_folders_are_passed_over(tmp_path: Path) -> None:
-    for name in ("checkpoint-10", ".cache"):
-        write_run(tmp_path / name, [record(1)])
-    assert not find(tmp_path).runs
+def test_long_runs_are_thinned_evenly_and_unknown_numbers_are_gaps(tmp_path: Path) -> None:
+    write_run(tmp_path / "long", [record(step, loss=None if step == 1 else 2.0) for step in range(1, 5001)])
+    write_run(tmp_path / "short", [record(1)])
+    page = page_of(tmp_path)
+    _, logged, short = page.panel("Training loss")
+    assert (len(logged["x"]), logged["x"][0], logged["x"][-1]) == (1000, 1, 5000)
+    assert logged["y"][:2] == [None, 2.0] and short["mode"] == "lines+markers"
+    assert page.charts[0][1]["xaxis"]["type"] == "log", "the short run keeps some room"
 
 
-def test_long_runs_are_thinned_evenly_and_keep_their_end() -> None:
-    assert list(thinned(4)) == [0, 1, 2, 3]
-    kept = thinned(100_000)
-    assert (len(kept), kept[0], kept[-1]) == (POINTS, 0, 99_999)
+@pytest.mark.parametrize("module", ["plotly", "jinja2"])
+def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str) -> None:
+    run = write_run(tmp_path / "run", [record(1)])
+    code = f"import sys; sys.modules['{module}'] = None; import analysis.__main__ as a; sys.exit(a.main(sys.argv[1:]))"
+
+    def analyse(*words: str) -> subprocess.CompletedProcess[str]:
+        root = Path(__file__).resolve().parent.parent
+        return subprocess.run([sys.executable, "-c", code, *words], cwd=root, capture_output=True, text=True)
+
+    done = analyse("report", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"analysis: error: the page needs {module}; pip install 'lightseq[report]'\n"
+    assert analyse(str(run)).returncode == 0 and (run / "loss.png").exists()
 
 
-def test_what_is_no_number_becomes_null() -> None:
-    assert json.loads(embedded([float("nan"), float("inf"), 1.23456789, range(2)])) == [None, None, 1.23457, [0, 1]]
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_browser_draws_every_chart(page: Page, tmp_path: Path) -> None:
+    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom"]
+    words += [f"--user-data-dir={tmp_path}", page.path.as_uri()]
+    drawn = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    assert len(re.findall(r'id="chart-\d+"[^>]*js-plotly-plot', drawn)) == 6

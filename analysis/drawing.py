@@ -1,0 +1,151 @@
+"""Common parts of every command that draws: the look of figures, their files, and Markdown tables."""
+
+import argparse
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from lightseq.config.lengths import shown as short_length
+
+GIB = 2.0**30
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; without their yellow, which is too pale on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#555555"
+FEW = 20  # up to so many points, each is marked
+STYLE: Mapping[str, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.8,
+    "lines.scale_dashes": False,
+    "lines.dashed_pattern": (8, 4),
+    "legend.frameon": False,
+    "legend.fontsize": 10.5,
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+}
+SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight": "normal"}
+LETTERS_PER_INCH = 12  # of a figure's subtitle
+
+SHARED_OUTPUT = Path("outputs/compare")  # for pictures of several results
+FORMATS: Mapping[str, tuple[str, ...]] = {"png": ("png",), "svg": ("svg",), "both": ("png", "svg")}
+
+
+# ---- flags and files ------------------------------------------------------------------------------------------------
+
+
+def add_drawing_flags(parser: argparse.ArgumentParser, beside: str | None) -> None:
+    default = f"{beside}; of several, {SHARED_OUTPUT}" if beside else f"{SHARED_OUTPUT}"
+    text = f"where the pictures go (default: {default})"
+    parser.add_argument("--output", metavar="DIR", type=Path, help=text)
+    parser.add_argument("--format", choices=FORMATS, default="png", help="of the pictures (default: %(default)s)")
+
+
+def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
+    """Returns the directory for pictures: beside a single result, else one shared by all comparisons."""
+    if asked is not None:
+        return asked
+    return results[0] if len(results) == 1 else SHARED_OUTPUT
+
+
+def save(figure: Figure, output: Path, name: str, form: str) -> list[Path]:
+    """Writes a figure into a directory, once for each format."""
+    output.mkdir(parents=True, exist_ok=True)
+    paths = [output / f"{name}.{suffix}" for suffix in FORMATS[form]]  # names may have dots, as llama3.2-1b does
+    for path in paths:
+        figure.savefig(path)
+    return paths
+
+
+class Measured(Protocol):
+    """Measurements under one setting: what must be equal to compare them."""
+
+    @property
+    def setting(self) -> Mapping[str, Any]: ...
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def save_each(kind: str, items: Sequence[M], draw: Callable[[M], Figure], output: Path, form: str) -> list[Path]:
+    """Writes one picture per setting, named by what differs between the settings."""
+    settings = [item.setting for item in items]
+    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
+    paths: list[Path] = []
+    for item, setting in zip(items, settings, strict=True):
+        parts = [kind, *(f"{key}-{setting[key]}".replace("/", "-").replace(" ", "-") for key in varying)]
+        paths += save(draw(item), output, "-".join(parts), form)
+    return paths
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def new_figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def colors(count: int) -> list[str]:
+    """Returns that many colours; more than seven differ in lightness."""
+    if count <= len(COLORS):
+        return list(COLORS[:count])
+    return [matplotlib.colors.to_hex(shade) for shade in matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, count))]
+
+
+def subtitle(figure: Figure, text: str) -> None:
+    """Writes a grey line above the axes, wrapped to the figure's width."""
+    lines = textwrap.fill(text, int(LETTERS_PER_INCH * figure.get_figwidth()), break_on_hyphens=False)
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, color=GREY)
+
+
+def marker(values: np.ndarray) -> str:
+    """Returns a dot if there are few points: a line through a single one is invisible."""
+    return "o" if np.isfinite(values).sum() <= FEW else ""
+
+
+def log2_axis(axes: Axes, numbers: Sequence[float], labels: Sequence[str]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, labels)
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    log2_axis(axes, lengths, [short_length(length) for length in lengths])
+    axes.set_xlabel("tokens in the sequence")
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a Markdown table, padded to be read as text. The first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        numbers = [text.rjust(width) for text, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join((cells[0].ljust(widths[0]), *numbers))} |"
+
+    rule = f"|{'|'.join(['-' * (widths[0] + 2), *('-' * (width + 1) + ':' for width in widths[1:])])}|"
+    return [line(rows[0]), rule, *map(line, rows[1:])]
+
+
+def print_lines(lines: Iterable[object]) -> None:
+    for line in lines:
+        print(line)
+
+
+def format_number(form: str, value: float) -> str:
+    return form.format(value) if np.isfinite(value) else "-"

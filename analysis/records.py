@@ -1,0 +1,85 @@
+"""Files of JSON lines. What cannot be read is skipped and reported in a note."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Record = Mapping[str, Any]
+T = TypeVar("T")
+Source = TypeVar("Source")
+
+NAMED = 3  # line numbers in a note
+
+
+def read_lines(path: Path, parse: Callable[[Record], T], notes: list[str]) -> list[T]:
+    """Returns the parsed lines, and notes those that are no JSON objects or that `parse` refuses with a ValueError.
+
+    Raises ValueError if no line is left.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give the file that a run or a benchmark wrote")
+    parsed: list[T] = []
+    refused: list[tuple[int, str]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last one is empty or cut off
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                parsed.append(parse(json_object(line)))
+        except json.JSONDecodeError as error:
+            cut_off = number == len(lines)
+            reason = "is cut off, as when a run is killed while writing" if cut_off else f"is not JSON ({error.msg})"
+            refused.append((number, reason))
+        except ValueError as error:
+            refused.append((number, str(error)))
+    if refused and not parsed:
+        raise ValueError(f"{path} line {refused[0][0]} {refused[0][1]}")
+    if refused:
+        notes.append(f"{path} {refusal(refused)}")
+    return parsed
+
+
+def json_object(line: str) -> Record:
+    """Returns the object on a line; raises ValueError for anything else."""
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deep for a record") from None
+    if not isinstance(value, dict):
+        raise ValueError("is not a record: it should be an object")
+    return value
+
+
+def refusal(refused: list[tuple[int, str]]) -> str:
+    """Returns one line about the refused ones: their numbers, and what is wrong with the first."""
+    number, reason = refused[0]
+    if len(refused) == 1:
+        return f"line {number} {reason}; it is left out"
+    more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+    numbers = ", ".join(str(number) for number, _ in refused[:NAMED])
+    return f"lines {numbers}{more} are left out: line {number} {reason}"
+
+
+def read_each(sources: Iterable[Source], read: Callable[[Source], T], notes: list[str]) -> dict[Source, T]:
+    """Returns what `read` makes of each source, and notes those that it refuses with a ValueError.
+
+    Raises ValueError if none is left. A FileNotFoundError passes: the command names a file that does not exist.
+    """
+    made: dict[Source, T] = {}
+    refused: list[str] = []
+    for source in sources:
+        try:
+            made[source] = read(source)
+        except ValueError as error:
+            refused.append(str(error))
+    if refused and not made:
+        more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise ValueError(f"{refused[0]}{more}")
+    notes += [f"left out: {reason}" for reason in refused]
+    return made
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"analysis: note: {note}", file=sys.stderr)

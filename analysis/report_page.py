@@ -1,0 +1,402 @@
+"""The page of `analysis report`: its sections, tables and plotly charts, and the template that joins them."""
+
+import html
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import yaml
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from lightseq.config.lengths import shown as short_length
+
+from . import attention, largest, step
+from .curves import PANELS, TFLOPS, table_cells, usual_top
+from .drawing import COLORS, FEW, GIB
+from .records import Record, read_lines
+from .report import WORST_ERROR, Found
+from .run_settings import setting_text
+from .runs import Run, column, describe, median, peak_memory, section, smooth
+
+POINTS = 1000  # of a curve at most, so that a page of many long runs stays small
+DASHES = ("solid", "dash", "dot", "dashdot")
+# The symbols of matplotlib's markers.
+SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down"}
+SYMBOLS |= {"<": "triangle-left", ">": "triangle-right", "P": "cross", "X": "x"}
+NUMBER = re.compile(r"[-+\d.,→ ]+(e[-+]\d+)?(K|M|%|s|GiB GPU|GiB host)?|–?")
+ERRORS = ("relative_error_out", "relative_error_dq", "relative_error_dk", "relative_error_dv")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first is the head."""
+
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Columns that have nothing but numbers."""
+        return [all(NUMBER.fullmatch(text) for text in cells) for cells in zip(*self.rows[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class Details:
+    """Texts that open on a click, such as commands."""
+
+    title: str
+    texts: Sequence[str]
+    about: str = ""
+
+
+Files = Mapping[Path, Sequence[Record]]
+Block = Any  # a heading, a plotly figure, a Table or Details
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+    notes: Sequence[str] = ()
+
+
+def render(found: Found, title: str) -> str:
+    """Returns the page. Everything it needs is inside: plotly.js once, the charts' data, and the tables."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    charts = count()
+
+    def chart_html(figure: go.Figure) -> Markup:
+        options = {"displaylogo": False, "responsive": True}
+        name = f"chart-{next(charts)}"
+        return Markup(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=options))
+
+    environment.filters["chart"] = chart_html
+    environment.tests["chart"] = lambda block: isinstance(block, go.Figure)
+    environment.tests["table"] = lambda block: isinstance(block, Table)
+    return environment.get_template("report.html").render(
+        title=title,
+        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        sections=sections_of(found),
+        left_out=found.left_out,
+        notes=found.notes,
+        plotlyjs=Markup(get_plotlyjs()),
+    )
+
+
+def sections_of(found: Found) -> list[Section]:
+    """Returns a section per kind of result. A run is in its sweep's section if it is one of the cells."""
+    sweeps = {path: runs_of_cells(cells, path.parent, found.runs) for path, cells in found.sweeps.items()}
+    in_sweeps = [run.directory for runs in sweeps.values() for run in runs.values()]
+    alone = [run for run in found.runs if run.directory not in in_sweeps]
+    out = [runs_section(alone)] if alone else []
+    out += [sweep_section(found.name(path.parent), found.sweeps[path], runs) for path, runs in sweeps.items()]
+    sections: Mapping[str, Callable[[Files, Found], Section]] = {
+        "attention": attention_section,
+        "errors": errors_section,
+        "step": step_section,
+        "largest": largest_section,
+    }
+    return out + [make(found.benchmarks[kind], found) for kind, make in sections.items() if kind in found.benchmarks]
+
+
+# ---- training runs --------------------------------------------------------------------------------------------------
+
+
+def runs_section(runs: Sequence[Run]) -> Section:
+    head = ["run", "model", "ranks", "tokens", *table_cells(runs[0]), "schedule", "kernel", "remat", "device"]
+    notes = ["Numbers are medians past the warm-up: the first tenth, at most 10, of the logged steps."]
+    table = Table([head, *map(run_row, runs)], notes=notes)
+    return Section("Training runs", [table, curves(runs), *map(run_details, runs)])
+
+
+def run_row(run: Run) -> list[str]:
+    info, config = run.info, section(run.info, "config")
+    length = config.get("model_max_length")
+    facts = [run.label, config.get("model_name_or_path") or "not recorded", info.get("world_size")]
+    facts += [short_length(length) if isinstance(length, int) else None, *table_cells(run).values()]
+    facts += [*map(info.get, ("schedule", "kernel", "remat"))]
+    facts += [section(info, "hardware").get("device") or "not recorded"]
+    return ["" if fact is None else str(fact) for fact in facts]
+
+
+def curves(runs: Sequence[Run]) -> go.Figure:
+    """Returns a chart per number over one legend: a click on a run hides it in all of them."""
+    panels = [panel for panel in PANELS if any(run.has(panel.curves[0].key) for run in runs)]
+    if all(run.has("mfu") for run in runs):
+        panels.remove(TFLOPS)
+    rows = -(-(1 + len(panels)) // 2)
+    titles = ["Training loss", *(panel.title for panel in panels)]
+    out = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.3 / rows, shared_xaxes="all")
+    for place, run in enumerate(runs):
+        out.add_traces(loss_traces(run, place), rows=1, cols=1)
+    out.update_yaxes(title_text="nats per token", row=1, col=1)
+    for i, panel in enumerate(panels, 1):
+        row, col, curve = i // 2 + 1, i % 2 + 1, panel.curves[0]
+        for place, run in enumerate(runs):
+            if run.has(curve.key):
+                trace = line(run, place, curve.scale * run.column(curve.key), showlegend=False)
+                out.add_trace(trace, row, col)
+        top = usual_top([curve.scale * run.column(curve.key) for run in runs])
+        out.update_yaxes(title_text=panel.unit.partition(" (")[0], range=[0, top], row=row, col=col)
+    lengths = [run.last_step for run in runs]
+    logarithmic = max(lengths) > 20 * min(lengths)
+    out.update_xaxes(type="log" if logarithmic else "linear", title_text="training step", showticklabels=True)
+    return styled(out, height=320 * rows)
+
+
+def loss_traces(run: Run, place: int) -> list[go.Scatter]:
+    """Returns a run's loss, faint under its running mean if the run is long, and its evaluations as diamonds."""
+    loss = run.column("loss")
+    is_long = len(run.steps) > FEW
+    out = [line(run, place, smooth(loss) if is_long else loss)]
+    if is_long:
+        out.append(line(run, place, loss, opacity=0.3, showlegend=False))
+    if run.evaluations:
+        x, y = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
+        diamonds = {"symbol": "diamond", "size": 9, "color": COLORS[place % len(COLORS)]}
+        name = f"{html.escape(run.label)}, evaluation"
+        look = {"mode": "markers", "marker": diamonds, "name": name, "legendgroup": place, "showlegend": False}
+        out.append(go.Scatter(x=numbers(x), y=numbers(y), **look))
+    return out
+
+
+def line(run: Run, place: int, values: np.ndarray, **options: Any) -> go.Scatter:
+    """Returns a line over a run's steps, in the colour of the run's place in the legend."""
+    shown = thinned(len(run.steps))
+    return go.Scatter(
+        x=numbers(run.column("step")[shown]),
+        y=numbers(values[shown]),
+        mode="lines" if len(run.steps) > FEW else "lines+markers",
+        name=html.escape(run.label),
+        legendgroup=place,
+        line={"color": COLORS[place % len(COLORS)], "dash": DASHES[place // len(COLORS) % len(DASHES)]},
+        **options,
+    )
+
+
+def thinned(count: int) -> np.ndarray:
+    """Returns the places of evenly many points, the last one among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, POINTS)).round().astype(int))
+
+
+def numbers(values: Iterable[float | None]) -> list[float | None]:
+    """Returns six digits of each number; None where it is unknown."""
+    return [None if value is None or not np.isfinite(value) else float(f"{value:.6g}") for value in values]
+
+
+def run_details(run: Run) -> Details:
+    """Returns the run's command and its run.json."""
+    if not run.info:
+        return Details(run.label, ["No run.json beside the metrics: flags, hardware and versions are not known."])
+    rest = {key: value for key, value in run.info.items() if key != "command" and value not in (None, "", [], {})}
+    return Details(run.label, [str(run.info.get("command") or "No command"), as_yaml(rest)], describe(run))
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120).rstrip()
+
+
+# ---- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -> Section:
+    """Returns a table of the cells with the flags that vary, bars of throughput and memory, and the runs' curves."""
+    flags = list(dict.fromkeys(flag for cell in cells for flag in cell["flags"]))
+    varying = [flag for flag in flags if len({cell["flags"].get(flag) for cell in cells}) > 1 and flag != "output_dir"]
+    measured = list(table_cells(next(iter(runs.values())))) if runs else []
+    head = ["cell", "status", "ranks", *varying, *measured, "seconds", "error"]
+    rows = [cell_row(cell, varying, runs.get(cell["name"]), len(measured)) for cell in cells]
+    blocks: list[Block] = [Table([head, *rows])]
+    if runs:
+        blocks += [sweep_bars(runs), curves(list(runs.values()))]
+    commands = Details("Commands", [str(cell.get("command") or "") for cell in cells])
+    blocks += [commands, *map(run_details, runs.values())]
+    return Section(f"Sweep: {name}", blocks)
+
+
+def runs_of_cells(cells: Sequence[Record], folder: Path, runs: Sequence[Run]) -> dict[str, Run]:
+    """Returns the run of each cell. Its path begins where the sweep was started, so the last name counts."""
+    below = {run.directory.name: run for run in runs if folder in run.directory.parents}
+    names = {cell["name"]: Path(str(cell.get("output_dir"))).name for cell in cells}
+    return {cell: replace(below[name], label=name) for cell, name in names.items() if name in below}
+
+
+def cell_row(cell: Record, varying: Sequence[str], run: Run | None, measured: int) -> list[str]:
+    status = str(cell.get("status") or "not run")
+    if run is None and status == "done":
+        status = "done; its run is not below this directory"
+    values = [cell["flags"].get(flag) for flag in varying]
+    settings = ["" if value is None else setting_text(flag, value) for flag, value in zip(varying, values, strict=True)]
+    numbers = table_cells(run).values() if run else [""] * measured
+    end = [text("{:,.0f}", cell.get("seconds")), str(cell.get("error") or "")]
+    return [str(cell["name"]), status, str(cell.get("ranks") or ""), *settings, *numbers, *end]
+
+
+def text(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
+
+
+def sweep_bars(runs: Mapping[str, Run]) -> go.Figure:
+    out = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("Throughput", "Peak memory"))
+    names = list(map(html.escape, runs))
+    speeds = [median(run.unprofiled("tokens_per_second")) for run in runs.values()]
+    sizes = [peak_memory(run)[0] / GIB for run in runs.values()]
+    look = {"orientation": "h", "showlegend": False}
+    out.add_trace(go.Bar(y=names, x=numbers(speeds), marker_color=COLORS[0], texttemplate="%{x:,.0f}", **look), 1, 1)
+    out.add_trace(go.Bar(y=names, x=numbers(sizes), marker_color=COLORS[1], texttemplate="%{x:.1f}", **look), 1, 2)
+    out.update_yaxes(autorange="reversed", automargin=True)
+    out.update_xaxes(title_text="tokens per second, median", col=1).update_xaxes(title_text="GiB", col=2)
+    return styled(out, height=140 + 26 * len(names))
+
+
+# ---- benchmarks -----------------------------------------------------------------------------------------------------
+
+
+def attention_section(files: Files, found: Found) -> Section:
+    """Returns a chart and a table per setting; measurements on different devices are never joined."""
+    records = [record for path in by_date(files) for record in files[path]]
+    blocks: list[Block] = []
+    for device in dict.fromkeys(record["device"] for record in records):
+        for table in attention.tables_of(record for record in records if record["device"] == device):
+            blocks.append(table.title)
+            if table.measured and len(table.lengths) > 1:
+                blocks.append(attention_chart(table))
+            head, *rows = attention.table_rows(table, "tflops")
+            blocks.append(Table([["TFLOP/s per GPU", *head[1:]], *rows], attention.remarks(table)))
+    notes = ["Forward and backward of one layer, the causal half counted. A later measurement replaces an earlier one."]
+    return Section("Attention layer", [*blocks, *sources(files, found)], notes)
+
+
+def attention_chart(table: attention.LengthTable) -> go.Figure:
+    out = go.Figure()
+    lines = table.measured
+    for (label, records), look in zip(lines.items(), attention.looks(lines.values()), strict=True):
+        below, above = attention.error_bars(records)
+        out.add_scatter(
+            x=[record["length"] for record in records],
+            y=numbers(record["tflops_per_gpu"] for record in records),
+            error_y={"array": numbers(above), "arrayminus": numbers(below), "thickness": 1},
+            name=html.escape(label),
+            mode="lines+markers",
+            line={"color": look["color"], "dash": "dash" if "linestyle" in look else "solid"},
+            marker={"symbol": SYMBOLS[look["marker"]], "size": 8},
+        )
+    ticks = [short_length(length) for length in table.lengths]
+    out.update_xaxes(type="log", tickvals=table.lengths, ticktext=ticks, title_text="tokens in the sequence")
+    out.update_yaxes(title_text="TFLOP/s per GPU", rangemode="tozero")
+    return styled(out, height=420)
+
+
+def errors_section(files: Files, found: Found) -> Section:
+    """Returns a table of relative errors per file."""
+    head = ["", "kernel", "transport", "tokens", "out", "dq", "dk", "dv", "worst ÷ one GPU", "note"]
+    blocks: list[Block] = []
+    for path, records in files.items():
+        rows = [error_row(record) for record in records if "benchmark" not in record and "length" in record]
+        blocks += [found.name(path), Table([head, *rows])]
+    notes = ["Relative errors of the output and the gradients against float64."]
+    return Section("Errors of the attention layer", [*blocks, *sources(files, found)], notes)
+
+
+def error_row(record: Record) -> list[str]:
+    name = " ".join(str(record[key]) for key in ("implementation", "request") if record.get(key))
+    facts = [str(record.get(key) or "") for key in ("kernel", "transport")]
+    errors = [text("{:.2e}", record.get(key)) for key in ERRORS]
+    worst = text("{:.3f}", record.get(WORST_ERROR))
+    return [name, *facts, short_length(record["length"]), *errors, worst, str(record.get("skipped") or "")]
+
+
+def step_section(files: Files, found: Found) -> Section:
+    records = [record for path in by_date(files) for record in files[path]]
+    blocks: list[Block] = []
+    for comparison in step.compare(records):
+        table = Table(step.table_rows(comparison), step.remarks(comparison))
+        blocks += [comparison.title, step_chart(comparison), table]
+    return Section("Whole training steps", [*blocks, *sources(files, found)])
+
+
+def step_chart(comparison: step.Comparison) -> go.Figure:
+    out = make_subplots(1, 2, subplot_titles=("Throughput", "Peak memory"))
+    for label, rgb in zip(comparison.labels, step.colors(comparison), strict=True):
+        found = [record for length in comparison.lengths if (record := comparison.at(length, label))]
+        bars = [record for record in found if record["tokens_per_second"]]
+        x = [f"{short_length(record['length'])} tokens" for record in bars]
+        color = "rgb({:.0f}, {:.0f}, {:.0f})".format(*(255 * part for part in rgb))
+        look = {"name": html.escape(label), "legendgroup": label, "marker_color": color}
+        below, above = zip(*map(step.error_bar, bars), strict=True) if bars else ((), ())
+        errors = {"array": numbers(above), "arrayminus": numbers(below)}
+        rates = numbers(record["tokens_per_second"] for record in bars)
+        out.add_trace(go.Bar(x=x, y=rates, error_y=errors, **look), 1, 1)
+        out.add_trace(go.Bar(x=x, y=numbers(map(step.memory_gib, bars)), showlegend=False, **look), 1, 2)
+    order = [f"{short_length(length)} tokens" for length in comparison.lengths]
+    out.update_xaxes(categoryorder="array", categoryarray=order)
+    out.update_yaxes(title_text="tokens per second, all GPUs", col=1).update_yaxes(title_text="GiB per GPU", col=2)
+    return styled(out, height=420)
+
+
+def largest_section(files: Files, found: Found) -> Section:
+    """Returns a chart and a table per device; bars end where models fit, pale ones where they are too large."""
+    records = [record for path in by_date(files) for record in files[path]]
+    blocks: list[Block] = []
+    for limits in largest.limits_of(records):
+        blocks.append(limits.setting["device"])
+        if limits.found:
+            blocks.append(largest_chart(limits))
+        blocks.append(Table(largest.table_rows(limits), largest.remarks(limits)))
+    return Section("The largest model that fits", [*blocks, *sources(files, found)])
+
+
+def largest_chart(limits: largest.Limits) -> go.Figure:
+    names = [html.escape(f"{largest.name(r)}, {largest.gpus(r)}") for r in limits.found]
+    sizes = numbers(r["parameters"] / largest.BILLION for r in limits.found)
+    above = numbers(map(largest.too_large, limits.found))
+    out = go.Figure()
+    out.add_trace(go.Bar(y=names, x=above, name="too large", orientation="h", marker_color=COLORS[0], opacity=0.25))
+    out.add_trace(go.Bar(y=names, x=sizes, name="fits", orientation="h", marker_color=COLORS[0]))
+    out.update_yaxes(autorange="reversed", automargin=True)
+    out.update_xaxes(title_text="billions of parameters")
+    out.update_layout(barmode="overlay")
+    return styled(out, height=220 + 40 * len(names))
+
+
+def by_date(files: Files) -> list[Path]:
+    """Returns the paths with later measurements last, so that they replace earlier ones."""
+    return sorted(files, key=lambda path: (max((str(h.get("date", "")) for h in headers(path)), default=""), path))
+
+
+def headers(path: Path) -> list[Record]:
+    return [record for record in read_lines(path, dict, []) if "benchmark" in record]
+
+
+def sources(files: Files, found: Found) -> list[Details]:
+    """Returns the commands that made each file, and the machine they ran on."""
+    out = []
+    for path in files:
+        commands = {str(header.get("command") or ""): header for header in headers(path)}
+        keys = ("commit", "date", "hardware", "versions")
+        machines = [as_yaml({key: header[key] for key in keys if header.get(key)}) for header in commands.values()]
+        out.append(Details(found.name(path), [*commands, *dict.fromkeys(machines)]))
+    return out
+
+
+def styled(figure: go.Figure, height: int) -> go.Figure:
+    """Gives a chart the page's look, and room for a legend below the axes."""
+    names = [trace.name for trace in figure.data if trace.name and trace.showlegend is not False]
+    columns = max(1, 150 // (8 + max(map(len, names), default=0)))
+    return figure.update_layout(
+        template="plotly_white",
+        height=height + 20 * -(-len(names) // columns),
+        margin={"l": 60, "r": 40, "t": 40, "b": 60},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        modebar={"orientation": "v"},
+        hoverlabel={"namelength": -1},
+    )
