@@ -45,7 +45,7 @@ def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
 def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
     text = help_text(PROGRAM)
     titles = [line for line in text.splitlines() if line and not line.startswith((" ", "usage"))]
-    assert titles == ["model", "data", "training", "adapters", "parallelism", "memory", "logging and saving"]
+    assert titles == ["model:", "data:", "training:", "adapters:", "parallelism:", "memory:", "logging:"]
     assert "choices: auto, ring, striped, zigzag, balanced, prefix, ulysses, usp; default: auto" in " ".join(
         text.split()
     )
