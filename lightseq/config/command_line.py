@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from lightseq.config.checks import CHOICES
@@ -24,14 +25,34 @@ OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strate
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
     """Returns the config that a command line asks for. Raises ValueError with one line for what cannot be met."""
-    given, unknown = _parser(program).parse_known_args([underscored(word) for word in argv])
-    if unknown:
-        raise ValueError(_unknown_flag(unknown[0], program))
-    config = TrainConfig(**vars(given))
+    given = _values(argv, program)
+    if (path := given.pop("config", None)) is not None:
+        given = {**_values_in_file(path, program), **given}
+    config = TrainConfig(**given)
     for field in dataclasses.fields(TrainConfig):
         if field.name in REQUIRED and not getattr(config, field.name):
             raise ValueError(f"--{field.name} is missing: {field.metadata['help']}")
     return config
+
+
+def _values(words: Sequence[str], program: str) -> dict[str, Any]:
+    given, unknown = _parser(program).parse_known_args([underscored(word) for word in words])
+    if unknown:
+        raise ValueError(_unknown_flag(unknown[0], program))
+    return vars(given)
+
+
+def _values_in_file(path: Path, program: str) -> dict[str, Any]:
+    from lightseq.config.config_file import words_in  # imports PyYAML, which nothing else here needs
+
+    words = words_in(path)
+    try:
+        found = _values(words, program)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if "config" in found:
+        raise ValueError(f"{path}: config names another file; put the flags of {found['config']} here")
+    return found
 
 
 def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
@@ -69,6 +90,8 @@ def _parser(program: str) -> Parser:
     parser = Parser(
         prog=program, formatter_class=layout, argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
     )
+    file_help = "YAML or JSON file of flags, or an earlier run.json. Flags on the command line win over it."
+    parser.add_argument_group().add_argument("--config", type=Path, metavar="FILE", help=file_help)
     types = flag_types()
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)
@@ -160,7 +183,7 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected {word!r}: every value follows its flag; {program} --help lists them"
     flag = word.split("=")[0]
-    names = (*flag_types(), *OLDER_SPELLINGS)
+    names = ("config", *flag_types(), *OLDER_SPELLINGS)
     ends = Counter(name.rpartition("_")[2] for name in names)
     known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}  # --lenght
     known |= {name: name for name in names}

@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Final
 
 from lightseq.config.checks import FSDP_MODES, check, words_of
@@ -250,7 +251,8 @@ class TrainConfig(
         return plain
 
 
-def flag_types() -> dict[str, type]:
+@cache
+def flag_types() -> Mapping[str, type]:
     """Returns the type of each flag's value; that of `int | None` is int, that of `dict[str, Any] | None` is dict."""
     return {name: _value_type(hint) for name, hint in typing.get_type_hints(TrainConfig).items()}
 
