@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Final
 
-from lightseq.config.checks import FSDP_MODES, check, words_of
+from lightseq.config.checks import FSDP_MODES, check, fsdp_words
 from lightseq.utils.masking import masked
 
 
@@ -233,7 +233,7 @@ class TrainConfig(
     @property
     def fsdp_mode(self) -> str:
         """One of full_shard, hybrid_shard and ddp."""
-        return next((word for word in words_of(self.fsdp) if word in FSDP_MODES), "ddp")
+        return next((word for word in fsdp_words(self.fsdp) if word in FSDP_MODES), "ddp")
 
     @property
     def state_on_host(self) -> bool:
