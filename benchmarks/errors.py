@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer, clear, together
+from lightseq.kernels import Saved
 from lightseq.kernels.reference import ReferenceKernel
 
 RESULTS = ("out", "dq", "dk", "dv")
@@ -54,7 +55,7 @@ def oracle(whole: list[Tensor]) -> list[Tensor]:
         mine, theirs = slice(i * group, (i + 1) * group), slice(i, i + 1)
         args = q[:, :, mine], k[:, :, theirs], v[:, :, theirs]
         out, lse = kernel.forward(*args, True, scale)
-        rows.append((out, *kernel.backward(dout[:, :, mine], *args, out, lse, True, scale)))
+        rows.append((out, *kernel.backward(dout[:, :, mine], Saved(*args, out, lse), True, scale)))
     return [torch.cat(heads, 2) for heads in zip(*rows, strict=True)]
 
 

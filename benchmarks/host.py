@@ -35,7 +35,6 @@ from lightseq.comm.transport import Transport
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag, shown
 from lightseq.distributed.mesh import World
-from lightseq.kernels import KernelSpec
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training.gc_control import collected_together
@@ -109,7 +108,6 @@ def layer(
     length: int, schedule: str, transport: str, flags: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[Callable[[], None], dict[str, Any]]]:
     """Forward and backward of the first rank's part, as autograd runs them."""
-    spec = KernelSpec("cuda", torch.cuda.get_device_capability(device), torch.bfloat16, flags.head_dim)
     shape = AttentionShape(length, flags.heads, flags.kv_heads, flags.head_dim)
     group = dist.group.WORLD
     assert group is not None
@@ -119,7 +117,8 @@ def layer(
         return Unrecorded(made) if transport.endswith("-unrecorded") else made
 
     with patch.object(symmetric, "symmetric_memory", _Own), patch.object(contexts, "make_transport", carrier):
-        context = contexts.make_context(group, device, spec, shape, schedule, flags.kernel, head_groups=1)
+        config = contexts.AttentionConfig(schedule, flags.kernel, dtype=torch.bfloat16, device=device, head_groups=1)
+        context = contexts.make_context(group, shape, config)
         tokens = context.layout.padded_length(length) // flags.ranks
         heads = (flags.heads, flags.kv_heads, flags.kv_heads, flags.heads)
         q, k, v, dout = (torch.randn(1, tokens, n, flags.head_dim, device=device).bfloat16() for n in heads)

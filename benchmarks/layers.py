@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer
-from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, pack, release
 from lightseq.attention.operator import attention
 from lightseq.comm.transport import BLOCKING, UNRECORDED
-from lightseq.kernels import Kernel, backward_tile, forward_tile, select
+from lightseq.kernels import Kernel, Saved, backward_tile, forward_tile, select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
@@ -54,10 +54,12 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     shape = AttentionShape(
         case.length, case.heads, case.kv_heads, case.head_dim, case.batch, torch.empty(0, dtype=case.dtype).itemsize
     )
-    context = make_context(
-        case.group, case.device, case.spec, shape, choice.schedule, choice.kernel, choice.transport,
-        choice.ulysses_size, choice.head_groups, keep_gathered=choice.keep_gathered,
+    config = AttentionConfig(
+        choice.schedule, choice.kernel, choice.transport, choice.ulysses_size, choice.head_groups, case.dtype,
+        case.device, deterministic=case.spec.deterministic, packed=case.spec.packed,
+        keep_gathered=choice.keep_gathered,
     )  # fmt: skip
+    context = make_context(case.group, shape, config)
     documents = pack(context, case.boundaries, case.length) if case.boundaries else None
     layout = documents.layout if documents else context.layout
     padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
@@ -108,7 +110,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        return (*backward_tile(ctx.kernel, dout, q, k, v, out, lse, ctx.mask, q.shape[-1] ** -0.5), None, None)
+        return (*backward_tile(ctx.kernel, dout, Saved(q, k, v, out, lse), ctx.mask, q.shape[-1] ** -0.5), None, None)
 
 
 @contextmanager

@@ -5,8 +5,10 @@ batch = hf.shard_batch(context, input_ids, labels)
 loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
 """
 
+import dataclasses
+import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -22,8 +24,8 @@ from lightseq.utils import quiet_transformers  # noqa: F401  before what follows
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.attention.context import SequenceContext, make_context, release
-from lightseq.attention.module_attention import attend
+from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, release
+from lightseq.attention.module_attention import attention_function
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import FACTS, batch_facts, install_checks, transformers_model
 from lightseq.data.shard_batch import (
@@ -33,7 +35,6 @@ from lightseq.data.shard_batch import (
     local_positions,
     packed_positions,
 )
-from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     attention_modules,
@@ -51,60 +52,33 @@ IMPLEMENTATION: Final = "lightseq"
 def enable(
     model: PreTrainedModel,
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    *,
-    schedule: str = "auto",
-    kernel: str = "auto",
-    transport: str = "auto",
-    ulysses_size: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    length: int = 65536,
-    deterministic: bool = False,
-    gpus_per_host: int | None = None,
-    elide: bool = False,
-    packed: bool = False,
-    keep_gathered: bool = True,
+    config: AttentionConfig | None = None,
+    **options: Any,
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
 
-    Schedules, kernels and transports are those of the README's tables, by name; `ulysses_size` ranks, a divisor of
-    all, split the heads of a place in the sequence; `deterministic` asks for a kernel whose gradients are the same to
-    the bit each time; `elide` leaves attention's arithmetic out, for rehearsals: its results are zero.
-    dtype and device are those that attention will see (default: the parameters'; under autocast say which). `length`
-    is the sequence length that `schedule="auto"` is chosen for, and the longest where layers have a sliding window;
-    `gpus_per_host` how many neighbouring ranks share a host (default: all); `packed` whether most sequences hold
-    several documents, which any schedule keeps apart and not all balance; `keep_gathered` as in `make_context`.
+    `options` are fields of `AttentionConfig`, and override those of `config`.
 
-    Raises ValueError for what attention cannot honour: dropout, windows shorter than `length`, an architecture without
-    the attention interface; the patched model refuses masks, inputs without global positions, a key/value cache, and
-    labels that it would shift inside a shard. Enabling a model again replaces its context. A deep copy of the
-    model shares it.
+    Raises TypeError for an option that does not exist, and ValueError for what attention cannot honour: dropout,
+    windows shorter than `length`, an architecture without the attention interface. The patched model refuses masks,
+    inputs without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model
+    again replaces its context. A deep copy of the model shares it.
     """
-    check_attention(model, length)
-    config, heads = model.config, heads_of(model.config)
-    parameter = next(model.parameters())
-    device = device or parameter.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    context = make_context(
-        _process_group(group),
-        device,
-        KernelSpec(device.type, capability, dtype or parameter.dtype, heads.dim, deterministic, packed),
-        AttentionShape(length, heads.query, heads.key_value, heads.dim),
-        schedule,
-        kernel,
-        transport,
-        ulysses_size,
-        gpus_per_host=gpus_per_host,
-        elide=elide,
-        keep_gathered=keep_gathered,
-    )
-    padded, window = context.layout.padded_length(length), sliding_window(config)
+    config = _with_options(config or AttentionConfig(), options)
+    check_attention(model, config.length)
+    heads, parameter = heads_of(model.config), next(model.parameters())
+    device = config.device or parameter.device
+    config = dataclasses.replace(config, device=device, dtype=config.dtype or parameter.dtype)
+    shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
+    context = make_context(_process_group(group), shape, config)
+    padded, window = context.layout.padded_length(config.length), sliding_window(model.config)
     if window is not None and padded > window:
         release(context)
         raise ValueError(
-            f"{length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
+            f"{config.length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
         )
-    if kernel == "auto" and device.type == "cuda" and context.selection.kernel.name == "reference" and not context.rank:
+    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name == "reference"
+    if slow and context.rank == 0:
         warnings.warn(
             f"attention takes memory and time in the square of a tile's length: kernel {context.selection}; pass "
             "dtype=torch.bfloat16 if it is computed in that, as under autocast",
@@ -113,7 +87,7 @@ def enable(
     if dist.get_rank() == 0:
         for line in untested_versions():
             warnings.warn(line, UntestedVersionWarning, stacklevel=2)
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
     model.set_attn_implementation(IMPLEMENTATION)
     _attach(model, context)
     return context
@@ -168,6 +142,16 @@ def shard_batch(
     return batch
 
 
+def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> AttentionConfig:
+    names = [field.name for field in dataclasses.fields(AttentionConfig)]
+    for name in options:
+        if name not in names:
+            guess = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean {guess[0]}?" if guess else f"choose from {', '.join(names)}"
+            raise TypeError(f"hf.enable has no option {name}; {remedy}")
+    return dataclasses.replace(config, **options)
+
+
 def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -178,27 +162,6 @@ def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.Process
             raise ValueError("torch.distributed is not initialised; call init_process_group before hf.enable")
         return dist.group.WORLD
     return group
-
-
-def _attention_function(
-    module: nn.Module,
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Runs distributed attention in place of transformers' own attention function."""
-    if attention_mask is not None:
-        raise ValueError(
-            "the model passes attention a mask of its own, for which there is no kernel; use a plain causal model"
-        )
-    if dropout:
-        raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
-    q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
-    return attend(module, q, k, v, scaling, **others)[0], None
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

@@ -188,7 +188,6 @@ def transform(
         length=techniques.stands_for or techniques.length,
         deterministic=techniques.deterministic,
         gpus_per_host=techniques.gpus_per_host,
-        elide=techniques.rehearses,
         packed=techniques.packed,
         keep_gathered=keeps_gathered(techniques.remat),
     )

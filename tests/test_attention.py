@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import GPU_WORLDS, NCCL_WORLDS, spawn
 
 from lightseq.attention import executor
-from lightseq.attention.context import Progress, SequenceContext, make_context
+from lightseq.attention.context import AttentionConfig, Progress, SequenceContext, make_context
 from lightseq.attention.operator import LONG_FLOPS, _advance, attention
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Exchange, Outbox, Receive, SendRecvTransport
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.layout import shard, unshard
@@ -43,11 +43,9 @@ def _context(
     heads: tuple[int, int] = (8, 2),
     **sizes: Any,
 ) -> SequenceContext:
-    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    spec = KernelSpec(device, capability, dtype, dim)
-    shape = AttentionShape(1024, *heads, dim)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    return make_context(dist.group.WORLD, target, spec, shape, schedule, kernel, transport, **sizes)
+    config = AttentionConfig(schedule, kernel, transport, dtype=dtype, device=target, **sizes)
+    return make_context(dist.group.WORLD, AttentionShape(1024, *heads, dim), config)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -208,7 +206,7 @@ def _by_itself(kernel: Kernel, whole: list[Tensor]) -> list[Tensor]:
     """out, dq, dk, dv of the whole sequence in one call of the kernel."""
     (q, k, v, dout), scale = whole, whole[0].shape[-1] ** -0.5
     out, lse = forward_tile(kernel, q, k, v, Mask.CAUSAL, scale)
-    return [out, *backward_tile(kernel, dout, q, k, v, out, lse, Mask.CAUSAL, scale)]
+    return [out, *backward_tile(kernel, dout, Saved(q, k, v, out, lse), Mask.CAUSAL, scale)]
 
 
 def _check_half_precision(results: dict[str, dict[str, list[float]]]) -> None:
@@ -246,9 +244,9 @@ def test_gpu_schedules_over_mapped_memory_match_float64(world: int) -> None:
 
 def test_of_too_many_lengths_the_oldest_alone_is_forgotten() -> None:
     table = make_schedule("prefix", 2)
-    passes = [executor._forward_pass(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
+    passes = [executor._forward_spec(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
     outbox = Outbox(torch.empty(max(x.outbox_bytes for x in passes), dtype=torch.uint8))
-    prepared = partial(executor._prepared, transport=NoTransport(torch.device("cpu")), outbox=outbox)
+    prepared = partial(executor.prepared, transport=NoTransport(torch.device("cpu")), outbox=outbox)
     with patch.object(executor, "MOST_PROGRAMS", 2):
         found = [prepared(asked) for asked in passes]
         assert all(prepared(asked) is x for asked, x in zip(passes[1:], found[1:], strict=True))
@@ -271,10 +269,7 @@ def _refusals(rank: int) -> None:
     with pytest.raises(ValueError, match="log-sum-exp"):
         attention(q, kv, kv, context)[1].sum().backward()
     with pytest.raises(ValueError, match="transport nccl does not run on cpu"):
-        make_context(
-            dist.group.WORLD, torch.device("cpu"), KernelSpec("cpu", (0, 0), torch.float32, 8),
-            AttentionShape(16, 2, 2, 8), transport="nccl",
-        )  # fmt: skip
+        _context("auto", "auto", torch.float32, 8, transport="nccl")
 
 
 def test_shapes_that_cannot_be_right_are_refused() -> None:

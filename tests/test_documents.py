@@ -16,12 +16,12 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
 
-from lightseq.attention.context import SequenceContext, make_context, pack
+from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, pack
 from lightseq.attention.operator import attention
-from lightseq.kernels import KERNELS, KernelSpec, VarlenKernel, backward_tile, forward_tile
+from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.segments import Lengths
-from lightseq.kernels.select import _order
+from lightseq.kernels.selection import _order
+from lightseq.kernels.tile import Lengths
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
 from lightseq.schedule.auto import Choice, packed_choice, refusal
 from lightseq.schedule.cost import AttentionShape
@@ -148,10 +148,10 @@ def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[f
     """Of a tile's out, dq, dk and dv against float64; the backward has the true out and lse."""
     q, k, v, dout = (x.double() for x in tensors)
     want, lse = forward_tile(ReferenceKernel(), q, k, v, mask, 0.2)
-    wanted = [want, *backward_tile(ReferenceKernel(), dout, q, k, v, want, lse, mask, 0.2)]
+    wanted = [want, *backward_tile(ReferenceKernel(), dout, Saved(q, k, v, want, lse), mask, 0.2)]
     q, k, v, dout = tensors
     got = [forward_tile(kernel, q, k, v, mask, 0.2)[0]]
-    got += backward_tile(kernel, dout, q, k, v, want.to(q.dtype), lse.float(), mask, 0.2)
+    got += backward_tile(kernel, dout, Saved(q, k, v, want.to(q.dtype), lse.float()), mask, 0.2)
     return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
 
 
@@ -176,7 +176,6 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
             tensors = [torch.randn((1, *x, 64), device="cuda", generator=generator).bfloat16() for x in sizes]
             one_by_one = SimpleNamespace(
                 causal_alignment=kernel.causal_alignment,
-                needs_out=kernel.needs_out,
                 forward=kernel.forward,
                 backward=kernel.backward,
             )
@@ -202,13 +201,13 @@ class OneCall(ReferenceKernel):
         return (out if into is None else into.copy_(out)), lse
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
-        scale: float, into: Any = (None, None, None),
-    ) -> Any:  # fmt: skip
+        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float, into: Any = (None, None, None)
+    ) -> Any:
+        q, k, v, out, lse = saved
         grads = [torch.empty_like(x) if room is None else room for x, room in zip((q, k, v), into, strict=True)]
         for rows, keys in _runs(lengths):
-            of_queries, of_keys = [x[None, rows] for x in (dout, q, out)], [x[None, keys] for x in (k, v)]
-            made = self.backward(*of_queries[:2], *of_keys, of_queries[2], lse[None, :, rows], causal, scale)
+            part = Saved(q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows])
+            made = self.backward(dout[None, rows], part, causal, scale)
             for grad, where, x in zip(grads, (rows, keys, keys), made, strict=True):
                 grad[where] = x[0]
         return grads
@@ -252,9 +251,8 @@ def test_heads_take_turns_on_documents_only_where_their_keys_are_many() -> None:
 
 
 def _context(name: str, kernel: str, dtype: torch.dtype, **sizes: int) -> SequenceContext:
-    spec = KernelSpec("cpu", (0, 0), dtype, DIM)
-    shape = AttentionShape(1024, *HEADS, DIM)
-    return make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, name, kernel, **sizes)
+    config = AttentionConfig(name, kernel, dtype=dtype, device=torch.device("cpu"), **sizes)
+    return make_context(dist.group.WORLD, AttentionShape(1024, *HEADS, DIM), config)
 
 
 def _inputs(length: int, dim: int = DIM) -> list[Tensor]:
@@ -364,7 +362,8 @@ def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
     for name, kernel in product(fitting(dist.get_world_size(), *HEADS), ("fa4", "fa2", "aten", "cudnn")):
         if KERNELS[kernel](spec).why_not(spec) is None:
             shape = AttentionShape(1024, *HEADS, dim)
-            context = make_context(dist.group.WORLD, device, spec, shape, name, kernel, transport)
+            config = AttentionConfig(name, kernel, transport, dtype=torch.bfloat16, device=device)
+            context = make_context(dist.group.WORLD, shape, config)
             found[f"{name} {kernel}"] = errors(_packed(context, inputs, boundaries))
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightseq.kernels import launches
 from lightseq.kernels.launches import Launch, Launches, addresses
-from lightseq.kernels.merge import merge
+from lightseq.kernels.lse_merge import merge
 
 BATCH, LENGTH = 2, 3
 WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row
@@ -167,21 +167,7 @@ def check_merges(device: str) -> None:
         assert (around == FOREIGN).all()
 
 
-def check_row_terms(device: str) -> None:
-    from lightseq.kernels import fused_rows
-
-    for (heads, dim), dtype, seed in product(WIDTHS, DTYPES, range(4)):
-        dout, out = _part(heads, dim, dtype, device, seed), _part(heads, dim, dtype, device, seed + 1)
-        lse = _random((BATCH, heads, LENGTH), torch.float32, device, seed)
-        lse[0, 0, 1] = -torch.inf
-        _, terms = (fused_rows.row_terms(dout, out, lse) for _ in range(2))  # the second launch is a prepared one
-        want = (dout.double() * (dout.double() - out.double())).sum(-1).transpose(1, 2)
-        assert torch.equal(terms.real, lse)
-        torch.testing.assert_close(terms.imag.double(), want, rtol=1e-5, atol=1e-4)
-
-
 CHECKS = [
-    check_row_terms,
     check_sums,
     check_copies,
     check_copies_of_many_rows,
@@ -245,7 +231,6 @@ def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
         ("fused", "copy_launch", "_copy"),
         ("fused", "add_launch", "_add"),
         ("fused", "_merge_launch", "_merge"),
-        ("fused_rows", "_launch", "_row_terms"),
     ],
 )
 def test_constants_are_named_in_the_order_of_the_kernels_signature(file: str, prepared_by: str, kernel: str) -> None:

@@ -4,9 +4,11 @@ import copy
 import itertools
 import pickle
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +33,8 @@ from transformers import (
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention import executor
 from lightseq.attention.context import SequenceContext
+from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
 from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
 from lightseq.data.input_checks import check_positions
@@ -302,6 +304,29 @@ def test_a_mesh_axis_or_a_group_holds_the_sequence() -> None:
     spawn(4, groups)
 
 
+def frames_to_the_kernel(rank: int) -> list[str]:
+    """Functions of this project between a model's attention module and its kernel, in the forward pass."""
+    model, found = llama(), list[str]()
+    context = hf.enable(model, schedule="zigzag")
+    kernel = type(context.selection.kernel)
+    forward = kernel.forward
+
+    def noting(self: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        frames = traceback.extract_stack()[:-1]
+        found[:] = [f"{Path(f.filename).stem}.{f.name}" for f in frames if "/lightseq/" in f.filename]
+        return forward(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "forward", noting)
+        model(**hf.shard_batch(context, ids(), ids()))
+    return found[found.index("module_attention.attention_function") :]
+
+
+def test_a_reader_finds_the_kernel_in_eight_frames() -> None:
+    for found in spawn(2, frames_to_the_kernel):
+        assert len(found) < 8, found  # the kernel's own is the eighth
+
+
 def enabled_twice(rank: int) -> None:
     rope = {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}
     model, want = llama(**rope), llama(**rope)
@@ -548,14 +573,14 @@ class Gathers(TorchDispatchMode):
 @contextmanager
 def counted_attention() -> Iterator[list[int]]:
     """A list that grows by one whenever attention runs forward."""
-    ran, forward = [], executor.attention_forward
+    ran, forward = [], Executor.forward
 
     def counting(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         ran.append(1)
         return forward(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "attention_forward", counting)
+        patch.setattr(Executor, "forward", counting)
         yield ran
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from test_comm import _symmetric
 from worlds import spawn
 
-from lightseq.attention import executor
+from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.kernels.base import gradient_room
+from lightseq.kernels.base import gradient_memory
 from lightseq.schedule.algorithms import make_schedule
 
 HEADS, KEY_VALUE_HEADS, DIM, LENGTH = 16, 8, 64, 256
@@ -28,22 +29,20 @@ MOST = {("ulysses", 1): 740, ("prefix", 1): 590, ("prefix", 4): 2000, ("zigzag",
 class _Kernel:
     """Computes nothing, into what it is given."""
 
-    name, causal_alignment, needs_out = "none", "bottom_right", False
+    name, causal_alignment = "none", "bottom_right"
 
     def forward(self, q: Any, k: Any, v: Any, causal: bool, scale: float, into: Any = None) -> tuple[Any, Any]:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
         return torch.empty_like(q) if into is None else into, lse
 
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float,
-                 into: Any = (None, None, None)) -> Any:  # fmt: skip
-        return gradient_room(into, (q, k, v))
+    def backward(self, dout: Any, saved: Any, causal: bool, scale: float, into: Any = (None, None, None)) -> Any:
+        return gradient_memory(into, saved)
 
 
 PREPARED = SimpleNamespace(
     copy_launch=lambda pairs: _nothing,
     add_launch=lambda *_: _nothing,
     merge_into=lambda *_: None,
-    row_terms=lambda dout, out, lse: torch.empty(lse.shape, dtype=torch.complex64),
 )
 
 
@@ -60,10 +59,10 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def layer(transport: Any) -> None:
-        run = rank, _Kernel(), transport, 0.125
-        out, lse = executor.attention_forward(q, k, v, table, *run, kept if table.can_keep else None)
-        of_table, own = (table.keeping, kept) if table.can_keep else (table, (q, k, v))
-        executor.attention_backward(dout, own, out, lse, of_table, *run)
+        forward = Executor(table, rank, _Kernel(), transport, 0.125)
+        out, lse = forward.forward(q, k, v, kept if table.can_keep else None)
+        backward = replace(forward, schedule=table.keeping) if table.can_keep else forward
+        backward.backward(dout, kept if table.can_keep else (q, k, v), out, lse)
 
     def count(frame: Any, event: str, called: Any) -> None:
         if event in ("call", "c_call"):
@@ -71,7 +70,7 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
 
     with ExitStack() as stack:
         transport = stack.enter_context(_symmetric(folder))
-        for module in ("launches", "rows", "merge"):
+        for module in ("launches", "lse_merge"):
             kernels = sys.modules[f"lightseq.kernels.{module}"]
             stack.enter_context(patch.object(kernels, "fused_kernels", lambda *_: PREPARED))
         for _ in range(3):

@@ -22,6 +22,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from worlds import spawn
 
@@ -142,12 +143,12 @@ def test_attention_that_is_taken_back_is_refused(alone: None, monkeypatch: pytes
     model.set_attn_implementation("sdpa")
     refused(lambda: model(**batch), "attention ran over all ranks 0 times in 2 layers")
     hf.enable(model, length=LENGTH)
-    attend = hf.attend
+    attend = ALL_ATTENTION_FUNCTIONS[hf.IMPLEMENTATION]
 
-    def skip_first(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return (args[0], None) if module.layer_idx == 0 else attend(module, *args, **kwargs)
+    def skip_first(module: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
+        return (q.transpose(1, 2), None) if module.layer_idx == 0 else attend(module, q, *args, **kwargs)
 
-    monkeypatch.setattr(hf, "attend", skip_first)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, hf.IMPLEMENTATION, skip_first)
     refused(lambda: model(**batch), "attention ran over all ranks 1 times in 2 layers")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.attention.buffers import form
+from lightseq.attention.buffers import buffer_layout
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.placement import Arena, arenas, local_place
 from lightseq.schedule.proof import InvalidSchedule, validate
@@ -136,7 +136,7 @@ def test_what_is_staged_comes_out_as_it_went_in(packing: tuple, dtype: torch.dty
     lse[:, :, 1] = -torch.inf
     for tensors, its_lse in (((q, dout, out), lse), ((q,), None), ((k, v), None)):
         whole = (*tensors, *([] if its_lse is None else [its_lse]))
-        f = form(schedule, tensors[0].shape, dtype, len(tensors), None if its_lse is None else its_lse.dtype)
+        f = buffer_layout(schedule, tensors[0].shape, dtype, len(tensors), None if its_lse is None else its_lse.dtype)
         assert [x.shape for x in f.whole(q.device, dtype)] == [x.shape for x in whole]
         assert f.groups == min(schedule.head_groups, tensors[0].shape[2]) and f.rows == rows
         assert f.groups * f.chunks * f.chunk_bytes == sum(x.nbytes for x in whole), "all of it, and nothing twice"
@@ -157,7 +157,7 @@ def test_what_is_staged_comes_out_as_it_went_in(packing: tuple, dtype: torch.dty
 
 def test_a_packed_chunk_is_one_piece_of_memory_that_can_be_sent() -> None:
     x, lse = torch.randn(2, 6, 8, 16), torch.randn(2, 8, 6)
-    f = form(make_schedule("usp", 4), x.shape, x.dtype, 2, lse.dtype)
+    f = buffer_layout(make_schedule("usp", 4), x.shape, x.dtype, 2, lse.dtype)
     bundle = f.packed(torch.empty(f.staged_chunks * f.chunk_bytes, dtype=torch.uint8), f.staged_chunks)
     for i in range(f.staged_chunks):
         assert all(part.is_contiguous() for part in f.slots(bundle, i, 1))

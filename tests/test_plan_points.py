@@ -16,8 +16,8 @@ from benchmarks.report import read_lines
 from benchmarks.training.flags import NEEDED
 from benchmarks.training.records import Machine
 from benchmarks.training.trials import model_of
-from lightseq.attention.accumulate import Home
-from lightseq.attention.buffers import Form
+from lightseq.attention.accumulate import Accumulator
+from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.placement import Placement
@@ -115,14 +115,14 @@ def test_an_mlp_over_tiles_runs_once_more_in_eager_layers_whose_backward_pass_ne
 @pytest.fixture
 def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their memory was there from the first step of a pass on when these layers were measured; it comes later now."""
-    begin = Home.__init__
+    begin = Accumulator.__init__
 
-    def early(self: Home, form: Form, device: torch.device, at_once: bool) -> None:
+    def early(self: Accumulator, form: BufferLayout, device: torch.device, at_once: bool) -> None:
         begin(self, form, device, at_once)
         self.open()
         self.there = self.finals or form.whole(device, form.dtype)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Home, "__init__", early)
+    monkeypatch.setattr(Accumulator, "__init__", early)
     attention_memory.cache_clear()
     yield
     attention_memory.cache_clear()

@@ -17,10 +17,10 @@ from torch import Tensor
 from worlds import GPU_WORLDS, spawn
 
 from lightseq.attention import cuda_graphs, executor
-from lightseq.attention.buffers import Form
+from lightseq.attention.buffers import BufferLayout
 from lightseq.attention.context import SequenceContext
-from lightseq.attention.cuda_graphs import TIMES_BEFORE, Recordings, is_short
-from lightseq.attention.executor import _backward_pass, _forward_pass
+from lightseq.attention.cuda_graphs import TIMES_BEFORE, GraphCache, is_short
+from lightseq.attention.executor import Executor, _backward_spec, _forward_spec
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
 from lightseq.comm.select import Blocking, Unrecorded, make_transport
@@ -57,7 +57,7 @@ class _Passes:
 
     def __init__(self) -> None:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
-        self.recordings, self.again, self.held = Recordings(), 0, 0
+        self.recordings, self.again, self.held = GraphCache(), 0, 0
         self.launches, self.table = Launches(), lambda: None
         self.launches._known["a copy"] = self.table  # type: ignore[assignment]
         self.breaks: type[BaseException] | None = None  # what a pass raises while it is recorded
@@ -199,8 +199,8 @@ def _pass(name: str, tokens: int, backward: bool, boundaries: tuple[int, ...] = 
         table = packed_schedule(table, boundaries)
     shape = torch.Size((batch, tokens // 4, 32, 128))
     if backward:
-        return _backward_pass(table, 0, shape, 8, torch.bfloat16, 2, torch.float32)
-    return _forward_pass(table, 0, shape, 8, torch.bfloat16)
+        return _backward_spec(table, 0, shape, 8, torch.bfloat16)
+    return _forward_spec(table, 0, shape, 8, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -236,7 +236,7 @@ def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
 
 def test_an_allocator_that_tells_nothing_of_pools_records_nothing(passes: _Passes) -> None:
     with patch("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync"):
-        passes.recordings = Recordings()
+        passes.recordings = GraphCache()
     for _ in range(TIMES_BEFORE + 2):
         passes.run("here")
     assert passes.launched == TIMES_BEFORE + 2
@@ -272,6 +272,14 @@ def _made_and_let_go(_rank: int, name: str) -> bool:
     return made() is None
 
 
+def run_forward(q: Any, k: Any, v: Any, kept: Any = None, **own: Any) -> Any:
+    return Executor(**own).forward(q, k, v, kept)
+
+
+def run_backward(dout: Any, own: Any, out: Any, lse: Any, **executor: Any) -> Any:
+    return Executor(**executor).backward(dout, own, out, lse)
+
+
 def _keys(_: int) -> dict[str, tuple[int, int]]:
     """What passes are told apart by, where one thing after another is another; results lie where they lay before."""
     from test_attention import _context
@@ -294,9 +302,9 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
             seen.append((hash(asked), hash(places)))
             run()
 
-    whole, lain = Form.whole, dict[Any, Any]()
+    whole, lain = BufferLayout.whole, dict[Any, Any]()
 
-    def where_it_lay(form: Form, device: torch.device, dtype: torch.dtype) -> Any:
+    def where_it_lay(form: BufferLayout, device: torch.device, dtype: torch.dtype) -> Any:
         return lain.setdefault((form, dtype), whole(form, device, dtype))
 
     forward = {
@@ -309,19 +317,19 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
         "lse": {"lse": lse.clone()}, "of kept": again, "of kept elsewhere": again | {"own": other}, "back again": {},
     }  # fmt: skip
     with (
-        patch.object(executor, "Recordings", Noting),
+        patch.object(executor, "GraphCache", Noting),
         patch.object(executor, "is_short", lambda _: True),
         patch.object(type(context.transport), "records", True),
-        patch.object(Form, "whole", where_it_lay),
+        patch.object(BufferLayout, "whole", where_it_lay),
     ):
         for name, changed in forward.items():
-            executor.attention_forward(**same | changed)
+            run_forward(**same | changed)
             found[name] = seen.pop()
         for name, changed in backward.items():
-            executor.attention_backward(**back | changed)
+            run_backward(**back | changed)
             found[name] = seen.pop()
         lain.clear()
-        executor.attention_forward(**same)
+        run_forward(**same)
         found["results elsewhere"] = seen.pop()
     return found
 
@@ -365,10 +373,10 @@ def _repeated(rank: int) -> dict[str, tuple[int, float, list[str]]]:
             context = _context(name, "auto", torch.bfloat16, DIM, "cuda", transport, heads=HEADS)
             made[transport] = several(context)
             if transport == "symmetric":
-                recordings = context.transport._outbox.known.get(Recordings)
+                recordings = context.transport._outbox.known.get(GraphCache)
                 count = len(recordings.known) if recordings else 0
             else:
-                assert Recordings not in context.transport._carrier._outbox.known
+                assert GraphCache not in context.transport._carrier._outbox.known
         # The gradients of queries add up in the order in which a kernel's blocks come to it.
         bits = [
             what

@@ -1,5 +1,6 @@
 """Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from worlds import spawn
 
-from lightseq.attention.context import make_context
+from lightseq.attention.context import AttentionConfig, make_context
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
-from lightseq.kernels import KernelSpec
+from lightseq.kernels import Selection
+from lightseq.kernels.elided import Elided
 from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.models.family import preset_config
 from lightseq.modules.loss import cross_entropy_sum
@@ -60,9 +62,10 @@ def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_
 def _elided(rank: int) -> None:
     world = dist.get_world_size()
     shape = AttentionShape(64, 4, 2, 8)
-    spec = KernelSpec("cpu", (0, 0), torch.float32, 8)
+    config = AttentionConfig(dtype=torch.float32, device=torch.device("cpu"))
     for schedule in ("zigzag", "prefix", "ulysses"):
-        context = make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, schedule, elide=True)
+        context = make_context(dist.group.WORLD, shape, dataclasses.replace(config, schedule=schedule))
+        object.__setattr__(context, "selection", Selection(Elided(context.selection.kernel)))
         q, kv = (torch.randn(1, 64 // world, n, 8, requires_grad=True) for n in (4, 2))
         before = context.transport.bytes_sent
         out, _ = attention(q, kv, kv, context)

@@ -19,8 +19,9 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.attention import executor
+from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.attention.passes import Pass
+from lightseq.attention.program import PassSpec
 from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches
@@ -69,7 +70,12 @@ class _Replays:
     runs = 0
 
     def run(
-        self, asked: Pass, places: object, run: Callable[[], None], launches: Launches, transport: SymmetricTransport
+        self,
+        asked: PassSpec,
+        places: object,
+        run: Callable[[], None],
+        launches: Launches,
+        transport: SymmetricTransport,
     ) -> None:
         current, graph = torch.cuda.current_stream(), torch.cuda.Stream()
         side, transport._side = transport._side, torch.cuda.Stream()
@@ -87,7 +93,7 @@ class _ReplaysSome(_Replays):
 
     turn = 0
 
-    def run(self, asked: Pass, places: object, run: Callable[[], None], *more: Any) -> None:
+    def run(self, asked: PassSpec, places: object, run: Callable[[], None], *more: Any) -> None:
         _ReplaysSome.turn += 1
         if (self.turn + dist.get_rank()) % 2:
             run()
@@ -110,7 +116,7 @@ def _attention(
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
             transport.records = recordings is not None
-            stack.enter_context(patch.object(executor, "Recordings", recordings))
+            stack.enter_context(patch.object(executor, "GraphCache", recordings))
             stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.at_once.values())))
             stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
@@ -120,12 +126,13 @@ def _attention(
                 parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
                 table = context.schedule.keeping if keeps else context.schedule
                 size = gathered_elements(table, parts[0], HEADS[1])
-                run = table, rank, context.selection.kernel, transport, scale
+                forward = Executor(context.schedule, rank, context.selection.kernel, transport, scale)
+                backward = Executor(table, rank, context.selection.kernel, transport, scale)
                 with streams:
                     q, k, v, dout = (x.clone() for x in parts)
                     kept = Gathered(torch.empty(size, dtype=q.dtype), HEADS[1]) if keeps else None
-                    out, lse = executor.attention_forward(q, k, v, *run, kept)
-                    made = [out, lse, *executor.attention_backward(dout, kept or (q, k, v), out, lse, *run)]
+                    out, lse = forward.forward(q, k, v, kept)
+                    made = [out, lse, *backward.backward(dout, kept or (q, k, v), out, lse)]
                     for x in made:
                         x.add_(1)
                     del out, lse, made, x, kept, q, k, v, dout

@@ -32,7 +32,7 @@ from benchmarks.training.peer import (
     whole_model,
 )
 from lightseq.data.batches import Batch
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, select
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, select
 
 NAME = "plain_ulysses"
 LOSS_TOKENS = 4096
@@ -159,7 +159,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ranks = _group(group)
     dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, q, k, v, out))
-    grads = _kernel(kernel, q).backward(dout, q, k, v, out, lse, True, scale)
+    grads = _kernel(kernel, q).backward(dout, Saved(q, k, v, out, lse), True, scale)
     dq, dk, dv = (exchange(grad, ranks, False) for grad in grads)
     return dq, dk, dv
 

@@ -1,7 +1,7 @@
-"""What distributed attention has to know on one rank: its schedule, group, kernel and transport, and the documents."""
+"""State of distributed attention on one rank: schedule, group, kernel, transport, and the documents of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -13,8 +13,7 @@ from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, plain
 from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
 from lightseq.kernels import KernelSpec, Selection, select
-from lightseq.kernels.elided import Elided
-from lightseq.kernels.select import unfit
+from lightseq.kernels.selection import unfit
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, packed_choice
 from lightseq.schedule.cost import AttentionShape
@@ -26,7 +25,7 @@ from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 
 @dataclass
 class Progress:
-    """Passes of attention, forward and backward, that a rank's host has begun (long ones: has seen the end of)."""
+    """Number of attention passes that a rank's host has begun (of long ones: has seen the end of)."""
 
     passes: int = 0
 
@@ -35,7 +34,7 @@ class Progress:
 class ForwardPass:
     """State of the forward pass under way, against which attention and the loss are checked."""
 
-    outermost: object = None  # the module that was called; the modules inside of it are called by it
+    outermost: object = None  # the module that was called; it calls the modules inside of it
     packed: bool = False  # it was passed documents
     attention_passes: int = 0  # of the rank, before it began
     loss: tuple[Tensor, int] | None = None  # what the loss function returned, and its version
@@ -46,10 +45,10 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """Everything that distributed attention needs to know on one rank. Made by `make_context` and passed on.
+    """Everything that distributed attention needs on one rank. Made by `make_context` and passed on.
 
-    `name` is what the operator carries in its place, for an operator takes tensors, numbers and strings only; under it
-    a registry holds the context, and the memory of its transport, until `release`.
+    A custom operator takes tensors, numbers and strings only, so it is passed `name`, under which a registry holds the
+    context, and the memory of its transport, until `release`.
     """
 
     name: str
@@ -61,14 +60,14 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
-    keeps: bool = False  # what it gathers, from a forward pass to its backward pass
+    keeps: bool = False  # gathered q, k and v stay from a forward pass to its backward pass
 
     @property
     def layout(self) -> Layout:
         return self.schedule.layout
 
     def __deepcopy__(self, _memo: object) -> "SequenceContext":
-        """A copy of a patched model, for averaged weights, say, attends over the same ranks."""
+        """Returns the context itself: a copy of a patched model attends over the same ranks."""
         self.forward_pass.shared = True
         return self
 
@@ -78,9 +77,9 @@ class SequenceContext:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of one packed sequence, alike on all ranks of a group: made by `pack`, handed to `attention`.
+    """The documents of one packed sequence, the same on all ranks of a group; made by `pack`, passed to `attention`.
 
-    No plain tensor, for what wraps models moves those to the device, where the host would have to wait for it.
+    It is no plain tensor because wrappers of models move those to the device, where the host would wait for them.
     """
 
     boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
@@ -89,7 +88,7 @@ class Documents:
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """Where documents begin, those of padding among them, and the end."""
+        """Positions at which documents begin, those of padding among them, and the end."""
         return without_repeats(self.boundaries)
 
     def fit(self, context: SequenceContext) -> bool:
@@ -100,7 +99,7 @@ class Documents:
         return packed_schedule(context.schedule, whole).layout == self.layout
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
-        """One rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
+        """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
 
@@ -108,9 +107,9 @@ LEAST_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape onl
 
 
 def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
-    """Documents that begin at `boundaries`, the last of which ends the last one, in a sequence of `length` tokens.
+    """Returns documents that begin at `boundaries`, whose last entry is the end, in a sequence of `length` tokens.
 
-    What is missing up to `length`, or to what the schedule needs, is padding. Raises ValueError for what does not rise.
+    The rest up to `length`, or to what the schedule needs, is padding. Raises ValueError if boundaries do not rise.
     """
     length = int(boundaries[-1]) if length is None else length
     real = check_boundaries(boundaries, length)
@@ -131,82 +130,87 @@ _CONTEXTS: dict[str, SequenceContext] = {}
 _numbers = count()
 
 
-def make_context(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    spec: KernelSpec,
-    shape: AttentionShape,
-    schedule: str = "auto",
-    kernel: str = "auto",
-    transport: str = "auto",
-    ulysses_size: int | None = None,
-    head_groups: int | None = None,
-    gpus_per_host: int | None = None,
-    elide: bool = False,
-    keep_gathered: bool = True,
-) -> SequenceContext:
-    """The context of one sequence-parallel group; every rank of the group calls it with the same arguments.
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Options of distributed attention. Schedules, kernels and transports are named as in the README's tables."""
 
-    `shape` is what `schedule="auto"`, and head groups that are not given, are chosen for; `gpus_per_host` neighbouring
-    ranks of the group share a host (default: all of them), which matters for that choice alone. `elide` leaves the
-    arithmetic out: memory and messages are real, results are zero. `keep_gathered`: under ulysses, q, k and v as a rank
-    gathered them are kept for the backward pass in the place of its own, which take as much, and travel once; say False
-    where a checkpoint keeps results and recomputes q, k and v. Where the spec says that sequences are packed, auto is
-    prefix, which shares their work out. Raises ValueError for names that do not exist or cannot run here.
+    schedule: str = "auto"
+    kernel: str = "auto"
+    transport: str = "auto"
+    # Ranks that share a place of the sequence and split its heads; a divisor of all ranks (default: the schedule's).
+    ulysses_size: int | None = None
+    # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
+    head_groups: int | None = None
+    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; under autocast say which)
+    device: torch.device | None = None  # of q, k and v (default: the parameters')
+    # Sequence length in tokens that `schedule="auto"` is chosen for, and the longest where layers have a window.
+    length: int = 65536
+    deterministic: bool = False  # gradients are the same to the bit each time
+    gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
+    packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
+    # Under ulysses, keep q, k and v as gathered for the backward pass in the place of a rank's own; they travel once.
+    # Leave it False where a checkpoint recomputes q, k and v.
+    keep_gathered: bool = True
+
+
+def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
+    """Makes the context of one sequence-parallel group; every rank of the group passes the same arguments.
+
+    `shape` is what open options are chosen for; the config names dtype and device. Raises ValueError for names that do
+    not exist or cannot run here.
     """
-    if schedule not in ("auto", *SCHEDULES):
-        raise ValueError(f"schedule {schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    world, asked = dist.get_world_size(group), Choice(schedule, ulysses_size, head_groups)
-    if spec.packed:
-        asked = packed_choice(world, shape, asked)
-    if device.type == "cuda" and transport.startswith(("auto", "symmetric")):
+    device, dtype = config.device, config.dtype
+    assert device is not None and dtype is not None, "the caller knows them"
+    if config.schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    spec = KernelSpec(device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed)
+    if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
-    if kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
+    if config.kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
         keep_compiled_kernels()
-    carrier = make_transport(transport, group, device)
-    chosen = _choose(world, shape, plain(carrier.name), gpus_per_host or world, asked, keep_gathered)
-    table = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
-    check_heads(table, shape.heads, shape.kv_heads)
-    selection = select(kernel, spec)
-    if elide:
-        selection = replace(selection, kernel=Elided(selection.kernel))
-    keeps = keep_gathered and table.can_keep
+    transport = make_transport(config.transport, group, device)
+    chosen = _choose(dist.get_world_size(group), shape, plain(transport.name), config)
+    schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)
+    check_heads(schedule, shape.heads, shape.kv_heads)
+    keeps = config.keep_gathered and schedule.can_keep
     # A compiled graph carries the name, and torch's cache on disk knows the graph by it: what decides shapes is in it.
-    cut = f"{table.ulysses_size}x{table.turns}{'-keeps' if keeps else ''}"
-    name = f"{chosen.schedule}-{world}-{cut}-{next(_numbers)}"
+    cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps else ''}"
+    name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
-        schedule=table,
+        schedule=schedule,
         rank=dist.get_rank(group),
         group=group,
-        selection=selection,
-        transport=carrier,
+        selection=select(config.kernel, spec),
+        transport=transport,
         keeps=keeps,
     )
     return _CONTEXTS[name]
 
 
-def _choose(
-    world: int, shape: AttentionShape, transport: str, gpus_per_host: int, asked: Choice, keep_gathered: bool = False
-) -> Choice:
-    """What was left open in `asked`: by predicted time between GPUs, by counting between CPU processes."""
+def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> Choice:
+    """Chooses what the config leaves open: by predicted time between GPUs, by counting between CPU processes."""
+    asked = Choice(config.schedule, config.ulysses_size, config.head_groups)
+    if config.packed:
+        asked = packed_choice(world, shape, asked)
     if transport == "gloo":
         return cheapest_by_count(world, shape, asked) if asked.schedule == "auto" else asked
     if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
         return asked
     rates = RATES.get(transport, H200_SYMMETRIC)
-    return cheapest(world, shape, rates, gpus_per_host, asked, keep_gathered=keep_gathered)
+    return cheapest(world, shape, rates, config.gpus_per_host or world, asked, keep_gathered=config.keep_gathered)
 
 
 def release(context: SequenceContext) -> None:
-    """Forgets a context, so that the memory of its transport can go. No attention may use it afterwards.
+    """Drops a context, so that the memory of its transport is freed. No attention may use it afterwards.
 
-    One that a deep copy of its model attends with stays.
+    A context that a deep copy of its model shares stays.
     """
     if not context.forward_pass.shared:
         _CONTEXTS.pop(context.name, None)
 
 
 def find(name: str) -> SequenceContext:
-    """The context that an operator was given by name."""
+    """Returns the context of a name."""
     return _CONTEXTS[name]

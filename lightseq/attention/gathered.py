@@ -1,4 +1,4 @@
-"""What a rank gathers of q, k and v in the forward pass, in one piece of memory that its backward pass reads again."""
+"""q, k and v as a rank gathered them in the forward pass, kept in one piece of memory for its backward pass."""
 
 import math
 from collections.abc import Mapping
@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightseq.attention.buffers import Bundle, Form
+from lightseq.attention.buffers import Buffer, BufferLayout
 from lightseq.schedule.documents import MOST_PACKED
 from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """`memory` (in the dtype of q, k and v) of `gathered_elements`, and how many key/value heads all ranks hold."""
+    """`memory` has `gathered_elements` in the dtype of q, k and v; `kv_heads` is the number on all ranks together."""
 
     memory: Tensor
     kv_heads: int
 
-    def bundles(self, schedule: Schedule, rank: int, forms: Mapping[str, Form]) -> dict[tuple[str, int], Bundle]:
-        """By item and head group, of a schedule that keeps; `forms` of "q" and "kv" are those of the forward pass."""
+    def buffers(
+        self, schedule: Schedule, rank: int, layouts: Mapping[str, BufferLayout]
+    ) -> dict[tuple[str, int], Buffer]:
+        """Returns packed buffers by item and head group; `layouts` of "q" and "kv" are those of the forward pass."""
         found = _arenas(schedule, rank)
-        shapes = [forms[arena.item].packed_shape(len(arena.chunks)) for arena in found]
+        shapes = [layouts[arena.item].packed_shape(len(arena.chunks)) for arena in found]
         pieces = self.memory.split_with_sizes([math.prod(shape) for shape in shapes])
         return {
             (arena.item, arena.heads): (piece.view(shape),)
@@ -38,7 +40,10 @@ def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
 
 
 def gathered_elements(schedule: Schedule, q_BSHD: Tensor, kv_heads: int) -> int:
-    """Of q, k and v over the whole sequence, the heads that one rank computes; lengths may be symbols of a compiler."""
+    """Returns the number of elements that one rank gathers: q, k and v of the whole sequence, for its heads.
+
+    Lengths may be symbols of a compiler.
+    """
     batch, local, heads, dim = q_BSHD.shape
     of_group = heads // schedule.head_groups + 2 * max(kv_heads // schedule.head_groups, 1)
     return batch * local * schedule.world * dim * schedule.turns * of_group

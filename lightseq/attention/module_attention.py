@@ -19,18 +19,49 @@ HARMLESS: Final = frozenset(
 )  # fmt: skip
 
 
+def attention_function(
+    module: nn.Module,
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Runs distributed attention in place of transformers' own attention function. Returns out (B, S, H, D)."""
+    if attention_mask is not None:
+        raise ValueError(
+            "the model passes attention a mask of its own, for which there is no kernel; use a plain causal model"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
+    q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        return attend(module, q, k, v, scaling, **others)[0], None
+    context = _checked_context(module, q, others)
+    return attention(q, k, v, context, scaling, others.get("documents"))[0], None
+
+
 def attend(
     module: nn.Module, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scaling: float | None = None, **others: Any
 ) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module; `others` are what it is passed.
+    """Returns out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module.
 
-    Raises ValueError for what could not be honoured.
+    `others` are the keywords that transformers passes. Raises ValueError for those that cannot be honoured.
     """
     device = q_BSHD.device.type
-    if torch.is_autocast_enabled(device):  # it casts what products give, and not what turns q and k
+    if torch.is_autocast_enabled(device):  # it casts what products return, but not rotated q and k
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
+    context = _checked_context(module, q_BSHD, others)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
+
+
+def _checked_context(module: nn.Module, q_BSHD: Tensor, others: Mapping[str, Any]) -> SequenceContext:
+    """Returns the module's context. Raises ValueError for keywords that attention cannot honour."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention was passed {unknown}, for which there is no kernel; {remedy}")
@@ -40,7 +71,7 @@ def attend(
     if window is not None and q_BSHD.shape[1] * context.layout.world > window:
         length = q_BSHD.shape[1] * context.layout.world
         raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
+    return context
 
 
 def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,10 @@
-"""Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole."""
+"""Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole.
+
+Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lightseq.attention import executor
 from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
+from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import plain
-from lightseq.kernels.checkpoint_context import results_of
+from lightseq.kernels import Saved
+from lightseq.kernels.checkpoint_context import around_operator
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
@@ -28,7 +33,7 @@ def attention(
     scale: float | None = None,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the local queries over the whole sequence that the group's ranks hold together.
+    """Computes causal attention of the local queries over the whole sequence that the group's ranks hold together.
 
     Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
     log-sum-exp of the scaled scores (B, H, S), at least float32, through which no gradient flows. `scale` defaults to
@@ -37,7 +42,7 @@ def attention(
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = map(_readable, (q_BSHD, k_BSKD, v_BSKD))
+    q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     out, lse, _ = call(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
     return out, lse
@@ -45,30 +50,27 @@ def attention(
 
 def attention_backward(
     dout_BSHD: Tensor,
-    q_BSHD: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    out_BSHD: Tensor,
-    lse_BHS: Tensor,
+    saved: Saved,
     context: SequenceContext,
     scale: float | None = None,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, for who called `attention` where no gradients were recorded: of the same arguments and results."""
-    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    """Returns dq, dk and dv for a caller of `attention` without autograd; `saved` holds its arguments and results."""
+    q, k, v, out, lse = saved
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
-    own = [*map(_readable, (q_BSHD, k_BSKD, v_BSKD))]
-    return _differentiate(dout_BSHD, own, k_BSKD.shape[2], out_BSHD, lse_BHS, scale, context.name, boundaries)
+    own = [*map(_last_dim_contiguous, (q, k, v))]
+    return _differentiate(dout_BSHD, own, k.shape[2], out, lse, scale, context.name, boundaries)
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Whether somebody wants to see the operator: a compiler, a checkpoint that keeps its results, a profile."""
+    """Returns whether the operator must be seen: by a compiler, a checkpoint's dispatch mode, or a profiler."""
     traced = type(x) is not Tensor or torch.compiler.is_compiling()
     return traced or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled()
 
 
-def _readable(x: Tensor) -> Tensor:
-    """As kernels read it: the gradient of a sum, say, is one number expanded."""
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    """Returns x as kernels read it; the gradient of a sum, for example, is one number expanded."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -115,14 +117,14 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
 
 
 def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
-    """The schedule, for several documents limited to them."""
+    """Returns the schedule, limited to the documents if there are several."""
     return context.schedule if documents is None else packed_schedule(context.schedule, without_repeats(documents))
 
 
 def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
-    """Raises ValueError on every rank if they differ, for else some would wait for ever.
+    """Raises ValueError on every rank if shapes differ between ranks, where some would otherwise wait for ever.
 
-    Asks once a shape, for to ask is to wait: of two ranks with shapes that both have been seen, neither asks again.
+    A shape is compared once, because comparing waits; ranks that differ in shapes already seen are not found.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
     if shape in context.shapes or plain(context.transport.name) == "none":  # which waits for nobody
@@ -139,11 +141,10 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
 
 
 def _advance(context: SequenceContext, q: Tensor) -> None:
-    """Counts a pass. The host waits for one that takes seconds, which costs the GPU nothing that could be measured.
+    """Counts a pass, and waits for one that takes seconds, which costs the GPU nothing measurable.
 
-    Otherwise it runs ahead until the queue of launches is full (about a thousand), and then waits at the next launch.
-    Some of torch's hold the interpreter there, those of compiled kernels among them: for as long as attention takes no
-    signal would be seen and no beat sent, and others would take the rank for dead.
+    A host that ran ahead would wait inside a launch once the queue is full (about a thousand), and some launches hold
+    the interpreter there: no signal would be seen and no heartbeat sent, and others would take the rank for dead.
     """
     context.progress.passes += 1
     batch, tokens, heads, dim = q.shape
@@ -154,8 +155,8 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, its log-sum-exp, and what was gathered: for the backward pass alone, empty where it is not kept."""
-    if torch.is_inference_mode_enabled():  # buffers made in it, and kept, would be of no use to a pass that trains
+    """Returns out, its log-sum-exp, and what was gathered for the backward pass (empty where it is not kept)."""
+    if torch.is_inference_mode_enabled():  # buffers that live longer could not be used by a pass that trains
         with torch.inference_mode(False), torch.no_grad():
             return _forward(q, k, v, scale, context, documents)
     c = find(context)
@@ -164,26 +165,30 @@ def _forward(
             "the batch holds packed documents, and the model's layers do not hand them on to attention; train "
             "without packing, or use another model"
         )
-
-    def compute() -> tuple[Tensor, Tensor, Tensor]:
-        _agree_on_shapes(c, q, k, documents)
-        table, kernel = _table(c, documents), c.selection.kernel
-        kept = Gathered(_room_to_keep(c, q, k), k.shape[2])
-        out, lse = executor.attention_forward(
-            q, k, v, table, c.rank, kernel, c.transport, scale, kept if c.keeps else None
-        )
-        _advance(c, q)
-        return out, lse, kept.memory
-
-    out, lse, kept = results_of(compute)
-    return out, lse, kept
+    _agree_on_shapes(c, q, k, documents)
+    gathered = Gathered(_memory_to_keep(c, q, k), k.shape[2])
+    executor = Executor(_table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
+    out, lse = executor.forward(q, k, v, gathered if c.keeps else None)
+    _advance(c, q)
+    return out, lse, gathered.memory
 
 
-def _room_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
+def _forward_in_checkpoint(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Does the same, unless a checkpoint around it has stored the results."""
+    around = around_operator()
+    if around is None:
+        return _forward(q, k, v, scale, context, documents)
+    out, lse, gathered = around(partial(_forward, q, k, v, scale, context, documents))
+    return out, lse, gathered
+
+
+def _memory_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps else 0)
 
 
-_attention = torch.library.custom_op("lightseq::attention", _forward, mutates_args=())
+_attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoint, mutates_args=())
 
 
 @_attention.register_fake
@@ -191,22 +196,28 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _room_to_keep(find(context), q, k)
+    return q.new_empty(q.shape), lse, _memory_to_keep(find(context), q, k)
 
 
 def _gradients(
-    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
+    dout: Tensor,
+    tensors: Sequence[Tensor],
+    kv_heads: int,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    context: str,
     documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`tensors`: the rank's own q, k and v, or alone what the forward pass gathered."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk and dv; `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered."""
     c = find(context)
-    table, kernel = _table(c, documents), c.selection.kernel
+    table = _table(c, documents)
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
         table, own = table.keeping, Gathered(tensors[0], kv_heads)
     else:
         own = (tensors[0], tensors[1], tensors[2])
-    gradients = executor.attention_backward(dout, own, out, lse, table, c.rank, kernel, c.transport, scale)
+    gradients = Executor(table, c.rank, c.selection.kernel, c.transport, scale).backward(dout, own, out, lse)
     _advance(c, dout)
     return gradients
 
@@ -216,22 +227,28 @@ _attention_backward = torch.library.custom_op("lightseq::attention_backward", _g
 
 @_attention_backward.register_fake
 def _(
-    dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, out: Tensor, lse: Tensor, scale: float, context: str,
+    dout: Tensor,
+    tensors: Sequence[Tensor],
+    kv_heads: int,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    context: str,
     documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     of_keys = (*dout.shape[:2], kv_heads, dout.shape[3])
     return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, ctx.scale, ctx.context, documents = inputs
-    out, lse, kept = output
+    out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, out, lse, *((kept,) if find(ctx.context).keeps else (q, k, v)))
+    ctx.save_for_backward(documents, out, lse, *((gathered,) if find(ctx.context).keeps else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None):  # type: ignore[no-untyped-def]
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only where some gradient arrives"
@@ -240,10 +257,10 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: None):  # t
     return (*gradients, None, None, None)
 
 
-def _differentiate(dout: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The operator refuses gradients of gradients, for which autograd records what runs here.
     call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
-    return call(_readable(dout), *more)
+    return call(_last_dim_contiguous(dout), *arguments)
 
 
 def _no_second_backward(_ctx, *_gradients):  # type: ignore[no-untyped-def]
@@ -255,15 +272,16 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator where nobody watches: past the dispatcher, which takes the host longer than a launch."""
+    """The operator without torch's dispatcher, which takes the host longer than a launch."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = _forward(*inputs)
+        around = around_operator()
+        output = _forward(*inputs) if around is None else around(partial(_forward, *inputs))
         _setup_context(ctx, inputs, output)
         return output
 
     backward = staticmethod(_backward)
 
 
-ATTENTION_OP = torch.ops.lightseq.attention.default  # what a checkpointing policy names
+ATTENTION_OP = torch.ops.lightseq.attention.default  # for the policy of a selective checkpoint

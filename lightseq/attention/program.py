@@ -1,8 +1,10 @@
-"""What one rank does in one pass over a schedule, with every place in memory worked out: made once, run often.
+"""The lowered program of a rank: one pass over a schedule, with every place in memory worked out.
 
-A training step runs the same pass for every layer, and at short lengths the host has less than a millisecond for each.
+A schedule's table is lowered once for given shapes and run for every layer and step: at short lengths the host has less
+than a millisecond for a layer. `PassSpec` is what a program is lowered from, and says how large the outbox must be.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,47 +12,155 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightseq.attention.buffers import Bundle
-from lightseq.attention.passes import Pass, Place, aligned, item_group, passes
+from lightseq.attention.buffers import Buffer, BufferLayout
 from lightseq.comm.transport import Receive, Send
 from lightseq.kernels.launches import addresses
+from lightseq.schedule.layout import Layout
 from lightseq.schedule.placement import Arena, arenas, blocks, local_place
-from lightseq.schedule.table import Tile
+from lightseq.schedule.table import Schedule, Step, Tile
+
+ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
+REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long sent data has to stay
+
+Layouts = Mapping[str, BufferLayout]
+ChunkSlot = tuple[int, int]  # (index of a chunk in its rank's tensors, head group of the item)
+PartCounts = Mapping[ChunkSlot, Counter[int]]  # by result: how many parts are computed, by step
 
 
-class Fill(NamedTuple):
-    """A chunk that travels into an arena; `there` is where it lies in the outbox of `src`."""
+# ---- what a program is lowered from ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PassSpec:
+    """One pass of one rank, forward or backward, as far as the table and the shapes determine it."""
+
+    schedule: Schedule
+    backward: bool
+    rank: int
+    layouts: Layouts  # by item
+    parts: Mapping[str, PartCounts]  # by result item, of this rank's own results
+    at_once: Mapping[str, bool]  # by result item: its parts all come in one step, so no float32 total is needed
+    operand_offsets: Mapping[str, int]  # bytes into the outbox, by item that travels
+    result_offsets: Mapping[int, int]  # bytes into the outbox, by step that sends results
+    outbox_bytes: int
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of one rank: the causal half of its share, the backward as 2.5 forwards."""
+        q = self.layouts["q"]
+        forward = 2 * q.batch * (q.rows * q.chunks) ** 2 * self.schedule.world * q.heads * q.groups * q.dim
+        return 2.5 * forward if self.backward else forward
+
+
+def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: Layouts) -> PassSpec:
+    parts = _count_parts(schedule, backward, rank, layouts)
+    operand_offsets, result_offsets, outbox_bytes = _outbox(schedule, backward, layouts)
+    return PassSpec(
+        schedule=schedule,
+        backward=backward,
+        rank=rank,
+        layouts=layouts,
+        parts=parts,
+        at_once={item: _comes_at_once(item, counts) for item, counts in parts.items()},
+        operand_offsets=operand_offsets,
+        result_offsets=result_offsets,
+        outbox_bytes=outbox_bytes,
+    )
+
+
+def steps(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
+    return schedule.backward if backward else schedule.forward
+
+
+def item_group(layout: BufferLayout, schedule: Schedule, heads: int) -> int:
+    """Returns an item's own head group for one of the schedule's; they differ for replicated key/value heads."""
+    return heads * layout.groups // schedule.head_groups
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _comes_at_once(item: str, parts: PartCounts) -> bool:
+    """Returns whether results can go straight to the final tensor.
+
+    So can sums whose parts all come in one step, and outputs that are not merged.
+    """
+    if item == "out":
+        return all(counts.total() == 1 for counts in parts.values())
+    return all(len(counts) == 1 for counts in parts.values())
+
+
+def _count_parts(schedule: Schedule, backward: bool, rank: int, layouts: Layouts) -> Mapping[str, PartCounts]:
+    mine = {chunk: i for i, chunk in enumerate(schedule.layout.chunks(rank))}
+    found: dict[str, dict[ChunkSlot, Counter[int]]] = {"dq": {}, "dkv": {}} if backward else {"out": {}}
+    for t, step in enumerate(steps(schedule, backward)):
+        for tile in (tile for tiles in step.tiles for tile in tiles):
+            for item, slots in found.items():
+                group = item_group(layouts[item], schedule, tile.heads)
+                for chunk in tile.kv if item == "dkv" else tile.q:
+                    if chunk in mine:
+                        slots.setdefault((mine[chunk], group), Counter())[t] += 1
+    return found
+
+
+def _outbox(schedule: Schedule, backward: bool, layouts: Layouts) -> tuple[dict[str, int], dict[int, int], int]:
+    """Returns the offsets of operands and of results in every rank's outbox, and its size in bytes."""
+    layout, all_steps = schedule.layout, steps(schedule, backward)
+    end, operand_offsets = 0, {}
+    for item in sorted({move.item for step in all_steps for move in step.moves if not move.is_result}):
+        operand_offsets[item] = end
+        end += aligned(layouts[item].staged_chunks * layouts[item].chunk_bytes)
+    sending = [t for t, following in enumerate(all_steps[1:]) if any(move.is_result for move in following.moves)]
+    largest = max((_result_bytes(all_steps[t], layout, backward, layouts) for t in sending), default=0)
+    result_offsets = {t: end + i % REGIONS * largest for i, t in enumerate(sending)}
+    return operand_offsets, result_offsets, end + min(REGIONS, len(sending)) * largest
+
+
+def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) -> int:
+    """Returns the bytes of results that a step leaves in the outbox of the rank with most of them."""
+    return max(
+        sum(aligned(len(block.chunks) * layouts[block.item].chunk_bytes) for block in blocks(step, layout, r, backward))
+        for r in range(layout.world)
+    )
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+class Fetch(NamedTuple):
+    """A chunk that is copied into an arena; `there` is its place in the outbox of `src`."""
 
     arena: int
     slot: int
     src: int
-    there: Bundle
+    there: Buffer
 
 
 class Arrival(NamedTuple):
-    """A result that comes home."""
+    """A result of another rank for this one; `unpacked` are its tensors where it lies in the outbox of `src`."""
 
     item: str
-    place: Place
+    slot: ChunkSlot
     src: int
-    there: Bundle
-    unpacked: Bundle
+    there: Buffer
+    unpacked: Buffer
 
 
-Parts = Mapping[Place, Sequence[Bundle]]
+Parts = Mapping[ChunkSlot, Sequence[Buffer]]
 
 
 @dataclass(frozen=True, eq=False)
-class Taking:
-    """All results for an item that come home together, of each place in order."""
+class Reduction:
+    """Parts of an item's result that are reduced together, in order for each slot."""
 
     item: str
     parts: Parts
 
     @cached_property
     def key(self) -> Hashable:
-        """Stands for where they lie."""
-        return tuple((place, addresses(bundle)) for place, bundles in self.parts.items() for bundle in bundles)
+        """Identifies where the parts lie in memory."""
+        return tuple((slot, addresses(buffer)) for slot, buffers in self.parts.items() for buffer in buffers)
 
 
 class Operand(NamedTuple):
@@ -62,186 +172,197 @@ class Operand(NamedTuple):
     group: int
 
 
-class Room(NamedTuple):
-    """Where a tile leaves its result for an item.
+class OutputSlot(NamedTuple):
+    """Where a tile writes its result for an item.
 
-    In the outbox (`posted`); in the final tensor, where the tile is the only one to contribute (`final`); or in memory
-    of its own. `own` are the chunks that this rank has yet to take in: which, where to, and where they were posted.
+    Into the outbox (`outbox`); into the final tensor, where the tile is the only one to contribute (`final`); or into
+    new memory. `own` are the chunks that this rank has yet to reduce: index in the tile, slot, place in the outbox.
     """
 
     item: str
-    posted: Bundle | None
+    outbox: Buffer | None
     final: Operand | None
-    own: tuple[tuple[int, Place, Bundle | None], ...]
+    own: tuple[tuple[int, ChunkSlot, Buffer | None], ...]
 
 
 class TileProgram(NamedTuple):
     tile: Tile
     q: Operand
     kv: Operand | None  # None: kept since the forward pass
-    rooms: tuple[Room, ...]
+    outputs: tuple[OutputSlot, ...]
 
 
 class StepProgram(NamedTuple):
     sends: tuple[Send, ...]
-    opens: tuple[int, ...]  # arenas
-    fills: tuple[Fill, ...]
+    opens: tuple[int, ...]  # arenas that are allocated
+    fetches: tuple[Fetch, ...]
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
-    lands: tuple[str, ...]  # items of which results come home
-    takes: tuple[Taking, ...] | None  # where a transport reads in place; None: some lie in memory of the pass
+    reduced_items: tuple[str, ...]  # items of which results are reduced here
+    reductions: tuple[Reduction, ...] | None  # where a transport reads in place; None: some lie in memory of the pass
     tiles: tuple[TileProgram, ...]
-    closes: tuple[int, ...]
-    travels: bool  # something moves, on this rank or another
+    closes: tuple[int, ...]  # arenas that are freed
+    has_moves: bool  # on this rank or another
     fresh: bool  # outboxes were written to since the last exchange
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    staged: tuple[tuple[str, Bundle], ...]  # operands that travel, and where they lie in the outbox
+    staged: tuple[tuple[str, Buffer], ...]  # operands that travel, and their places in the outbox
     arenas: tuple[Arena, ...]
     steps: tuple[StepProgram, ...]
 
 
-def make_program(asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
-    """`memory` is the outbox; `at` is `Transport.at`."""
-    places = _Places(asked, memory, at)
-    steps: list[StepProgram] = []
-    for t in range(len(places.steps)):
-        steps.append(places.step(t, steps[-1].tiles if steps else ()))
-    return Program(tuple(places.staged.items()), places.arenas, tuple(steps))
+def lower(spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
+    """Lowers a pass to a program in an outbox.
+
+    `memory` is the outbox (uint8); `at(rank, tensor)` is the same place in another rank's outbox (`Transport.at`).
+    """
+    lowering = _Lowering(spec, memory, at)
+    programs: list[StepProgram] = []
+    for t in range(len(lowering.steps)):
+        programs.append(lowering.step(t, programs[-1].tiles if programs else ()))
+    return Program(tuple(lowering.staged.items()), lowering.arenas, tuple(programs))
 
 
-class _Places:
-    """Finds the places of everything that a pass touches."""
+def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Reduction, ...]:
+    """Groups results that are reduced together by their item."""
+    found: dict[str, dict[ChunkSlot, list[Buffer]]] = {}
+    for item, slot, part in results:
+        found.setdefault(item, {}).setdefault(slot, []).append(part)
+    return tuple(Reduction(item, parts) for item, parts in found.items())
 
-    def __init__(self, asked: Pass, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
-        schedule, backward, rank, forms = asked.schedule, asked.backward, asked.rank, asked.forms
-        self.asked, self.layout, self.rank, self.forms = asked, schedule.layout, rank, forms
+
+class _Lowering:
+    """Finds the memory of everything that a pass touches."""
+
+    def __init__(self, spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
+        self.spec, self.layout, self.rank, self.layouts = spec, spec.schedule.layout, spec.rank, spec.layouts
         self.memory, self.at = memory, at
-        self.steps = passes(schedule, backward)
+        self.steps = steps(spec.schedule, spec.backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
-        self.gathers = schedule.gathers(backward)
-        self.arenas = arenas(self.steps, self.layout, rank, self.gathers)
+        self.gathers = spec.schedule.gathers(spec.backward)
+        self.arenas = arenas(self.steps, self.layout, self.rank, self.gathers)
         self.staged = {
-            item: forms[item].packed(memory[x:], forms[item].staged_chunks) for item, x in asked.staged.items()
+            item: self.layouts[item].packed(memory[offset:], self.layouts[item].staged_chunks)
+            for item, offset in spec.operand_offsets.items()
         }
 
-    def step(self, t: int, before: tuple[TileProgram, ...]) -> StepProgram:
-        """`before` are the tiles of the step before."""
+    def step(self, t: int, tiles_before: tuple[TileProgram, ...]) -> StepProgram:
+        """Lowers step `t`; results of the tiles of the step before are reduced beside it."""
         step = self.steps[t]
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         sends, fetched, arrivals = self.messages(t)
-        fills = [own for i in opens for own in self.own_fills(i)] + fetched
+        fetches = [own for i in opens for own in self.own_fetches(i)] + fetched
         # What is here already, then the next neighbour's: so no rank is read by all others at once.
-        fills.sort(key=lambda fill: (fill.src - self.rank) % self.layout.world)
-        own = [(room.item, place, posted) for tile in before for room in tile.rooms for _, place, posted in room.own]
-        home = [*own, *((a.item, a.place, a.unpacked) for a in arrivals)]
-        known = [(item, place, part) for item, place, part in home if part is not None]
+        fetches.sort(key=lambda fetch: (fetch.src - self.rank) % self.layout.world)
+        results = [
+            (output.item, slot, place)
+            for tile in tiles_before
+            for output in tile.outputs
+            for _, slot, place in output.own
+        ]
+        results += [(arrival.item, arrival.slot, arrival.unpacked) for arrival in arrivals]
+        known = [(item, slot, part) for item, slot, part in results if part is not None]
         return StepProgram(
             sends=tuple(sends),
             opens=opens,
-            fills=tuple(fills),
+            fetches=tuple(fetches),
             arrivals=tuple(arrivals),
-            receives=tuple(Receive(a.src, x, None) for a in arrivals for x in a.there),
-            lands=tuple(sorted({item for item, _, _ in home})),
-            takes=takings(known) if len(known) == len(home) else None,
+            receives=tuple(Receive(arrival.src, x, None) for arrival in arrivals for x in arrival.there),
+            reduced_items=tuple(sorted({item for item, _, _ in results})),
+            reductions=reductions_of(known) if len(known) == len(results) else None,
             tiles=tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             closes=tuple(i for i, a in enumerate(self.arenas) if a.last == t),
-            travels=bool(step.moves),
+            has_moves=bool(step.moves),
             fresh=t == self.first_move or any(move.is_result for move in step.moves),
         )
 
-    def messages(self, t: int) -> tuple[list[Send], list[Fill], list[Arrival]]:
-        """What this rank sends in a step, and the operands and results that come to it."""
-        sends, fills, arrivals = list[Send](), list[Fill](), list[Arrival]()
+    def messages(self, t: int) -> tuple[list[Send], list[Fetch], list[Arrival]]:
+        """Returns what this rank sends in a step, and the operands and results that come to it."""
+        sends, fetches, arrivals = list[Send](), list[Fetch](), list[Arrival]()
         mine = (move for move in self.steps[t].moves if self.rank in (move.src, move.dst))
         # Operands before results, as they are received: both ends of a message have to list it in the same order.
         for move in sorted(mine, key=lambda move: move.is_result):
-            here = self.posted(t - 1, move.src, move.tile, move.item, move.chunk) if move.is_result else (
-                self.staged_chunk(move.item, move.chunk, move.heads)
-            )  # fmt: skip
+            if move.is_result:
+                here = self.sent_result(t - 1, move.src, move.tile, move.item, move.chunk)
+            else:
+                here = self.staged_chunk(move.item, move.chunk, move.heads)
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
             there = tuple(self.at(move.src, x) for x in here)
             if move.is_result:
-                place = self.place(move.item, move.chunk, move.heads)
-                arrivals.append(Arrival(move.item, place, move.src, there, self.forms[move.item].unpacked(there)))
+                slot = self.slot(move.item, move.chunk, move.heads)
+                arrivals.append(Arrival(move.item, slot, move.src, there, self.layouts[move.item].unpacked(there)))
             else:
-                arena, slot = self.arena_slot(t + 1, move.item, (move.chunk,), move.heads)
-                fills.append(Fill(arena, slot, move.src, there))
-        return sends, fills, arrivals
+                arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.heads)
+                fetches.append(Fetch(arena, start, move.src, there))
+        return sends, fetches, arrivals
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
-        results = {"dq": tile.q, "dkv": tile.kv} if self.asked.backward else {"out": tile.q}
-        rooms = tuple(self.room(t, i, item, chunks, tile.heads) for item, chunks in results.items())
+        results = {"dq": tile.q, "dkv": tile.kv} if self.spec.backward else {"out": tile.q}
+        outputs = tuple(self.output(t, i, item, chunks, tile.heads) for item, chunks in results.items())
         kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathers else None
-        return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, rooms)
+        return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, outputs)
 
-    def room(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> Room:
-        form = self.forms[item]
-        own = [(c, self.place(item, x, heads)) for c, x in enumerate(chunks) if self.layout.home(x) == self.rank]
-        posted = self.block(t, self.rank, i, item)
-        if posted is not None:
-            bundle = posted[1]
-            views = (*form.unpacked(bundle[:1]), *bundle[1:])
-            return Room(item, views, None, tuple((c, p, form.unpacked(form.slots(bundle, c, 1))) for c, p in own))
+    def output(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> OutputSlot:
+        layout = self.layouts[item]
+        own = [(c, self.slot(item, x, heads)) for c, x in enumerate(chunks) if self.layout.home(x) == self.rank]
+        sent = self.sent_block(t, self.rank, i, item)
+        if sent is not None:
+            buffer = sent[1]
+            views = (*layout.unpacked(buffer[:1]), *buffer[1:])
+            places = tuple((c, slot, layout.unpacked(layout.slots(buffer, c, 1))) for c, slot in own)
+            return OutputSlot(item, views, None, places)
         start = local_place(self.layout, self.rank, chunks)
-        parts = self.asked.parts[item]
-        if start is not None and self.asked.at_once[item] and all(parts[place].total() == 1 for _, place in own):
-            return Room(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
-        return Room(item, None, None, tuple((c, place, None) for c, place in own))
+        parts = self.spec.parts[item]
+        if start is not None and self.spec.at_once[item] and all(parts[slot].total() == 1 for _, slot in own):
+            return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
+        return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 
     def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
         start = local_place(self.layout, self.rank, chunks)
         if start is not None:
             return Operand(None, start, len(chunks), self.group(item, heads))
-        arena, slot = self.arena_slot(t, item, chunks, heads)
-        return Operand(arena, slot, len(chunks), 0)
+        arena, start = self.find_in_arena(t, item, chunks, heads)
+        return Operand(arena, start, len(chunks), 0)
 
-    def own_fills(self, arena: int) -> list[Fill]:
+    def own_fetches(self, arena: int) -> list[Fetch]:
+        """Returns the copies of this rank's own chunks into an arena."""
         a = self.arenas[arena]
-        own = [(i, c) for i, c in enumerate(a.chunks) if self.layout.home(c) == self.rank]
-        return [Fill(arena, i, self.rank, self.staged_chunk(a.item, c, a.heads)) for i, c in own]
+        own = [(i, chunk) for i, chunk in enumerate(a.chunks) if self.layout.home(chunk) == self.rank]
+        return [Fetch(arena, i, self.rank, self.staged_chunk(a.item, chunk, a.heads)) for i, chunk in own]
 
-    def arena_slot(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> tuple[int, int]:
+    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> tuple[int, int]:
         for i, a in enumerate(self.arenas):
             if (a.item, a.heads) == (item, heads) and a.first <= t <= a.last and chunks[0] in a.chunks:
                 return i, a.find(chunks)
         raise AssertionError(f"no arena holds {item} {chunks} of head group {heads} at step {t}")
 
     def group(self, item: str, heads: int) -> int:
-        return item_group(self.forms[item], self.asked.schedule, heads)
+        return item_group(self.layouts[item], self.spec.schedule, heads)
 
-    def place(self, item: str, chunk: int, heads: int) -> Place:
+    def slot(self, item: str, chunk: int, heads: int) -> ChunkSlot:
         return self.layout.chunks(self.layout.home(chunk)).index(chunk), self.group(item, heads)
 
-    def staged_chunk(self, item: str, chunk: int, heads: int) -> Bundle:
-        form = self.forms[item]
-        place, group = self.place(item, chunk, heads)
-        return form.slots(self.staged[item], group * form.chunks + place, 1)
+    def staged_chunk(self, item: str, chunk: int, heads: int) -> Buffer:
+        layout = self.layouts[item]
+        index, group = self.slot(item, chunk, heads)
+        return layout.slots(self.staged[item], group * layout.chunks + index, 1)
 
-    def posted(self, t: int, src: int, tile: int, item: str, chunk: int) -> Bundle:
-        block = self.block(t, src, tile, item)
-        assert block is not None, f"tile {tile} of rank {src} leaves no {item} at step {t}"
-        chunks, bundle = block
-        return self.forms[item].slots(bundle, chunks.index(chunk), 1)
+    def sent_result(self, t: int, src: int, tile: int, item: str, chunk: int) -> Buffer:
+        block = self.sent_block(t, src, tile, item)
+        assert block is not None, f"tile {tile} of rank {src} sends no {item} at step {t}"
+        chunks, buffer = block
+        return self.layouts[item].slots(buffer, chunks.index(chunk), 1)
 
-    def block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Bundle] | None:
-        """The chunks that a tile of any rank posts, and the memory at their place in this rank's outbox."""
-        start = self.asked.regions.get(t, 0)
-        for block in blocks(self.steps[t], self.layout, rank, self.asked.backward):
-            form = self.forms[block.item]
+    def sent_block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Buffer] | None:
+        """Returns the chunks of a tile's result that a rank sends, and their place in this rank's outbox."""
+        start = self.spec.result_offsets.get(t, 0)
+        for block in blocks(self.steps[t], self.layout, rank, self.spec.backward):
+            layout = self.layouts[block.item]
             if (block.tile, block.item) == (tile, item):
-                return block.chunks, form.packed(self.memory[start:], len(block.chunks))
-            start += aligned(len(block.chunks) * form.chunk_bytes)
+                return block.chunks, layout.packed(self.memory[start:], len(block.chunks))
+            start += aligned(len(block.chunks) * layout.chunk_bytes)
         return None
-
-
-def takings(home: Sequence[tuple[str, Place, Bundle]]) -> tuple[Taking, ...]:
-    """Results that come home together, by the item."""
-    found: dict[str, dict[Place, list[Bundle]]] = {}
-    for item, place, part in home:
-        found.setdefault(item, {}).setdefault(place, []).append(part)
-    return tuple(Taking(item, parts) for item, parts in found.items())

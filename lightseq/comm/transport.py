@@ -137,14 +137,14 @@ class SendRecvTransport:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        ops = [dist.P2POp(dist.isend, _real(s.tensor), self._peers[s.dst], self._group) for s in asked.sends]
+        ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in asked.sends]
         received = []
         for src, there, into in asked.receives:
             into = torch.empty_like(there) if into is None else into
             if src == self._rank:
                 into.copy_(there)
             else:
-                ops.append(dist.P2POp(dist.irecv, _real(into), self._peers[src], self._group))
+                ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
             received.append(into)
         self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -159,8 +159,3 @@ class SendRecvTransport:
 
     def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
         raise AssertionError("a pass over messages is never recorded")
-
-
-def _real(x: Tensor) -> Tensor:
-    """Neither NCCL nor gloo sends complex numbers."""
-    return torch.view_as_real(x) if x.is_complex() else x

@@ -1,24 +1,47 @@
-"""Attention kernels behind one interface: they compute a tile and know nothing of ranks."""
+"""Attention kernels behind one interface: each computes a tile and knows nothing of ranks.
 
-from lightseq.kernels.base import Kernel, KernelSpec
-from lightseq.kernels.launches import Launches, addresses
-from lightseq.kernels.merge import merge, merge_into
-from lightseq.kernels.rows import row_terms
-from lightseq.kernels.segments import VarlenKernel, backward_tile, forward_tile
-from lightseq.kernels.select import KERNELS, Selection, select
+Names load when they are first used, so that the registry alone needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightseq.kernels.registry import KERNELS
+
+if TYPE_CHECKING:
+    from lightseq.kernels.base import Kernel, KernelSpec, Saved
+    from lightseq.kernels.launches import Launches, addresses
+    from lightseq.kernels.lse_merge import merge, merge_into
+    from lightseq.kernels.selection import Selection, select
+    from lightseq.kernels.tile import VarlenKernel, backward_tile, forward_tile
+
+_MODULES = {
+    "base": ("Kernel", "KernelSpec", "Saved"),
+    "launches": ("Launches", "addresses"),
+    "lse_merge": ("merge", "merge_into"),
+    "selection": ("Selection", "select"),
+    "tile": ("VarlenKernel", "backward_tile", "forward_tile"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "KERNELS",
     "Kernel",
     "KernelSpec",
     "Launches",
+    "Saved",
     "Selection",
     "VarlenKernel",
+    "addresses",
     "backward_tile",
     "forward_tile",
     "merge",
     "merge_into",
-    "row_terms",
     "select",
-    "addresses",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -53,9 +53,14 @@ def let_go(x: Tensor) -> None:
     x.set_()  # type: ignore[call-overload]
 
 
+def around_operator() -> Around | None:
+    """Returns what a checkpoint puts in the place of an operator's computation; None without a checkpoint."""
+    return _PASS.get().around
+
+
 def results_of(compute: Callable[[], Results]) -> Results:
-    """What an operator computes, unless a checkpoint around it has kept that."""
-    around = _PASS.get().around
+    """Returns what an operator computes, or what a checkpoint around it has stored."""
+    around = around_operator()
     return compute() if around is None else around(compute)
 
 

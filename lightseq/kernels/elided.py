@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, Kernel, KernelSpec, gradient_room
+from lightseq.kernels.base import GradientMemory, Kernel, KernelSpec, Saved, gradient_memory
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,6 @@ class Elided:
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
         return self.kernel.causal_alignment
 
-    @property
-    def needs_out(self) -> bool:
-        return self.kernel.needs_out
-
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.kernel.why_not(spec)
 
@@ -39,12 +35,12 @@ class Elided:
         return out.zero_(), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *_ = saved
         summed = [q] if q.shape[2] == k.shape[2] else [q, k, v]
         workspace = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in summed]
-        room = gradient_room(into, (q, k, v))
+        memory = gradient_memory(into, saved)
         del workspace
-        dq, dk, dv = (x.zero_() for x in room)
+        dq, dk, dv = (x.zero_() for x in memory)
         return dq, dk, dv

@@ -12,11 +12,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Final, Literal
 
-import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, KernelSpec, gradient_room
-from lightseq.kernels.segments import Lengths
+from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_memory
+from lightseq.kernels.tile import Lengths
 from lightseq.kernels.torch_native import half_on_cuda
 
 _PLAIN: Final[dict[str, Any]] = {  # what FA2 could do besides
@@ -26,7 +25,7 @@ _PLAIN: Final[dict[str, Any]] = {  # what FA2 could do besides
 
 @dataclass(frozen=True)
 class _FlashAttention:
-    """What the three generations share. `deterministic` trades some backward speed for bit-identical gradients."""
+    """Base of the three generations. `deterministic` trades some backward speed for bit-identical gradients."""
 
     deterministic: bool = False
     name: ClassVar[str]
@@ -35,7 +34,6 @@ class _FlashAttention:
     lowest: ClassVar[tuple[int, int]]  # compute capability
     above: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
-    needs_out: ClassVar[bool] = True
 
     def unfit(self, spec: KernelSpec) -> str | None:
         if reason := half_on_cuda(spec):
@@ -73,10 +71,10 @@ class FlashAttention2(_FlashAttention):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = gradient_room(into, (q, k, v))
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_PLAIN,
             deterministic=self.deterministic,
@@ -92,10 +90,11 @@ class FlashAttention2(_FlashAttention):
         return out, lse
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
-        scale: float, into: GradientRoom = (None, None, None),
+        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        into: GradientMemory = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = gradient_room(into, (q, k, v))
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_varlen_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_PLAIN,
             deterministic=self.deterministic,
@@ -116,10 +115,10 @@ class FlashAttention3(_FlashAttention):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = gradient_room(into, (q, k, v))
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
             deterministic=self.deterministic,
@@ -132,7 +131,6 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     lowest = (9, 0)
-    needs_out = False
 
     def _load(self) -> ModuleType:
         _silence_fa4()
@@ -144,33 +142,29 @@ class FlashAttention4(_FlashAttention):
         return self.forward_varlen(q, k, v, None, causal, scale, into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self.backward_varlen(dout, q, k, v, out, lse, None, causal, scale, into)
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.backward_varlen(dout, saved, None, causal, scale, into)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Of one sequence each in a batch where there are no lengths."""
+        """Computes a dense batch where there are no lengths."""
         out, lse, *_ = self._load()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
         )
         return out, lse
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        causal: bool, scale: float, into: GradientRoom = (None, None, None),
+        self, dout: Tensor, saved: Saved, lengths: Lengths | None, causal: bool, scale: float,
+        into: GradientMemory = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        dq, dk, dv = gradient_room(into, (q, k, v))
-        # The gradient of lse that it knows is taken off the sum over dout and out, just as row_terms wants it.
-        less = None
-        if lse.is_complex():
-            lse, less = torch.view_as_real(lse).movedim(-1, 0).contiguous()
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
-            deterministic=self.deterministic, dlse=less, **_named(lengths),
+            deterministic=self.deterministic, **_named(lengths),
         )  # fmt: skip
         return dq, dk, dv
 

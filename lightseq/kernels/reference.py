@@ -6,13 +6,12 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, KernelSpec
+from lightseq.kernels.base import GradientMemory, KernelSpec, Saved
 
 
 class ReferenceKernel:
     name = "reference"
     causal_alignment: Literal["bottom_right"] = "bottom_right"
-    needs_out = False
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return None
@@ -27,15 +26,14 @@ class ReferenceKernel:
         return torch.einsum("bhst,bthd->bshd", p, v_BTHD).to(q.dtype), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        lse, less = (lse.real, lse.imag) if lse.is_complex() else (lse, torch.zeros_like(lse))
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
         wide = lse.dtype
         p = torch.exp(_scores(q, k, causal, scale) - lse.unsqueeze(-1))
         dv = torch.einsum("bhst,bshd->bthd", p, dout.to(wide))
         dp = torch.einsum("bshd,bthd->bhst", dout.to(wide), _repeat_heads(v, q).to(wide))
-        delta = rearrange(reduce(dout.to(wide) * out.to(wide), "b s h d -> b h s", "sum") - less, "b h s -> b h s 1")
+        delta = rearrange(reduce(dout.to(wide) * out.to(wide), "b s h d -> b h s", "sum"), "b h s -> b h s 1")
         ds = p * (dp - delta) * scale
         dq = torch.einsum("bhst,bthd->bshd", ds, _repeat_heads(k, q).to(wide))
         dk = torch.einsum("bhst,bshd->bthd", ds, q.to(wide))

@@ -11,9 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lightseq.kernels.base import GradientRoom, KernelSpec
+from lightseq.kernels.base import GradientMemory, KernelSpec, Saved
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.segments import Lengths
+from lightseq.kernels.tile import Lengths
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -40,7 +40,6 @@ class CpuKernel:
 
     name = "cpu"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
-    needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return None if spec.device_type == "cpu" else "needs a CPU"
@@ -54,9 +53,9 @@ class CpuKernel:
         return _swap(out), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _swap(dout), _swap(q), _swap(k), _swap(v), _swap(out), lse.contiguous(), 0.0, causal, scale=scale
         )
@@ -69,7 +68,6 @@ class AtenKernel:
 
     name = "aten"
     causal_alignment: Literal["bottom_right"] = "bottom_right"
-    needs_out = True
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -92,10 +90,9 @@ class AtenKernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self._backward((dout, q, k, v, out, lse), (None, None, q.shape[1], k.shape[1]), causal, scale)
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(dout, saved, (None, None, saved.q.shape[1], saved.k.shape[1]), causal, scale)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
@@ -104,18 +101,20 @@ class AtenKernel:
         return out, lse
 
     def backward_varlen(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, causal: bool,
-        scale: float, into: GradientRoom = (None, None, None),
+        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        into: GradientMemory = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self._backward((dout, q, k, v, out, lse), lengths, causal, scale)
+        return self._backward(dout, saved, lengths, causal, scale)
 
     def _backward(
-        self, tensors: tuple[Tensor, ...], lengths: Sequence[Tensor | int | None], causal: bool, scale: float
+        self, dout: Tensor, saved: Saved, lengths: Sequence[Tensor | int | None], causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *others, lse = tensors
+        q, k, v, out, lse = saved
         state = (torch.zeros(2, dtype=torch.uint64, device=lse.device), torch.empty(0, device=lse.device))  # no dropout
         with _deterministic(self._deterministic):
-            return aten._flash_attention_backward(*others, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale)
+            return aten._flash_attention_backward(
+                dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale
+            )
 
 
 @contextmanager
@@ -136,7 +135,6 @@ class CudnnKernel:
 
     name = "cudnn"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
-    needs_out = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.unfit(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
@@ -163,11 +161,11 @@ class CudnnKernel:
         return _swap(out), lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # cuDNN: (B, H, S, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        into: GradientRoom = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = saved
         if q.shape[1] == k.shape[1] == 1:
-            return ReferenceKernel().backward(dout, q, k, v, out, lse, causal, scale)
+            return ReferenceKernel().backward(dout, saved, causal, scale)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         lse_BHS1 = rearrange(lse, "b h s -> b h s 1").contiguous()
         grads = aten._scaled_dot_product_cudnn_attention_backward(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightseq.attention.module_attention import attend
 from lightseq.attention.operator import attention_backward
+from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import runs_again, take
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
@@ -117,7 +118,8 @@ class _Tiled:
         """Gradients of q, k and v."""
         module, documents = self.layer.self_attn, self.others.get("documents")
         context = module.sequence_context
-        return attention_backward(dout, *self.projected(x), out, lse, context, module.scaling, documents)
+        saved = Saved(*self.projected(x), out, lse)
+        return attention_backward(dout, saved, context, module.scaling, documents)
 
 
 class _Layer(torch.autograd.Function):

@@ -1,10 +1,12 @@
-"""The schedules there are, each a function that says which tiles every rank computes at every step, and nothing else.
+"""Attention schedules: each is a function that assigns tiles to ranks and steps, and a row of `SCHEDULES`.
 
-To add one, write such a function and name it in `SCHEDULES`.
+To add one, write such a function and add its row. Layout, moves, buffers, the backward pass, the proof, the price for
+`auto` and the choices of `--schedule` follow from the row.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightseq.schedule.layout import Kind, Layout
 from lightseq.schedule.table import Assignment, Mask, Rows, Schedule, Tile, steps_of
@@ -99,22 +101,32 @@ def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A row of the table of schedules."""
+    """A row of the table of schedules.
 
-    kind: Kind
+    `assign` takes the layout of the places of the sequence, and the number of head groups where it has them, and
+    returns the tiles of every place at every step.
+    """
+
+    layout: Kind
     chunks_per_rank: int
     assign: Callable[..., Assignment]
+    # Heads can be computed in groups, one after the other: `assign` takes their number.
     has_head_groups: bool = False
+    # Ranks that share a place of the sequence and split its heads, unless --ulysses_size says otherwise.
+    ranks_per_place: Literal["one", "half", "all"] = "one"
+    # What packed documents do to the work of ranks. own_layout: chunks are dealt out anew for every batch, which needs
+    # tiles of one query chunk with all its keys. even: all ranks share every document. uneven: neither.
+    packed_work: Literal["own_layout", "even", "uneven"] = "uneven"
 
 
 SCHEDULES: dict[str, Algorithm] = {
     "ring": Algorithm("contiguous", 1, ring),
-    "striped": Algorithm("striped", 1, striped),
+    "striped": Algorithm("striped", 1, striped, packed_work="even"),
     "zigzag": Algorithm("zigzag", 2, zigzag),
     "balanced": Algorithm("contiguous", 2, balanced),
-    "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True),
-    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True),
-    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True),
+    "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True, packed_work="own_layout"),
+    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True, ranks_per_place="all", packed_work="even"),
+    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ranks_per_place="half", packed_work="own_layout"),
 }
 
 
@@ -142,9 +154,9 @@ def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | Non
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
-    ulysses = _ulysses_size(name, world, ulysses_size)
-    layout = Layout(algorithm.kind, world, algorithm.chunks_per_rank, ulysses)
-    can_keep = algorithm.assign is whole and world > 1
+    ulysses = ulysses_ranks(name, world, ulysses_size)
+    layout = Layout(algorithm.layout, world, algorithm.chunks_per_rank, ulysses)
+    can_keep = algorithm.ranks_per_place == "all" and world > 1
     return Schedule(name, layout, head_groups * ulysses, (), (), can_keep=can_keep)
 
 
@@ -162,7 +174,7 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     if heads % groups or (kv_heads % groups and groups % kv_heads):
         if schedule.turns > 1:
             remedy = "leave head_groups out"
-        elif schedule.ulysses_size > 1 and schedule.name not in ("ulysses", "usp"):
+        elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ranks_per_place == "one":
             remedy = "leave --ulysses_size out"
         else:
             remedy = "prefix takes any number"
@@ -172,21 +184,23 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         )
 
 
-def _ulysses_size(name: str, world: int, asked: int | None) -> int:
-    if name == "ulysses":
+def ulysses_ranks(name: str, world: int, asked: int | None) -> int:
+    """Returns how many ranks share a place of the sequence. Raises ValueError where they cannot."""
+    shared_by = SCHEDULES[name].ranks_per_place
+    if shared_by == "all":
         if asked not in (None, world):
             raise ValueError(
-                f"schedule ulysses splits heads over all {world} ranks, not {asked}; usp splits them over a part"
+                f"schedule {name} splits heads over all {world} ranks, not {asked}; usp splits them over a part"
             )
         return world
-    size = asked or (world // 2 if name == "usp" else 1)
+    size = asked or (world // 2 if shared_by == "half" else 1)
     if size and world % size:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
         raise ValueError(f"ulysses_size {size} does not divide {world} ranks; choose one of {divisors}")
-    if name == "usp" and not 1 < size < world:
+    if shared_by == "half" and not 1 < size < world:
         sizes = f" with ulysses_size {asked}" if asked else ""
         raise ValueError(
-            f"schedule usp needs more than one place and more than one rank in each: {world} ranks{sizes} have not; "
+            f"schedule {name} needs more than one place and more than one rank in each: {world} ranks{sizes} have not; "
             f"use {'ulysses' if size == world > 1 else 'prefix'}"
         )
     return size

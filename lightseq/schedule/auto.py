@@ -85,7 +85,7 @@ def best(found: list[Priced], kv_heads: int, gathered_limit_bytes: float | None 
     longest = (1 + WORTH_ITS_MEMORY) * fastest.estimate.seconds
     most = max(kv_heads, _cuts(fastest.choice))
     alike = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
-    frugal = [p for p in alike if p.choice.schedule == "ulysses" or _cuts(p.choice) <= most]
+    frugal = [p for p in alike if SCHEDULES[p.choice.schedule].ranks_per_place == "all" or _cuts(p.choice) <= most]
     return max(frugal, key=lambda p: p.choice.head_groups or 1)
 
 
@@ -105,7 +105,8 @@ def priced(
 def choices(world: int, shape: AttentionShape, asked: Choice = Choice()) -> Iterator[Choice]:  # noqa: B008
     """Everything that can be had for that many ranks and heads, and agrees with what was asked for."""
     for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
-        sizes = [u for u in range(2, world) if world % u == 0] if name == "usp" else [None]
+        shared = SCHEDULES[name].ranks_per_place == "half"
+        sizes = [u for u in range(2, world) if world % u == 0] if shared else [None]
         for size in sizes if asked.ulysses_size is None else [asked.ulysses_size]:
             groups = HEAD_GROUPS if SCHEDULES[name].has_head_groups else (1,)
             for count in groups if asked.head_groups is None else [asked.head_groups]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import Rates, estimate
 from lightseq.schedule.traffic import Load, load
@@ -55,7 +56,7 @@ def point_of(record: Mapping[str, Any]) -> Point:
     """Every measured world is one host, as the benchmark's symmetric transport asks for."""
     alone = record["implementation"] == ONE_GPU
     world = 1 if alone else record["world"]
-    size = None if alone or record["schedule"] == "ulysses" else record["ulysses_size"]
+    size = None if alone or SCHEDULES[record["schedule"]].ranks_per_place == "all" else record["ulysses_size"]
     groups = 1 if alone else record["head_groups"] or 1
     shape = AttentionShape(
         record["length"], record["heads"], record["kv_heads"], record["head_dim"], record.get("batch", 1)

@@ -183,8 +183,8 @@ def _area(tile: Tile) -> int:
 
 
 def _is_balanced(schedule: Schedule) -> bool:
-    """Whether any rank may hold any chunk: where each tile is a query chunk with all keys that it needs."""
-    return SCHEDULES[schedule.name].assign is prefix
+    """Returns whether every batch of packed documents gets a layout of its own."""
+    return SCHEDULES[schedule.name].packed_work == "own_layout"
 
 
 def limit(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:

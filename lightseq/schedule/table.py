@@ -115,10 +115,6 @@ class Schedule:
         """Ranks that share each place of the sequence, each with heads of its own."""
         return self.layout.ulysses
 
-    @cached_property
-    def queries_travel(self) -> bool:
-        return any(move.item == "q" for step in self.backward for move in step.moves)
-
     def gathers(self, backward: bool) -> "Items":
         """What travels to a tile in a pass, if it is not there."""
         return ("q",) if backward and self.keeps else OPERANDS

@@ -105,8 +105,6 @@ def _memory_bytes(load: Load, shape: AttentionShape, sizes: np.ndarray, rates: R
     )  # shared heads travel packed once
     own = schedule.layout.chunks_per_rank * groups
     packed = 2 * float((own * sizes[:2] * travels[:2]).sum())
-    if backward and travels[0]:
-        packed += float(own[0] * sizes[0])  # kernels/rows.py reads out and its gradient once more
     element = float(shape.element_bytes)
     taken = 0.0
     for i, item in enumerate(COLUMNS[backward][2:]):

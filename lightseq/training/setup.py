@@ -39,12 +39,11 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import Family
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class
+from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
-
-UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,10 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
-    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
+    algorithm = SCHEDULES.get(config.schedule)  # None: auto
+    uneven = (
+        config.packing != "none" and sequence_size > 1 and algorithm is not None and algorithm.packed_work == "uneven"
+    )
     areas = (
         f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
         "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightseq.attention.executor import attention_backward, attention_forward
+from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
-from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.algorithms import make_schedule, ulysses_ranks
 from lightseq.schedule.auto import Choice
 
 TOKENS = 512  # of a chunk in the run that is counted
@@ -44,9 +44,7 @@ def attention_memory(
     choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
 ) -> AttentionMemory:
     """Of the rank that takes most."""
-    ulysses = world if choice.schedule == "ulysses" else choice.ulysses_size or 1
-    if choice.schedule == "usp" and choice.ulysses_size is None:
-        ulysses = world // 2
+    ulysses = ulysses_ranks(choice.schedule, world, choice.ulysses_size)
     places = world // ulysses
     if places <= MOST_PLACES:
         return _counted(choice, world, heads, kv_heads, dim, element, keep_gathered)
@@ -75,9 +73,9 @@ def _counted(
     for rank in sorted({0, world // 2, world - 1}):
         carrier = _Counting()
         with _Live() as forward:
-            attention_forward(q, k, v, table, rank, kernel, carrier, 1.0, kept)
+            Executor(table, rank, kernel, carrier, 1.0).forward(q, k, v, kept)
         with _Live() as backward:
-            attention_backward(out, kept or (q, k, v), out, lse, table, rank, kernel, carrier, 1.0)
+            Executor(table, rank, kernel, carrier, 1.0).backward(out, kept or (q, k, v), out, lse)
         found.append((carrier.largest, forward.peak + (kept.memory.nbytes if kept else 0), backward.peak))
     return AttentionMemory(*(max(column) / local for column in zip(*found, strict=True)))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightseq.schedule.algorithms import ulysses_ranks
 from lightseq.schedule.auto import Choice, Priced, best, choices, priced, refusal
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import Estimate, Rates, kernel_seconds
@@ -77,7 +78,7 @@ def record(row: Row, shape: AttentionShape, cluster: Cluster) -> dict[str, Any]:
         "gpus": row.gpus,
         "schedule": row.schedule,
         "head_groups": c and (c.head_groups or 1),
-        "ulysses_size": c and (row.gpus if c.schedule == "ulysses" else c.ulysses_size or 1),
+        "ulysses_size": c and ulysses_ranks(c.schedule, row.gpus, c.ulysses_size),
         "transport": row.transport,
         "seconds": e and e.seconds,
         "compute_seconds": e and e.compute_seconds,

@@ -19,7 +19,7 @@ from lightseq.config.command_line import parse, underscored
 from lightseq.config.parser import Parser, refused
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.base import KernelSpec
-from lightseq.kernels.select import unfit
+from lightseq.kernels.selection import unfit
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import make_plan
 from lightseq.memory.planner.rates import CHIPS, Chip, chip_named

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, backward_tile, forward_tile
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
 from lightseq.schedule.table import Mask
 from lightseq.tools.verify.report import SKIP, Row, gathered, off, verdict
 from lightseq.utils.formatting import first_line
@@ -129,7 +129,7 @@ def _errors(kernel: Kernel, wants: Mapping[Case, _Wanted]) -> dict[str, tuple[fl
         q, k, v, dout = want.inputs
         try:
             made = forward_tile(kernel, q, k, v, case.mask, want.scale)
-            grads = backward_tile(kernel, dout, q, k, v, *want.whole, case.mask, want.scale)
+            grads = backward_tile(kernel, dout, Saved(q, k, v, *want.whole), case.mask, want.scale)
             found = [_error(a, b) for a, b in zip((*made, *grads), want.results, strict=True)]
         except Exception as error:  # a package of somebody else's, which may raise anything
             errors[f"{case}: {type(error).__name__}: {first_line(error)}"] = (float("inf"), 0.0)

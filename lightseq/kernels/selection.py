@@ -1,22 +1,9 @@
-"""Which kernel runs here: the fastest first for the chip, and why those before it could not."""
+"""Choice of the kernel: the fastest that can run here, and why faster ones cannot."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightseq.kernels.base import Kernel, KernelSpec
-from lightseq.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.torch_native import AtenKernel, CpuKernel, CudnnKernel
-
-KERNELS: dict[str, Callable[[KernelSpec], Kernel]] = {
-    "fa4": lambda spec: FlashAttention4(spec.deterministic),
-    "fa3": lambda spec: FlashAttention3(spec.deterministic),
-    "fa2": lambda spec: FlashAttention2(spec.deterministic),
-    "cudnn": lambda spec: CudnnKernel(),
-    "aten": lambda spec: AtenKernel(spec.deterministic),
-    "cpu": lambda spec: CpuKernel(),
-    "reference": lambda spec: ReferenceKernel(),
-}
+from lightseq.kernels.registry import KERNELS
 
 
 @dataclass(frozen=True)
@@ -32,7 +19,7 @@ class Selection:
 
 
 def select(name: str, spec: KernelSpec) -> Selection:
-    """The named kernel, or for `auto` the first that can run. Raises ValueError with the reason if it cannot."""
+    """Returns the named kernel, or for `auto` the first that can run. Raises ValueError if it cannot run here."""
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
@@ -51,7 +38,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 
 def unfit(name: str, spec: KernelSpec) -> str | None:
-    """Why the named kernel could not run on a GPU that need not be here, whatever is installed; None if it could."""
+    """Returns why the named kernel could not run on a GPU like this, whatever is installed; None if it could."""
     kernel = KERNELS[name](spec)
     reason: str | None = getattr(kernel, "unfit", kernel.why_not)(spec)  # of the others nothing has to be installed
     return reason

@@ -1,0 +1,253 @@
+"""Computes a tile under any mask or segments with any kernel.
+
+Every mask is brought down to the two cases that kernels know, full and causal. Segments are computed in one call of
+variable lengths where the kernel has one.
+
+Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
+from lightseq.kernels.lse_merge import merge_into
+from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
+from lightseq.schedule.table import Mask
+
+
+def forward_tile(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Segments, scale: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of one tile. Rows that see no key have out 0 and lse -inf.
+
+    `into` is memory that out may be written to; if it was, that same tensor is returned.
+    """
+    if isinstance(mask, Segments):
+        return _forward_segments(kernel, q, k, v, mask, scale, into)
+    if mask is Mask.FULL:
+        return kernel.forward(q, k, v, False, scale, into)
+    if mask is Mask.STRICT:
+        return _forward_strict(kernel, q, k, v, scale)
+    before = k.shape[1] - q.shape[1]
+    assert before >= 0, "a causal tile has at least as many keys as queries"
+    if before == 0 or kernel.causal_alignment == "bottom_right":
+        return kernel.forward(q, k, v, True, scale, into)
+    out, lse = kernel.forward(q, k[:, :before], v[:, :before], False, scale)
+    diagonal_out, diagonal_lse = kernel.forward(q, k[:, before:], v[:, before:], True, scale)
+    merged = out.to(lse.dtype)
+    merge_into(merged, lse, diagonal_out, diagonal_lse)
+    return merged.to(q.dtype) if into is None else into.copy_(merged), lse
+
+
+def backward_tile(
+    kernel: Kernel, dout: Tensor, saved: Saved, mask: Mask | Segments, scale: float,
+    into: GradientMemory = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns (dq, dk, dv) of one tile, from the global out and lse. `into` as in `forward_tile`."""
+    if isinstance(mask, Segments):
+        return _backward_segments(kernel, dout, saved, mask, scale, into)
+    if mask is Mask.FULL:
+        return kernel.backward(dout, saved, False, scale, into)
+    if mask is Mask.STRICT:
+        return _backward_strict(kernel, dout, saved, scale)
+    before = saved.k.shape[1] - saved.q.shape[1]
+    if before == 0 or kernel.causal_alignment == "bottom_right":
+        return kernel.backward(dout, saved, True, scale, into)
+    dq, dk, dv = gradient_memory(into, saved)
+    of_queries = []
+    for keys, causal in ((slice(before), False), (slice(before, None), True)):
+        memory = (None, dk[:, keys], dv[:, keys])
+        part = saved._replace(k=saved.k[:, keys], v=saved.v[:, keys])
+        made = kernel.backward(dout, part, causal, scale, memory)
+        of_queries.append(made[0])
+        for x, gradient in zip(memory[1:], made[1:], strict=True):
+            if x is not gradient:
+                x.copy_(gradient)
+    return torch.add(*of_queries, out=dq), dk, dv  # each rounded by its kernel, their sum once more
+
+
+# ---- strict: the causal tile of all queries but the first against all keys but the last ------------------------------
+
+
+def _forward_strict(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    assert q.shape[1] == k.shape[1], "a strict tile is square"
+    batch, length, heads, _ = q.shape
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full((batch, heads, length), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    if length > 1:
+        out[:, 1:], lse[:, :, 1:] = kernel.forward(q[:, 1:], k[:, :-1], v[:, :-1], True, scale)
+    return out, lse
+
+
+def _backward_strict(kernel: Kernel, dout: Tensor, saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if q.shape[1] > 1:
+        inner = Saved(q[:, 1:], k[:, :-1], v[:, :-1], out[:, 1:], lse[:, :, 1:])
+        dq[:, 1:], dk[:, :-1], dv[:, :-1] = kernel.backward(dout[:, 1:], inner, True, scale)
+    return dq, dk, dv
+
+
+# ---- segments -------------------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """Segments side by side as flash kernels take them: where each begins, and the end (int32, on the device)."""
+
+    q: Tensor
+    k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+@runtime_checkable
+class VarlenKernel(Protocol):
+    """A kernel that computes segments side by side in one call, causal masks aligned bottom-right in each."""
+
+    def forward_varlen(
+        self, q_SHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Lengths, causal: bool, scale: float,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns out (S, H, D) and lse (H, S)."""
+        ...
+
+    def backward_varlen(
+        self, dout_SHD: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        into: GradientMemory = (None, None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns dq, dk and dv; `saved` has no batch dimension: (S, H, D), (T, K, D) and lse (H, S)."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A round on a device: which rows it takes, side by side, and the lengths of its segments."""
+
+    q: slice | Tensor
+    k: slice | Tensor
+    lengths: Lengths
+    causal: bool
+    sizes: tuple[tuple[int, int], ...]  # queries and keys of each segment
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.CAUSAL if self.causal else Mask.FULL
+
+    def is_all(self, q: Tensor) -> bool:
+        return isinstance(self.q, slice) and (self.q.start, self.q.stop) == (0, q.shape[1])
+
+    def of(self, saved: Saved) -> Saved:
+        """Returns the rows and keys that the part takes."""
+        q, k, v, out, lse = saved
+        return Saved(q[:, self.q], k[:, self.k], v[:, self.k], out[:, self.q], lse[:, :, self.q])
+
+
+def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
+    """Returns the parts on a device, made once: every layer of a batch runs the same segments."""
+    if device not in segments.known:
+        segments.known[device] = tuple(_part(found, device) for found in segments.rounds)
+    return segments.known[device]
+
+
+def _part(found: Round, device: torch.device) -> _Part:
+    def here(x: np.ndarray) -> Tensor:  # from pinned memory, so that the host does not wait for the stream
+        tensor = torch.from_numpy(x)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    rows, keys = found.segments[:, ROWS], found.segments[:, KEYS]
+    begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))
+    q, k = (x if isinstance(x, slice) else here(x) for x in (found.queries, found.keys))
+    lengths = Lengths(begins[0], begins[1], int(rows.max()), int(keys.max()))
+    return _Part(q, k, lengths, found.causal, tuple(zip(rows.tolist(), keys.tolist(), strict=True)))
+
+
+def _forward_segments(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    parts = _parts(segments, q.device)
+    if len(parts) == 1 and parts[0].is_all(q):
+        return _forward_part(kernel, q, k[:, parts[0].k], v[:, parts[0].k], parts[0], scale, into)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if into is None else into.zero_()
+    lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for part in parts:
+        made, made_lse = _forward_part(kernel, q[:, part.q], k[:, part.k], v[:, part.k], part, scale)
+        out[:, part.q], lse[:, :, part.q] = made, made_lse
+    return out, lse
+
+
+def _forward_part(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of the rows that a part takes; q, k and v hold those alone."""
+    if len(part.sizes) == 1:
+        return forward_tile(kernel, q, k, v, part.mask, scale, into)
+    if isinstance(kernel, VarlenKernel):
+        memory = None if into is None else into[0]
+        out, lse = kernel.forward_varlen(q[0], k[0], v[0], part.lengths, part.causal, scale, memory)
+        return (into if into is not None and out is memory else out.unsqueeze(0)), lse.unsqueeze(0)
+    rows, keys = zip(*part.sizes, strict=True)
+    made = [
+        forward_tile(kernel, *segment, part.mask, scale)
+        for segment in zip(q.split(rows, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
+    ]
+    outs, lses = zip(*made, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _backward_segments(
+    kernel: Kernel, dout: Tensor, saved: Saved, segments: Segments, scale: float, into: GradientMemory
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = gradient_memory(into, saved)
+    parts = _parts(segments, saved.q.device)
+    part, rows, keys = parts[0], parts[0].q, parts[0].k
+    if len(parts) == 1 and isinstance(rows, slice) and isinstance(keys, slice):
+        memory = dq[:, rows], dk[:, keys], dv[:, keys]
+        made = _backward_part(kernel, dout, saved, part, scale, memory)
+        for x, here in ((dq, rows), (dk, keys), (dv, keys)):
+            x[:, : here.start], x[:, here.stop :] = 0, 0
+        for x, gradient in zip(memory, made, strict=True):
+            if x is not gradient:
+                x.copy_(gradient)
+        return dq, dk, dv
+    wide = torch.promote_types(saved.q.dtype, torch.float32)
+    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]  # several parts may share keys
+    for part in parts:
+        made = _backward_part(kernel, dout, saved, part, scale, (None, None, None))
+        for total, gradient, where in zip(sums, made, (part.q, part.k, part.k), strict=True):
+            total[:, where] += gradient  # no place twice in one part
+    for x, total in zip((dq, dk, dv), sums, strict=True):
+        x.copy_(total)
+    return dq, dk, dv
+
+
+def _backward_part(
+    kernel: Kernel, dout: Tensor, saved: Saved, part: _Part, scale: float, into: GradientMemory
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, saved = dout[:, part.q], part.of(saved)
+    if len(part.sizes) == 1:
+        return backward_tile(kernel, dout, saved, part.mask, scale, into)
+    if isinstance(kernel, VarlenKernel):
+        dq_, dk_, dv_ = (None if x is None else x[0] for x in into)
+        memory = dq_, dk_, dv_
+        one = Saved(*(x[0] for x in saved))
+        made = kernel.backward_varlen(dout[0], one, part.lengths, part.causal, scale, memory)
+        dq, dk, dv = (
+            whole if whole is not None and x is there else x.unsqueeze(0)
+            for x, there, whole in zip(made, memory, into, strict=True)
+        )
+        return dq, dk, dv
+    rows, keys = zip(*part.sizes, strict=True)
+    split = (
+        saved.q.split(rows, 1), saved.k.split(keys, 1), saved.v.split(keys, 1), saved.out.split(rows, 1),
+        saved.lse.split(rows, 2),
+    )  # fmt: skip
+    grads = [
+        backward_tile(kernel, dout_, Saved(*segment), part.mask, scale)
+        for dout_, *segment in zip(dout.split(rows, 1), *split, strict=True)
+    ]
+    dq, dk, dv = (torch.cat(x, 1) for x in zip(*grads, strict=True))
+    return dq, dk, dv
