@@ -15,6 +15,7 @@ from lightseq.cli import main as lightseq_main
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import help_text, parse
 from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.schedule.algorithms import SCHEDULES
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -268,6 +269,10 @@ def test_a_wrong_command_line_is_refused_in_one_line_that_says_what_to_do(words:
 def test_an_unknown_choice_is_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=f"--{flag} 'nonsense' is unknown; choose from "):
         given(f"--{flag} nonsense")
+
+
+def test_schedules_that_may_be_chosen_are_those_there_are() -> None:
+    assert CHOICES["schedule"] == ("auto", *SCHEDULES)
 
 
 @pytest.mark.parametrize("flag", ["model_name_or_path", "data_path", "output_dir"])

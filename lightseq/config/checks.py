@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightseq.config.remat_policies import KEEPING_MLP, POLICIES
+from lightseq.kernels.registry import KERNELS
 
 if TYPE_CHECKING:  # TrainConfig imports these checks
     from lightseq.config.train_config import TrainConfig
@@ -19,7 +20,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
-    "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
+    "kernel": ("auto", *KERNELS),
     "transport": (
         *("auto", "nccl", "gloo", "symmetric"),
         *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
