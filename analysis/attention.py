@@ -145,11 +145,11 @@ def tables_of(records: Iterable[Record]) -> list[LengthTable]:
             for record in records
             if setting_of(record) == (alone if record["implementation"] == CEILING else setting)
         ]
-        tables.append(LengthTable(named, device, lines_of(mine)))
+        tables.append(LengthTable(named, device, numbered_lines(mine)))
     return tables
 
 
-def lines_of(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+def numbered_lines(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
     """Returns the records by label and length: the ceiling first, then the fastest at the longest length."""
     lines: dict[str, dict[int, Record]] = {}
     for record in sorted(records, key=lambda record: int(record["length"])):

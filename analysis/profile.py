@@ -16,7 +16,7 @@ from lightseq.profiling.traffic import Kind, kinds_of
 
 from .drawing import FORMATS, GIB, print_lines, save
 from .records import Record
-from .runs import read_object, section
+from .runs import read_json_object, section
 from .timeline import figure
 
 LARGE = 2**20  # bytes, from which on a rate says something about a link
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(traffic_table(moved, account.steps))
     if arguments.kernels:
         console.print(kernel_table(account, arguments.kernels))
-    summary = read_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
+    summary = read_json_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
     if memory := section(summary, "memory"):
         console.print(memory_table(memory))
     if picture is not None:

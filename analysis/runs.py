@@ -95,7 +95,7 @@ def read_run(directory: Path, label: str) -> Run:
         raise ValueError(f"{path} has no training step yet; wait for the run's first logged step")
     if repeated:
         notes.append(f"{label}: {repeated} steps were logged twice, as a resumed run does; the later ones are drawn")
-    info, profile = (read_object(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
+    info, profile = (read_json_object(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
     return Run(label, directory, steps, evaluations, info, tuple(notes), profile)
 
 
@@ -116,7 +116,7 @@ def latest(records: Sequence[Record]) -> tuple[tuple[Record, ...], int]:
     return tuple(by_step[step] for step in sorted(by_step)), len(records) - len(by_step)
 
 
-def read_object(path: Path) -> Record:
+def read_json_object(path: Path) -> Record:
     """Returns the object in a file beside the metrics, empty if there is no such file."""
     if not path.is_file():
         return {}

@@ -21,7 +21,7 @@ from lightseq.config.lengths import shown as short_length
 
 from .drawing import GIB, format_number
 from .records import Record, json_object
-from .runs import check_record, column, latest, median, read_object, section
+from .runs import check_record, column, latest, median, read_json_object, section
 
 RECENT = 50  # steps that tell the pace
 QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # a run is quiet after five usual logging intervals, and never before 20 s
@@ -155,7 +155,7 @@ def parse(line: str) -> Record | str:
 def read_unfinished(path: Path) -> Record:
     """Returns the object in a file; empty while it is being written."""
     try:
-        return read_object(path)
+        return read_json_object(path)
     except ValueError:
         return {}
 

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import yaml
 from lightseq.config.command_line import OLDER_SPELLINGS
 from lightseq.config.lengths import tokens
 from lightseq.config.train_config import TrainConfig
+from lightseq.config.yaml_file import TextLoader, read_file
 
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]
@@ -56,18 +58,6 @@ class Sweep:
         return ValueError(f"{self.path}: {key}: {problem}")
 
 
-class Words(yaml.BaseLoader):
-    """YAML in which every scalar is the text that was typed: `no` is no False, and 10:12 no number of seconds."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     """`changes` are KEY=VALUE, in the place of what the file has. Raises ValueError, with file and key, for what cannot
     be read or means nothing."""
@@ -105,7 +95,7 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
         others = f"; there are {', '.join((*SHORT, *LAUNCHER, *PLAIN))}, data.KEY and the flags of llama3/train.py"
         raise ValueError(f"--set {change}: {key} is no setting{nearest(key, known) or others}")
     try:
-        value = yaml.load(text, Loader=Words) if text else ""
+        value = yaml.load(text, Loader=TextLoader) if text else ""
     except yaml.YAMLError:
         raise ValueError(f"--set {change}: the value is no word and no [list, of, words]") from None
     if key in PLAIN:
@@ -234,17 +224,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    try:
-        top = yaml.load(path.read_text(encoding="utf-8"), Loader=Words)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is no text in UTF-8") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{path}{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    top = read_file(path, partial(yaml.load, Loader=TextLoader))
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
     for key in top:

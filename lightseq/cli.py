@@ -1,4 +1,4 @@
-"""Training and the tools around it.
+"""Trains language models on long sequences, and plans, verifies and evaluates such runs.
 
 python3 -m lightseq COMMAND [--flag value ...]
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq COMMAND [--flag value ...]
@@ -27,25 +27,25 @@ BOTH = ModelFamily(
 
 
 class Command(NamedTuple):
-    module: str  # whose `main` takes a family and the words that follow, and returns the exit status
+    module: str  # its `main` takes a family and the rest of the command line, and returns the exit status
     about: str
-    details: str | None = None  # above the flags of training, where it takes no others: such help comes at once
+    details: str | None = None  # of commands that take the flags of training only: their help imports no module
 
 
-# By name and not imported: torch and transformers take seconds, and most commands need some of it only.
+# Modules are imported when their command runs: torch and transformers take seconds.
 COMMANDS: Mapping[str, Command] = {
     "train": Command("lightseq.training.command", "trains a causal language model of transformers across ranks"),
     "verify": Command(
         "lightseq.tools.verify.command",
         "compares distributed loss and gradients with one process",
-        "Compares loss and gradients of a few layers with one process, each kernel with float64, and what travels byte "
-        "by byte, on the flags of a training run. Without --data_path data is made up.",
+        "Compares loss and gradients of a few layers with one process, each kernel with float64, and every transfer "
+        "byte by byte. Takes the flags of training; without --data_path it makes up data.",
     ),
     "rehearse": Command(
         "lightseq.tools.plan.rehearsal",
-        "runs a step without attention's arithmetic: does the length fit?",
-        "Runs a step without attention's arithmetic, to see whether a length fits, on the flags of a training run. "
-        "Data is made up.",
+        "runs a step without attention's arithmetic to see whether a length fits",
+        "Runs a step without attention's arithmetic to see whether a length fits. Takes the flags of training and "
+        "makes up data.",
     ),
     "plan": Command("lightseq.tools.plan.command", "predicts memory and time of a run; with --attention, of one layer"),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval"),
@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the first word names. Returns its exit status."""
     set_up_process()
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
+    """Returns the help that lists the commands."""
     about, _, *usages = (__doc__ or "").strip().splitlines()
     lines = ["usage: " + "\n       ".join(usages), "", about, ""]
     lines += [f"  {name:<10} {command.about}" for name, command in COMMANDS.items()]

@@ -55,7 +55,7 @@ def legend_of(drawn: Figure) -> list[str]:
     return [text.get_text() for legend in drawn.legends for text in legend.get_texts()]
 
 
-def lines_of(axes: Axes) -> list[list[list[float]]]:
+def numbered_lines(axes: Axes) -> list[list[list[float]]]:
     """The x and y of each line, without those of error bars."""
     return [
         [list(x) for x in line.get_data()]
@@ -80,7 +80,7 @@ def test_a_line_for_every_combination_of_the_settings_that_differ(results: Path)
     (axes,) = drawn.axes
     assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["4K", "8K", "64K"]
     for factor in (1.0, 2.0):
-        assert [[*LENGTHS], [factor * n for n in LENGTHS]] in lines_of(axes)
+        assert [[*LENGTHS], [factor * n for n in LENGTHS]] in numbered_lines(axes)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_weak_scaling_is_a_line_of_the_same_tokens_on_every_rank(tmp_path: Path)
             records = [record(step, tokens_per_second=float(length + ranks)) for step in range(1, 13)]
             write_run(tmp_path / "runs" / f"{length}-{ranks}", records, info)
     axes = axes_of(tmp_path, "{metric: speed, x: ranks, series: [model], where: {tokens_per_rank: 32768}}")
-    assert [[1, 2, 4], [32769.0, 65538.0, 131076.0]] in lines_of(axes)
+    assert [[1, 2, 4], [32769.0, 65538.0, 131076.0]] in numbered_lines(axes)
     strong = draw(tmp_path, "{metric: speed, x: ranks, series: [length]}")
     assert legend_of(strong) == ["length 32K", "length 64K", "length 128K"]
 
@@ -266,7 +266,7 @@ def test_numbers_of_traced_steps_are_drawn_over_a_setting(
     for length in LENGTHS[:2]:
         write_profile(results / "runs" / f"fa4-{length}", PROFILE)
     axes = axes_of(results, f"{{metric: {word}, x: length}}")
-    assert [[*LENGTHS[:2]], pytest.approx([value, value])] in lines_of(axes)
+    assert [[*LENGTHS[:2]], pytest.approx([value, value])] in numbered_lines(axes)
     others = f"{{metric: {word}, x: length, where: {{kernel: cudnn}}}}"
     write_config(results, f"{others}\n  two: {{metric: memory, x: kernel, where: {{length: 4096}}}}")
     status, names, err = plots(results, capsys)

@@ -5,14 +5,17 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from lightseq.cli import COMMANDS
 from lightseq.cli import main as lightseq_main
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import help_text, parse
 from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.schedule.algorithms import SCHEDULES
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -39,13 +42,13 @@ def test_the_command_line_of_the_original_experiments_parses() -> None:
 
 def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
     shown = [line.split()[0].removeprefix("--") for line in help_text(PROGRAM).splitlines() if line.startswith("  --")]
-    assert sorted(shown) == sorted({field.name for field in dataclasses.fields(TrainConfig)})
+    assert sorted(shown) == sorted({"config", *(field.name for field in dataclasses.fields(TrainConfig))})
 
 
 def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
     text = help_text(PROGRAM)
     titles = [line for line in text.splitlines() if line and not line.startswith((" ", "usage"))]
-    assert titles == ["model", "data", "training", "adapters", "parallelism", "memory", "logging and saving"]
+    assert titles == ["model:", "data:", "training:", "adapters:", "parallelism:", "memory:", "logging:"]
     assert "choices: auto, ring, striped, zigzag, balanced, prefix, ulysses, usp; default: auto" in " ".join(
         text.split()
     )
@@ -268,6 +271,10 @@ def test_an_unknown_choice_is_refused(flag: str) -> None:
         given(f"--{flag} nonsense")
 
 
+def test_schedules_that_may_be_chosen_are_those_there_are() -> None:
+    assert tuple(CHOICES["schedule"]) == ("auto", *SCHEDULES)
+
+
 @pytest.mark.parametrize("flag", ["model_name_or_path", "data_path", "output_dir"])
 def test_a_missing_path_is_named(flag: str) -> None:
     words = shlex.split(REQUIRED)
@@ -283,7 +290,154 @@ def test_parsing_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_flags_are_read_without_torch() -> None:
+def test_flags_are_read_without_torch_and_without_a_file_without_yaml() -> None:
     """Sweeps read those of every cell, and torch takes seconds to import."""
-    code = "import sys, lightseq.config.command_line; sys.exit('torch' in sys.modules)"
+    code = f"""import sys
+from lightseq.config.command_line import parse
+parse({shlex.split(REQUIRED)}, "{PROGRAM}")
+sys.exit(bool({{"torch", "transformers", "yaml"}} & sys.modules.keys()))"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- files of flags --------------------------------------------------------------------------------------------------
+
+EVERY_KIND = """
+# In plain YAML `no` is False, 10:12 a number of seconds and 2e-5 a string.
+random_init: true
+save_strategy: no
+learning-rate: 2e-5
+evaluation_strategy: no
+model_max_length: 128K
+fsdp: ""
+tokenizer: 007
+max_steps:
+rope_scaling: {rope_type: yarn, factor: 8.5}
+profile_steps: 10:12
+"""
+GROUPED = """
+model: {random_init: true, tokenizer: 007, rope_scaling: '{"rope_type": "yarn", "factor": 8.5}'}
+data:
+  model_max_length: 131072
+training: {learning_rate: 2e-5, max_steps: null}
+adapters:
+parallelism: {fsdp: ""}
+memory: {}
+logging: {save_strategy: no, eval_strategy: no, profile_steps: [10, 12]}
+"""
+
+
+def file_of(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("text", [EVERY_KIND, GROUPED])
+def test_a_file_says_what_its_flags_say_on_a_command_line(text: str, tmp_path: Path) -> None:
+    words = """--random_init --save_strategy no --learning_rate 2e-5 --model_max_length 131072 --fsdp '' --tokenizer 007
+        --rope_scaling '{"rope_type": "yarn", "factor": 8.5}' --profile_steps 10:12"""
+    assert given(f"--config {file_of(tmp_path, text)}") == given(words)
+
+
+def test_flags_on_the_command_line_win_over_the_file(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "seed: 7\nbf16: true\nlearning_rate: 1e-4\noutput_dir: elsewhere")
+    for words in (f"--seed 3 --config {path} --bf16 False", f"--config={path} --bf16=False --seed=3"):
+        config = given(words)
+        assert (config.seed, config.bf16, config.learning_rate, config.output_dir) == (3, False, 1e-4, "outputs")
+
+
+def test_a_file_may_give_all_that_is_required(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "model_name_or_path: tiny-llama3\ndata_path: data.pkl\noutput_dir: outputs")
+    assert parse(["--config", str(path)], PROGRAM) == given("")
+
+
+@pytest.mark.parametrize("words", ["", "--bf16 --rope_scaling '{\"factor\": 2}' --profile_steps 3:4 --fsdp ''"])
+def test_the_config_of_an_earlier_run_is_a_file_of_flags(words: str, tmp_path: Path) -> None:
+    config = given(words)
+    facts = {"command": "llama3/train.py", "remat": "attention", "config": config.to_json()}
+    for name, text in (
+        ("run.json", json.dumps(facts)),
+        ("flags.json", json.dumps(config.to_json())),
+        ("json.yaml", json.dumps(config.to_json())),
+        ("run.yaml", yaml.safe_dump(config.to_json())),
+    ):
+        assert parse(["--config", str(file_of(tmp_path, text, name))], PROGRAM) == config, name
+
+
+def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> None:
+    path = file_of(tmp_path, json.dumps({"config": {"tokenizer": "\N{CAT FACE}"}}), "run.json")
+    assert given(f"--config {path}").tokenizer == "\N{CAT FACE}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("learning_rat: 1", ": unknown flag --learning_rat; did you mean --learning_rate?"),
+        ("training: {learning_rat: 1}", ": unknown flag --learning_rat; did you mean --learning_rate?"),
+        ("zzz:", ": zzz has no value; give one, or leave it out"),
+        ("seed: 1.5", ": --seed: '1.5' is not a whole number"),
+        ("seed: true", ": --seed: 'true' is not a whole number"),
+        ("seed: [1, 2]", ": seed: ['1', '2'] is not a single value"),
+        ("seed:", ": seed has no value; give one, or leave it out"),
+        ("data_path: {a: b}", ": data_path: {'a': 'b'} is not a single value"),
+        ("training: {bf16: 3}", ": --bf16: '3' is neither True nor False"),
+        ("learning_rate: fast", ": --learning_rate: 'fast' is not a number"),
+        ("rope_scaling: yarn", ": --rope_scaling: 'yarn' is not JSON"),
+        ("rope_scaling: &a {x: *a}", " line 1: found unconstructable recursive node"),
+        ("profile_steps: 612", ": --profile_steps: '612' is not a span of steps"),
+        ("profile_steps: [1, 2, 3]", ": --profile_steps: '1:2:3' is not a span of steps"),
+        ("config: other.yaml", ": config names another file; put the flags of other.yaml here"),
+        ("memory: 5", ": memory: give `flag: value` lines below it"),
+        ("seed: 1\nseed: 2", " line 2: seed is given twice"),
+        ("seed: 1\ntraining: {set-seed: 2}", ": seed is given twice; give it once"),
+        ("seed: [1", " line 1: expected ',' or ']'"),
+        ("{[a]: b}", " line 1: found unhashable key"),
+        ("[" * 5000, ": is nested too deeply"),
+        ("- seed", ": give `flag: value` lines, alone or under model, data, training, adapters"),
+        ("", ": give `flag: value` lines, alone or under model"),
+        ("seed: \x00", ": unacceptable character"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_key(text: str, line: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path, text)
+    with pytest.raises(ValueError) as refusal:
+        given(f"--config {path}")
+    assert str(refusal.value).startswith(f"{path}{line}") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", " line 1: is no JSON (Expecting property name enclosed in double quotes)"),
+        ("[" * 5000, ": is nested too deeply"),
+        ('{"config": [1]}', ": give `flag: value` lines"),
+        ('{"config": {"seed": null}}', ": seed has no value"),
+        ('{"config": {"schedul": "ring"}}', ": unknown flag --schedul; did you mean --schedule?"),
+        ('{"rope_scaling": ' + '{"a":' * 600 + "1" + "}" * 601, ": rope_scaling is nested too deeply"),
+        ('{"seed": ' + "9" * 5000 + "}", ": Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_what_is_wrong_in_a_run_json_is_one_line_too(text: str, line: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path, text, "run.json")
+    with pytest.raises(ValueError) as refusal:
+        given(f"--config {path}")
+    assert str(refusal.value).startswith(f"{path}{line}") and "\n" not in str(refusal.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name, reason in (
+        ("gone.yaml", "cannot be read (No such file or directory)"),
+        ("", "cannot be read (Is a directory)"),
+        ("binary.yaml", "is no text in UTF-8"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            given(f"--config {tmp_path / name}")
+        assert str(refusal.value) == f"{tmp_path / name}: {reason}"
+
+
+def test_values_from_a_file_are_checked_with_those_of_the_command_line(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "warmup_ratio: 0.1\nbf16: true")
+    with pytest.raises(ValueError, match=r"--warmup_ratio 0\.1 and --warmup_steps 3 both set the warm-up"):
+        given(f"--config {path} --warmup_steps 3")
+    assert given(f"--config {path} --warmup_steps 3 --warmup_ratio 0").warmup_steps == 3

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lightseq.config.checks import CHOICES
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 
@@ -33,3 +35,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_the_links_are_seen() -> None:
     assert len(PAGES) > 10 and sum(len([*links(page)]) for page in PAGES) > 30
     assert "how-it-works" in anchors(ROOT / "docs" / "packing.md")
+
+
+def tables(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields a flag and the names below it for each table whose first column has a flag as its title."""
+    for flag, rows in re.findall(r"^\| `--(\w+)` \|.*\n\|[-|: ]+\n((?:\|.*(?:\n|$))+)", page.read_text(), flags=re.M):
+        yield flag, re.findall(r"^\| `([^`]+)`", rows, flags=re.M)
+
+
+def test_tables_of_choices_name_those_that_the_program_has() -> None:
+    found = [(page, flag, names) for page in PAGES for flag, names in tables(page) if flag in CHOICES]
+    assert {"schedule", "kernel"} <= {flag for _, flag, _ in found}
+    for page, flag, names in found:
+        assert sorted(names) == sorted(CHOICES[flag]), f"{page.name}: --{flag}"

@@ -1,1 +1,1 @@
-"""What a training run is asked to do, and how people write it on a command line."""
+"""Flags of a training run: their dataclasses, command line, files and checks."""

@@ -1,26 +1,45 @@
-"""Which flags, alone and together, a training run can honour; any other is one line that says why not."""
+"""Checks of flags, each alone and in combination. An error is one line with the value and the remedy."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
+from lightseq.kernels.registry import KERNELS
+from lightseq.schedule.algorithms import SCHEDULES
 
-if TYPE_CHECKING:  # which is made of these checks
+if TYPE_CHECKING:  # TrainConfig imports these checks
     from lightseq.config.train_config import TrainConfig
 
 EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
-CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+
+
+class AutoOr(Collection[str]):
+    """`auto` and the names of a registry, which may grow while the program runs."""
+
+    def __init__(self, registry: Mapping[str, Any]) -> None:
+        self._registry = registry
+
+    def __contains__(self, name: object) -> bool:
+        return name == "auto" or name in self._registry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("auto", *self._registry))
+
+    def __len__(self) -> int:
+        return 1 + len(self._registry)
+
+
+CHOICES: Final[Mapping[str, Collection[str]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
     "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
-    "schedule": ("auto", "ring", "striped", "zigzag", "balanced", "prefix", "ulysses", "usp"),
-    "kernel": ("auto", "fa4", "fa3", "fa2", "cudnn", "aten", "cpu", "reference"),
+    "schedule": AutoOr(SCHEDULES),
+    "kernel": AutoOr(KERNELS),
     "transport": (
         *("auto", "nccl", "gloo", "symmetric"),
         *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),
@@ -52,21 +71,22 @@ NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup
 
 
 def check(config: TrainConfig) -> None:
-    """Raises ValueError with the value and the remedy."""
-    for holds in CHECKS:
-        holds(config)
+    """Raises ValueError for the first check that fails."""
+    for check_flags in CHECKS:
+        check_flags(config)
 
 
-def _defaults(config: TrainConfig) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config)}
-
-
-def words_of(fsdp: str) -> list[str]:
-    """What --fsdp is made of."""
+def fsdp_words(fsdp: str) -> list[str]:
+    """Splits the value of --fsdp into words."""
     return fsdp.replace(",", " ").split()
 
 
-def _check_names(config: TrainConfig) -> None:
+def _default(config: TrainConfig, flag: str) -> Any:
+    """Returns the default of a flag, which dataclasses store on the class."""
+    return getattr(type(config), flag)
+
+
+def _check_choices(config: TrainConfig) -> None:
     for flag in CHOICES:
         value = getattr(config, flag)
         if value is not None and value not in CHOICES[flag]:
@@ -74,16 +94,16 @@ def _check_names(config: TrainConfig) -> None:
 
 
 def _check_numbers(config: TrainConfig) -> None:
-    least: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+    bounds: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
         (AT_LEAST_ONE, "give at least 1", lambda value: value >= 1),
         (POSITIVE, "give a number above 0", lambda value: 0 < value < math.inf),
         (NOT_NEGATIVE, "give a finite number of at least 0", lambda value: 0 <= value < math.inf),
     )
-    for flags, remedy, holds in least:
+    for flags, remedy, is_within in bounds:
         for flag in flags:
             value = getattr(config, flag)
-            if value is not None and not holds(value):
-                optional = ", or leave it out" if _defaults(config)[flag] is None else ""
+            if value is not None and not is_within(value):
+                optional = ", or leave it out" if _default(config, flag) is None else ""
                 raise ValueError(f"--{flag} {value}: {remedy}{optional}")
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
@@ -102,7 +122,7 @@ def _check_packing(config: TrainConfig) -> None:
 
 def _check_scaling(config: TrainConfig) -> None:
     for flag in ("scaling_factor", "scaling_strategy"):
-        if getattr(config, flag) != _defaults(config)[flag] and config.model_name_or_path != "scaled":
+        if getattr(config, flag) != _default(config, flag) and config.model_name_or_path != "scaled":
             given = f"--{flag} {getattr(config, flag)} sizes the model scaled"
             raise ValueError(f"{given}, not {config.model_name_or_path}; give --model_name_or_path scaled")
 
@@ -134,7 +154,7 @@ def _check_learning_rate(config: TrainConfig) -> None:
 
 
 def _check_fsdp(config: TrainConfig) -> None:
-    words = words_of(config.fsdp)
+    words = fsdp_words(config.fsdp)
     for word in words:
         if word in FSDP_REFUSED:
             raise ValueError(f"--fsdp {word} is refused: {FSDP_REFUSED[word]}; choose from {', '.join(FSDP_MODES)}")
@@ -147,7 +167,7 @@ def _check_fsdp(config: TrainConfig) -> None:
 def _check_deepspeed(config: TrainConfig) -> None:
     if config.deepspeed is None:
         return
-    if config.fsdp != _defaults(config)["fsdp"]:
+    if config.fsdp != _default(config, "fsdp"):
         raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both hold the weights; give one")
     if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
         raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
@@ -170,7 +190,7 @@ def _check_deepspeed(config: TrainConfig) -> None:
 def _check_lora(config: TrainConfig) -> None:
     if config.lora_rank is None:
         for flag in ("lora_alpha", "lora_target_modules"):
-            if getattr(config, flag) != _defaults(config)[flag]:
+            if getattr(config, flag) != _default(config, flag):
                 raise ValueError(f"--{flag} {getattr(config, flag)} has no adapters to shape; add --lora_rank")
         return
     given = f"--lora_rank {config.lora_rank}"
@@ -180,7 +200,7 @@ def _check_lora(config: TrainConfig) -> None:
         raise ValueError(f"{given} and --fp8 {config.fp8} both replace the layers' linears; leave one of them out")
 
 
-def _check_memory(config: TrainConfig) -> None:
+def _check_remat(config: TrainConfig) -> None:
     implied = {None: config.remat, True: "attention", False: "none"}[config.gradient_checkpointing]
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
@@ -197,6 +217,9 @@ def _check_memory(config: TrainConfig) -> None:
         raise ValueError(
             f"--remat {config.remat} keeps what the MLP makes, which {given} does not; give --remat attention"
         )
+
+
+def _check_offload(config: TrainConfig) -> None:
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
@@ -220,7 +243,7 @@ def _check_evaluation(config: TrainConfig) -> None:
 
 
 def _check_keep_best(config: TrainConfig) -> None:
-    """Every checkpoint needs the evaluation loss of its own step."""
+    """Raises ValueError unless every checkpoint has the evaluation loss of its own step."""
     both = f"--eval_strategy {config.eval_strategy} and --save_strategy {config.save_strategy}"
     if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:
         raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {both}; give both alike")
@@ -230,6 +253,17 @@ def _check_keep_best(config: TrainConfig) -> None:
 
 
 CHECKS: Final = (
-    *(_check_names, _check_numbers, _check_precision, _check_learning_rate, _check_fsdp, _check_memory),
-    *(_check_scaling, _check_fused_attention, _check_packing, _check_deepspeed, _check_lora, _check_evaluation),
+    _check_choices,
+    _check_numbers,
+    _check_precision,
+    _check_learning_rate,
+    _check_fsdp,
+    _check_remat,
+    _check_offload,
+    _check_scaling,
+    _check_fused_attention,
+    _check_packing,
+    _check_deepspeed,
+    _check_lora,
+    _check_evaluation,
 )

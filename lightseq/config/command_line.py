@@ -1,25 +1,22 @@
-"""The command line of training: a flag for every field of `TrainConfig`, its help read off the field's comment."""
+"""Command line of training: a flag for every field of `TrainConfig`."""
 
 import argparse
 import dataclasses
 import difflib
-import functools
-import inspect
 import json
 import re
 import shutil
 import signal
-import textwrap
-import types
-import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag
 from lightseq.config.parser import Parser
-from lightseq.config.train_config import TrainConfig
+from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
@@ -27,98 +24,94 @@ OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strate
 
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
-    """The config that the words after the program's name ask for; `ValueError` with one line if they cannot be met."""
-    values, unknown = _parser(program).parse_known_args([underscored(word) for word in argv])
-    if unknown:
-        raise ValueError(_unknown_flag(unknown[0], program))
-    config = TrainConfig(**vars(values))
-    help_of = {flag: comment for flags in help_groups().values() for flag, comment in flags.items()}
-    for flag in REQUIRED:
-        if not getattr(config, flag):
-            raise ValueError(f"--{flag} is missing: {help_of[flag].removesuffix(' (required)')}")
+    """Returns the config that a command line asks for. Raises ValueError with one line for what cannot be met."""
+    given = _values(argv, program)
+    if (path := given.pop("config", None)) is not None:
+        given = {**_values_in_file(path, program), **given}
+    config = TrainConfig(**given)
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in REQUIRED and not getattr(config, field.name):
+            raise ValueError(f"--{field.name} is missing: {field.metadata['help']}")
     return config
 
 
+def _values(words: Sequence[str], program: str) -> dict[str, Any]:
+    given, unknown = _parser(program).parse_known_args([underscored(word) for word in words])
+    if unknown:
+        raise ValueError(_unknown_flag(unknown[0], program))
+    return vars(given)
+
+
+def _values_in_file(path: Path, program: str) -> dict[str, Any]:
+    from lightseq.config.config_file import words_in  # imports PyYAML, which nothing else here needs
+
+    words = words_in(path)
+    try:
+        found = _values(words, program)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if "config" in found:
+        raise ValueError(f"{path}: config names another file; put the flags of {found['config']} here")
+    return found
+
+
 def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
-    """Whether the words ask for help; it is printed then, once for all ranks."""
+    """Prints help on the main rank if the words ask for it. Returns whether they do."""
     if not {"-h", "--help"} & set(words):
         return False
     if is_main_process():
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the first lines alone may leave
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe early, as `head` does
         print(text())
     return True
 
 
 def help_text(program: str, about: str = "") -> str:
-    """Every flag that can be given, by group, with what it means, its choices and its default.
+    """Returns the help of a program: every flag by group, with its choices and default.
 
-    `about` is of a tool that takes them beside training, and makes up data.
+    A tool that takes the flags of training says in `about` what it does; it needs no data.
     """
+    parser = _parser(program)
     paths = "" if about else " --data_path PATH --output_dir PATH"
-    width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    lines = [f"usage: {program} --model_name_or_path NAME{paths} [--flag value ...]"]
-    lines += ["", *textwrap.wrap(about, width)] if about else []
-    for title, flags in help_groups().items():
-        lines += ["", title]
-        lines += [_help_line(flag, comment, width) for flag, comment in flags.items()]
-    return "\n".join(lines)
-
-
-def _help_line(flag: str, comment: str, width: int) -> str:
-    """In a narrow terminal under the flag, if that is long."""
-    default, name, column = _defaults()[flag], f"  --{flag}", 41 if width >= 100 else 24
-    notes = [f"choices: {', '.join(CHOICES[flag])}"] if flag in CHOICES else []
-    notes += [f"default: {default}"] if default not in (None, "") else []
-    text = comment + (f" [{'; '.join(notes)}]" if notes else "")
-    first, *more = textwrap.wrap(text, max(20, width - column))
-    lines = [name.ljust(column) + first] if len(name) < column else [name, " " * column + first]
-    return "\n".join([*lines, *(" " * column + line for line in more)])
-
-
-@functools.cache
-def help_groups() -> Mapping[str, Mapping[str, str]]:
-    """Title -> flag -> help, read from the source of `TrainConfig` so that the two cannot drift apart."""
-    groups: dict[str, dict[str, str]] = {}
-    above: list[str] = []
-    for line in inspect.getsource(TrainConfig).splitlines():
-        if title := re.fullmatch(r"    # \[(.+)\]", line):
-            groups[title[1]] = {}
-        elif comment := re.fullmatch(r"    # (.+)", line):
-            above.append(comment[1])
-        elif field := re.fullmatch(r"    (\w+): .*?  # (.+)", line):
-            groups[list(groups)[-1]][field[1]] = " ".join([*above, field[2]])
-            above = []
-    return groups
+    parser.usage = f"{program} --model_name_or_path NAME{paths} [--flag value ...]"
+    parser.description = about
+    return parser.format_help().rstrip()
 
 
 def underscored(word: str) -> str:
-    """--learning-rate=1 names --learning_rate."""
+    """Spells a flag as argparse knows it: --learning-rate=1 becomes --learning_rate=1."""
     flag, *value = word.split("=", 1)
     return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word
 
 
 def _parser(program: str) -> Parser:
-    parser = Parser(prog=program, add_help=False, allow_abbrev=False)
-    hints = typing.get_type_hints(TrainConfig)
-    for flag, default in _defaults().items():
-        kind = _kind(hints[flag])
-        names = [f"--{flag}"] + [f"--{older}" for older, now in OLDER_SPELLINGS.items() if now == flag]
-        convert = BY_FLAG.get(flag, CONVERTERS[kind])
-        # A flag of yes or no may stand alone; `--bf16` then means True.
-        bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
-        parser.add_argument(*names, dest=flag, type=convert, default=default, **bare)
+    """Makes a parser that returns only the flags given; defaults are those of `TrainConfig`."""
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    layout = partial(argparse.HelpFormatter, width=width, max_help_position=41 if width >= 100 else 24)
+    parser = Parser(
+        prog=program, formatter_class=layout, argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
+    )
+    file_help = "YAML or JSON file of flags, or an earlier run.json. Flags on the command line win over it."
+    parser.add_argument_group().add_argument("--config", type=Path, metavar="FILE", help=file_help)
+    types = flag_types()
+    for title, group in GROUPS.items():
+        section = parser.add_argument_group(title)
+        for field in dataclasses.fields(group):
+            kind = types[field.name]
+            # A boolean may stand alone: --bf16 means --bf16 True.
+            bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
+            convert = BY_FLAG.get(field.name, CONVERTERS[kind])
+            section.add_argument(f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field), **bare)
+    for older, name in OLDER_SPELLINGS.items():
+        parser.add_argument(f"--{older}", dest=name, type=CONVERTERS[types[name]], help=argparse.SUPPRESS)
     return parser
 
 
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-
-
-def _kind(hint: Any) -> type:
-    """The type of a given value: `int | None` is int, `dict[str, Any] | None` is dict."""
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-    return typing.get_origin(hint) or hint
+def _help(field: dataclasses.Field[Any]) -> str:
+    notes = ["required"] if field.name in REQUIRED else []
+    notes += [f"choices: {', '.join(CHOICES[field.name])}"] if field.name in CHOICES else []
+    notes += [f"default: {field.default}"] if field.default not in (None, "") else []
+    text = field.metadata["help"] + (f" [{'; '.join(notes)}]" if notes else "")
+    return text.replace("%", "%%")  # argparse formats it
 
 
 def _boolean(text: str) -> bool:
@@ -172,6 +165,14 @@ CONVERTERS: Final[Mapping[type, Callable[[str], Any]]] = {
     dict: _json_object,
     tuple: _span,
 }
+METAVARS: Final[Mapping[type, str]] = {
+    str: "TEXT",
+    bool: "BOOL",
+    int: "N",
+    float: "X",
+    dict: "JSON",
+    tuple: "FIRST:LAST",
+}
 BY_FLAG: Final[Mapping[str, Callable[[str], Any]]] = {
     "resume_from_checkpoint": _checkpoint,
     "model_max_length": length_flag,
@@ -182,7 +183,7 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected {word!r}: every value follows its flag; {program} --help lists them"
     flag = word.split("=")[0]
-    names = (*_defaults(), *OLDER_SPELLINGS)
+    names = ("config", *flag_types(), *OLDER_SPELLINGS)
     ends = Counter(name.rpartition("_")[2] for name in names)
     known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}  # --lenght
     known |= {name: name for name in names}

@@ -1,4 +1,4 @@
-"""Lengths as people write them: 128K is 131,072 tokens."""
+"""Numbers of tokens as people write them: 128K is 131,072."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def tokens(text: str, flag: str = "") -> int:
-    """131072, 128K or 1.5M. Raises ValueError for anything else, with the flag that it was given for."""
+    """Reads 131072, 128K or 1.5M. Raises ValueError for anything else, naming the flag that has it."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
     if length < 1 or length.denominator > 1:
@@ -20,7 +20,7 @@ def tokens(text: str, flag: str = "") -> int:
 
 
 def length_flag(text: str) -> int:
-    """A length on a command line, for argparse; numbers below one are left to who knows what they would mean."""
+    """Reads a length for argparse. Numbers below 1 pass: the checks of flags name their remedy."""
     try:
         return tokens(text) if text[-1:].upper() in UNITS else int(text)
     except ValueError:
@@ -28,6 +28,6 @@ def length_flag(text: str) -> int:
 
 
 def shown(length: int) -> str:
-    """131072 is 128K; what is no multiple of a thousand tokens stays."""
+    """Writes 131072 as 128K. A length that is no multiple of 1,024 stays a plain number."""
     unit = next((unit for unit, size in UNITS.items() if length and length % size == 0), "")
     return f"{length // UNITS.get(unit, 1)}{unit}"

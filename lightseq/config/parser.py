@@ -1,4 +1,4 @@
-"""What every command has in common: what it cannot take is one line that begins with `error:`, and status 2."""
+"""Argument parser and exit status shared by all commands: refused input is one line, `error: ...`, and status 2."""
 
 import argparse
 import sys
@@ -9,20 +9,20 @@ from lightseq.utils.formatting import first_line
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for words that it cannot take, instead of printing its usage on every rank."""
+    """An argument parser that raises ValueError instead of printing its usage on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
 def refused(reason: object) -> int:
-    """Says what a command cannot take, and is its exit status."""
+    """Prints why a command refuses its input. Returns its exit status."""
     print(f"error: {first_line(reason) if isinstance(reason, OSError) else reason}", file=sys.stderr)
     return 2
 
 
 def answered(work: Callable[[], None]) -> int:
-    """The exit status of a command that reads and writes files."""
+    """Runs a command that reads and writes files. Returns its exit status."""
     try:
         work()
     except (ValueError, OSError) as error:

@@ -1,12 +1,17 @@
-"""Which tokens of a sequence live on which rank, and the global position of every local token."""
+"""Layouts: which tokens of a sequence each rank holds, and the global position of every local token.
+
+Loads without torch, so that the command line knows the names of schedules at once.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["contiguous", "zigzag", "striped", "balanced"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -51,7 +56,7 @@ class Layout:
         return self.world * self.chunks_per_rank
 
     @cached_property
-    def outer(self) -> "Layout":
+    def outer(self) -> Layout:
         """The layout of the places, each of which `ulysses` ranks share."""
         return replace(self, world=self.world // self.ulysses, ulysses=1)
 
@@ -83,6 +88,8 @@ class Layout:
 
     def chunk_positions(self, chunk: int, length: int) -> Tensor:
         """Global positions of one chunk's tokens, int64, for a padded length."""
+        import torch
+
         assert length % self.chunk_count == 0, f"length {length} is not padded to a multiple of {self.chunk_count}"
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
@@ -98,6 +105,8 @@ class Layout:
 
     def positions(self, rank: int, length: int) -> Tensor:
         """Global position of every local token, int64 (length / world,): ids, labels, RoPE and masks follow from it."""
+        import torch
+
         return torch.cat([self.chunk_positions(chunk, length) for chunk in self.chunks(rank)])
 
 
@@ -108,6 +117,8 @@ def shard(
 
     `padded_length` divides into the layout's chunks.
     """
+    import torch
+
     missing = (padded_length or layout.padded_length(x.shape[dim])) - x.shape[dim]
     if missing:
         padding = [size if d != dim % x.ndim else missing for d, size in enumerate(x.shape)]
@@ -117,6 +128,8 @@ def shard(
 
 def unshard(parts: Sequence[Tensor], layout: Layout, length: int, dim: int = 1) -> Tensor:
     """The whole tensor from every rank's part, padding cut off: the inverse of `shard`."""
+    import torch
+
     padded = layout.padded_length(length)
     order = torch.cat([layout.positions(rank, padded) for rank in range(layout.world)]).argsort()
     return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device)).narrow(dim, 0, length)

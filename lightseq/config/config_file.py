@@ -1,0 +1,81 @@
+"""Flags in a file (--config): YAML or JSON, flat or by group, or the run.json of an earlier run."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightseq.config.command_line import OLDER_SPELLINGS, underscored
+from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
+from lightseq.config.yaml_file import TextLoader, read_file
+
+
+class FlagLoader(TextLoader):
+    """YAML as it was typed, except that a value left empty, `~` and `null` are None."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        return None if node.style is None and node.value in ("", "~", "null") else super().construct_scalar(node)
+
+
+def words_in(path: Path) -> list[str]:
+    """Returns the flags of a file as words of a command line. Raises ValueError with the file and the key."""
+    is_json = path.suffix == ".json"
+    top = read_file(path, json.loads if is_json else partial(yaml.load, Loader=FlagLoader))
+    if is_json and isinstance(top, dict) and "config" in top:
+        top = top["config"]  # a run.json
+    if not isinstance(top, dict):
+        raise ValueError(f"{path}: give `flag: value` lines, alone or under {', '.join(GROUPS)}")
+    unset = {field.name for field in fields(TrainConfig) if field.default is None}
+    words = []
+    for name, value in _ungrouped(top, path):
+        if value is not None:
+            words.append(f"--{name}={_word(name, value, path)}")
+        elif name not in unset:
+            raise ValueError(f"{path}: {name} has no value; give one, or leave it out")
+    return words
+
+
+def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields names of flags and their values. Raises ValueError for a flag that is given twice."""
+    seen = set()
+    for group, inside in top.items():
+        if group in GROUPS and not isinstance(inside, dict | None):
+            raise ValueError(f"{path}: {group}: give `flag: value` lines below it")
+        for key, value in (inside or {}).items() if group in GROUPS else [(group, inside)]:
+            name = underscored(f"--{key}").removeprefix("--")
+            name = OLDER_SPELLINGS.get(name, name)
+            if name in seen:
+                raise ValueError(f"{path}: {name} is given twice; give it once")
+            seen.add(name)
+            yield name, value
+
+
+def _word(name: str, value: Any, path: Path) -> str:
+    """Returns a value as it is written on a command line."""
+    kind = flag_types().get(name)
+    if isinstance(value, dict) and kind is dict:
+        try:
+            return json.dumps(_typed(value))
+        except RecursionError:
+            raise ValueError(f"{path}: {name} is nested too deeply") from None
+    if isinstance(value, list) and kind is tuple:
+        return ":".join(map(str, value))
+    if isinstance(value, dict | list):
+        raise ValueError(f"{path}: {name}: {value!r:.80} is not a single value")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _typed(value: Any) -> Any:
+    """Returns a value with numbers and booleans in the place of their text."""
+    if isinstance(value, dict):
+        return {key: _typed(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_typed(inside) for inside in value]
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
