@@ -10,8 +10,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightseq.config.lengths import shown as short_length
-
 from .drawing import (
     GIB,
     GREY,
@@ -22,6 +20,7 @@ from .drawing import (
     output_dir,
     print_lines,
     save_each,
+    short_length,
     subtitle,
 )
 from .records import Record, print_notes, read_each, read_lines

@@ -8,8 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from lightseq.config.lengths import shown as short_length
-
 from .drawing import (
     COLORS,
     GREY,
@@ -19,6 +17,7 @@ from .drawing import (
     output_dir,
     print_lines,
     save,
+    short_length,
     subtitle,
 )
 from .records import Record, print_notes, read_lines

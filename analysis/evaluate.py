@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMethodFormatter
 
-from lightseq.config.lengths import shown as short_length
-
 from .drawing import (
     GREY,
     SMALL_TITLE,
@@ -25,6 +23,7 @@ from .drawing import (
     output_dir,
     print_lines,
     save,
+    short_length,
 )
 from .records import Record, print_notes, read_each, read_lines
 from .runs import labels

@@ -9,8 +9,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightseq.config.lengths import shown as short_length
-
 from .drawing import (
     COLORS,
     GIB,
@@ -23,6 +21,7 @@ from .drawing import (
     output_dir,
     print_lines,
     save_each,
+    short_length,
     subtitle,
 )
 from .records import Record, print_notes, read_each, read_lines

@@ -16,10 +16,15 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from lightseq.config.lengths import shown as short_length
 from lightseq.profiling.trace import ON_HOST
 
-from .drawing import GIB, GREY, colors, marker
+from .drawing import (
+    GIB,
+    GREY,
+    colors,
+    marker,
+    short_length,
+)
 from .plots_file import STEP, Plot, short_name
 from .records import Record
 from .run_settings import setting_text

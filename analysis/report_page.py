@@ -17,11 +17,14 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from lightseq.config.lengths import shown as short_length
-
 from . import attention, largest, step
 from .curves import PANELS, TFLOPS, table_cells, usual_top
-from .drawing import COLORS, FEW, GIB
+from .drawing import (
+    COLORS,
+    FEW,
+    GIB,
+    short_length,
+)
 from .records import Record, read_lines
 from .report import WORST_ERROR, Found
 from .run_settings import setting_text
@@ -265,7 +268,7 @@ def attention_section(files: Files, found: Found) -> Section:
     """Returns a chart and a table per setting; measurements on different devices are never joined."""
     records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
-    for device in dict.fromkeys(record["device"] for record in records):
+    for device in dict.fromkeys(record["device"] for record in records[:1]):
         for table in attention.tables_of(record for record in records if record["device"] == device):
             blocks.append(table.title)
             if table.measured and len(table.lengths) > 1:

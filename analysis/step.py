@@ -12,8 +12,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from lightseq.config.lengths import shown as short_length
-
 from .drawing import (
     GIB,
     GREY,
@@ -23,6 +21,7 @@ from .drawing import (
     output_dir,
     print_lines,
     save_each,
+    short_length,
     subtitle,
 )
 from .records import Record, print_notes, read_each, read_lines

@@ -17,9 +17,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lightseq.config.lengths import shown as short_length
-
-from .drawing import GIB, format_number
+from .drawing import (
+    GIB,
+    format_number,
+    short_length,
+)
 from .records import Record, json_object
 from .runs import check_record, column, latest, median, read_json_object, section
 
