@@ -44,7 +44,7 @@ FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"
 
 
 def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
-    """How each run ended, and the dtype of what it trained, or trained not."""
+    """Returns how each run ended, and the dtypes of its trained and frozen weights."""
     ends, seen = [], dict[str, str]()
     evaluate = loop.Trainer._run_steps
 
@@ -60,7 +60,7 @@ def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
 
 
 def peft_losses(directory: Path, data: list[list[int]]) -> tuple[list[float], torch.nn.Module]:
-    """Of every step and one more, by peft and plain torch; the adapters begin as ours do."""
+    """Returns losses of every step and one more, by peft and plain torch; the adapters begin as ours do."""
     model = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(directory),
         peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(LORA.targets), task_type="CAUSAL_LM"),

@@ -138,7 +138,7 @@ def test_an_architecture_is_looked_at_once_however_its_model_is_used() -> None:
 
 
 def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
-    """Of every step, and of one more."""
+    """Returns losses of every step, and of one more."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []

@@ -490,7 +490,7 @@ def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monk
 
 
 def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where float16 overflows, the first updates are skipped; a save may come before the one that is taken."""
+    """Skips the first updates, as float16 does on overflow; a save may precede the first real one."""
     unscale, prepare, scales, prepared = LossScaler.unscale, saver.CheckpointSaver.prepare, [], []
 
     def overflows(self: LossScaler, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
@@ -560,7 +560,7 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
 
 
 def draws(rank: int, runs: list[str]) -> list[Any]:
-    """What every random generator gives at each step of each program; the last begins with others than before."""
+    """Returns what every random generator draws at each step of each program; the last starts from other states."""
     step, drawn = loop.Trainer._step, []
 
     def drawing(self: loop.Trainer, index: int) -> Any:

@@ -30,7 +30,7 @@ def small_config(**fields: object) -> LlamaConfig:
 
 
 def counted_flops(config: LlamaConfig, remat: bool) -> int:
-    """What torch counts in one step; its eager attention computes the full square."""
+    """Returns what torch counts in one step; its eager attention computes the full square."""
     model = LlamaForCausalLM(config).train()
     if remat:
         model.gradient_checkpointing_enable({"use_reentrant": False})

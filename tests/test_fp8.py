@@ -74,7 +74,7 @@ def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: b
 
 
 def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> list[tuple[str, float]]:
-    """How far each gradient of a compiled step, layers recomputed, is from that of an eager one (relative L2 norm)."""
+    """Returns the relative L2 distance of each gradient of a compiled, recomputed step from that of an eager one."""
     device = torch.device(kind)
     meshes, found = make_meshes(World(0, 1, 0, 1, device), 1, "full_shard"), []
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""What a patched model refuses because shards would train on something else: masks, packing, losses, batches."""
+"""Inputs that a patched model refuses because shards would train on something else: masks, packing, losses, batches."""
 
 import copy
 import pickle

@@ -131,7 +131,7 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
 
 
 def check_small_adapters(device: str) -> None:
-    """As at the beginning of training: a part of 0.03%, far below the step between two bfloat16 numbers."""
+    """Compares adapters as at the start of training: 0.03% of the output, far below a bfloat16 step."""
     g = torch.Generator().manual_seed(0)
     x, weight, a, b = (torch.randn(n, 64, generator=g).to(device) for n in (512, 96, 8, 96))
     x, weight, a, b = x.bfloat16(), weight.bfloat16(), a.bfloat16(), (2e-4 * b[:, :8]).bfloat16()
@@ -179,7 +179,7 @@ class Alive(TorchDispatchMode):
 
 
 def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
-    """Of what is as wide as the MLP and a tile long, three at most are there at once: gate, up and the product."""
+    """Counts tensors of a tile's length and the MLP's width: at most gate, up and the product exist at once."""
     m, (x, dout) = module(torch.bfloat16), inputs(torch.bfloat16)
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
     tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3

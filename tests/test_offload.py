@@ -1,4 +1,4 @@
-"""What layers keep goes to host memory and comes back the same, within the budget; gradients do not notice."""
+"""Offloaded activations come back the same, within the budget, and gradients do not change."""
 
 import os
 import subprocess
@@ -147,7 +147,7 @@ def test_device_memory_shrinks_by_what_is_kept() -> None:
 
 
 def stored(model: Model, host: Offload) -> list[Tensor | OffloadedTensor]:
-    """What every layer's saved tensors became, in order."""
+    """Returns what every layer's saved tensors became, in order."""
     found: list[Tensor | OffloadedTensor] = []
     store: Callable[[Tensor], OffloadedTensor | Tensor] = host.store
     host.store = lambda tensor: found.append(store(tensor)) or found[-1]  # type: ignore[func-returns-value, method-assign]
@@ -383,7 +383,7 @@ def test_what_is_locked_is_pinned_to_torch_and_can_be_locked_again_later() -> No
 
 
 class Locks:
-    """What CUDA would have locked, by address."""
+    """A stand-in for CUDA that records locked memory by address."""
 
     def __init__(self) -> None:
         self.now: dict[int, int] = {}

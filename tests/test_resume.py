@@ -1,4 +1,4 @@
-"""What a run that resumes a checkpoint may not have otherwise, though every tensor would fit."""
+"""Settings that a resumed run may not change, although every tensor would fit."""
 
 import json
 from dataclasses import replace

@@ -89,7 +89,7 @@ class _Replays:
 
 
 class _ReplaysSome(_Replays):
-    """Where others launch one by one."""
+    """A rank that replays graphs where others launch one by one."""
 
     turn = 0
 
@@ -179,7 +179,7 @@ def alone() -> Iterator[None]:
 def _layers_away(
     group: int, in_flight: int, limit_bytes: float, staying: Sequence[int] = ()
 ) -> tuple[set[str], set[str]]:
-    """Of two updates from two backward passes each, an evaluation between them."""
+    """Runs two updates from two backward passes each, with an evaluation between them."""
     streams, memory = Streams(0), HostBufferPool(limit_bytes, pinned=False)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, num_key_value_heads=2))

@@ -50,7 +50,7 @@ with init_distributed(60) as world:
 
 
 def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[Done]:
-    """How three ranks ended; rank 1 has little time once the others have, and none where it is frozen."""
+    """Returns how three ranks ended; rank 1 gets little time once the others have ended, and none if it is frozen."""
     (folder / "program.py").write_text(PROGRAM % timeout)
     world = forked.World(3, f"{folder}/program.py {shlex.quote(what)} {folder}/hang", folder)
     until = time.monotonic() + 90
