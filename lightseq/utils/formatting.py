@@ -1,5 +1,7 @@
 """How errors, counts and names are written in a line, and read from one."""
 
+from collections.abc import Collection, Sequence
+
 
 def first_line(error: BaseException) -> str:
     """Of what it says; of a file, its path and what is wrong with it."""
@@ -21,3 +23,15 @@ def four_digits(value: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Aligns the columns of a table: those in `left` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -74,7 +74,7 @@ def changes_to_fit(run: PlannedRun) -> list[Change]:
 def faster_changes(run: PlannedRun) -> list[Change]:
     """Returns flags that fit and shorten a step by 2%: the fewest, and those that shorten it by 2% more.
 
-    Neither moves state to the host nor changes the optimizer.
+    They never change the optimizer, and move state to the host only by `--offload auto`.
     """
     config, fastest, found = run.config, make_plan(run).step_seconds, []
     variants = _variants(
@@ -142,7 +142,7 @@ def _without_device_budget(run: PlannedRun) -> PlannedRun:
 
 
 def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
-    """`--offload both without --gradient_checkpointing`."""
+    """Returns the flags to give and to leave out: `--offload both without --gradient_checkpointing`."""
     names = ("torch_compile", "offload", "layers_per_checkpoint", "tile_layers", "optim")
     flags = [f"--{name} {getattr(after, name)}" for name in names if getattr(after, name) != getattr(before, name)]
     if after.remat_policy != before.remat_policy:

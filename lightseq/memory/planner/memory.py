@@ -141,7 +141,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
 
 
 def _end_of_backward(run: PlannedRun) -> Snapshot:
-    """The embeddings' whole gradient, before it is reduced to shards."""
+    """Counts the embeddings' whole gradient, before it is reduced to shards."""
     working = run.tokens * run.model.hidden_size * run.itemsize
     if not run.adapter_parameters:
         working += run.architecture.head * (run.itemsize + FLOAT32)

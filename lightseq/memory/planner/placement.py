@@ -37,12 +37,12 @@ class Placement:
 
     @property
     def recomputed_share(self) -> float:
-        """Share of layers that recompute everything."""
+        """Returns the share of layers that recompute everything."""
         return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
 
     @property
     def words(self) -> str:
-        """`layers 0-11 offload, 12-31 keep`."""
+        """Returns `layers 0-11 offload, 12-31 keep`."""
         spans, first = [], 0
         for state, run in groupby(self.layers):
             last = first + len(list(run)) - 1

@@ -114,7 +114,7 @@ class PlannedRun:
 
     @cached_property
     def choice(self) -> Choice:
-        """The schedule that training takes, by the same rates and for one sequence."""
+        """Returns the schedule that training takes, by the same rates and for one sequence."""
         heads, asked = self.architecture.heads, Choice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.config.packing != "none":
@@ -182,7 +182,7 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> float:
-        """Float32 masters of what trains; frozen weights are in the compute dtype."""
+        """Returns one rank's bytes: float32 masters of what trains, frozen weights in the compute dtype."""
         frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
         return frozen + float(FLOAT32 * self.local_trained)
 
@@ -192,7 +192,7 @@ class PlannedRun:
 
     @property
     def groups(self) -> int:
-        """Checkpoints: groups of layers that save one input."""
+        """Returns the number of groups of layers that share a checkpoint."""
         return ceil(self.layers / self.group_size)
 
     @property
@@ -201,7 +201,7 @@ class PlannedRun:
 
     @property
     def host_share(self) -> float:
-        """Share of the weights that wait in host memory, with their gradients and optimizer state."""
+        """Returns the share of the weights that wait in host memory, with their gradients and optimizer state."""
         if not self.state_on_host:
             return 0.0
         return 1.0 - self.layers_with_state_on_gpu * self.layer_parameters / self.architecture.total

@@ -18,6 +18,7 @@ from lightseq.schedule.auto import Choice, Priced, best, choices, priced, refusa
 from lightseq.schedule.calibration import fit_transports, read_points
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import RATES, Rates, kernel_seconds
+from lightseq.utils.formatting import aligned
 
 PROGRAM = "python3 -m lightseq plan"
 HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
@@ -123,13 +124,8 @@ def _figures(found: Priced | None, gpus: int, shape: AttentionShape, rates: Rate
 
 def _table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns aligned lines of what is possible; a star marks the fastest for each number of GPUs."""
-    cells = [["", *HEADINGS], *(_cells(r) for r in records if not r["skipped"])]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = (0, 2)  # columns of words
-    return [
-        "  ".join(x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
-    ]
+    rows = [_cells(r) for r in records if not r["skipped"]]
+    return aligned([["", *HEADINGS], *rows], left=(0, 2))
 
 
 def _cells(r: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def targets(self) -> Tensor:
-        """The label of every token but the last: the token after it, or IGNORE_INDEX."""
+        """Returns the label of every token but the last: the token after it, or IGNORE_INDEX."""
         return self.labels[1:]
 
     @property
