@@ -9,11 +9,10 @@ from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.remat_policies import KEEP_LINEARS, KEEPING_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.tensors import local_part
-from lightseq.memory.planner.rates import SAVED_WITHOUT_REMAT, Widths
+from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
 from lightseq.models.architecture import heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
-GIB = 2.0**30
 MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
 
 
