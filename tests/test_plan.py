@@ -54,9 +54,8 @@ from lightseq.schedule.timing import RATES
 
 LLAMA = preset_config(BOTH, "llama3-8b")
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    "num_key_value_heads",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
 PHI = Phi3Config(**{name: getattr(LLAMA, name) for name in SIZES}, pad_token_id=0)
 WORDS = "--model_name_or_path llama3-8b --bf16 --torch_compile --host_memory 1900"
 LAYERS = LLAMA.num_hidden_layers

@@ -34,13 +34,13 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
 # Flags of training that an evaluation ignores; a note names those that are given.
 UNUSED: Final = (
-    *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
-    *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing"),
-    *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
-    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory"),
-    *("lora_rank", "lora_alpha", "lora_target_modules", "deepspeed", "async_save"),
-)
+    "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing",
+    "host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory", "lora_rank",
+    "lora_alpha", "lora_target_modules", "deepspeed", "async_save",
+)  # fmt: skip
 
 
 def main(family: Family, argv: Sequence[str]) -> int:
