@@ -35,8 +35,8 @@ from benchmarks.training.trials import model_of
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.lengths import shown
 from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.advice import longest as longest_planned
 from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
-from lightseq.memory.planner.remedies import longest as longest_planned
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.tools.plan.rehearsal import RECORD
 

@@ -23,7 +23,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
-from lightseq.memory.planner.placement import AGAIN, AWAY, KEEP, OFFLOAD
+from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
 from lightseq.models.architecture import inspect_architecture
@@ -221,13 +221,15 @@ def transform(
         lasts = [group[-1] for group in groups]
         lasts_again = changed_forwards(lasts, lambda: rematerialize(lasts, "attention"))
     for policy, again in (("full", True), (techniques.remat, False)):  # all layers at once: they compile as one
-        rematerialize([x for x, state in zip(layers, states, strict=True) if (state in AGAIN) == again], policy)
+        rematerialize([x for x, state in zip(layers, states, strict=True) if (state in RECOMPUTED) == again], policy)
     model.model.norm.forward = compiled(model.model.norm.forward)
     if techniques.layers_per_checkpoint > 1:
         checkpoint_groups(groups, inner, lasts_again)
     if offload is not None:
         firsts = [group[0] for group in groups]
-        staying = [first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state not in AWAY]
+        staying = [
+            first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state not in OFFLOADED
+        ]
         if len(staying) < len(firsts):
             offload.wrap(firsts[:-1], firsts[-1], staying)
     return LossModel(model, Stopwatch(device), offload, first_tile_only, shrunk(CHUNK_TOKENS, shrink)), context
@@ -249,7 +251,7 @@ def _groups(layers: Any, techniques: Techniques) -> list[list[nn.Module]]:
 
 def _offloads(techniques: Techniques, device: torch.device, counts_only: bool) -> tuple[Offload | None, Offload | None]:
     """For what waits from the forward to the backward pass, and for what waits while a group of layers runs again."""
-    if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(AWAY):
+    if techniques.offload not in ("activations", "both") and not set(techniques.placement or ()) & set(OFFLOADED):
         return None, None
     memory = HostBufferPool(techniques.host_memory_bytes, device.type == "cuda", counts_only)
     make = partial(Offload, device, memory, layers_in_flight(techniques.tile_layers))

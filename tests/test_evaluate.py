@@ -29,7 +29,7 @@ from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
 from lightseq.tools.evaluate import command as evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
-from lightseq.tools.evaluate.tasks import haystack
+from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
 from lightseq.utils.formatting import four_significant_digits
 
@@ -473,9 +473,9 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
 OUT_OF_MEMORY = """
 import sys, torch
 from lightseq.tools.evaluate import command as evaluate
-from lightseq.training import loop as trainer
+from lightseq.training import loop
 from lightseq.cli import BOTH
-trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
+loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
 evaluate.main(BOTH, sys.argv[1:])
 """
 

@@ -98,7 +98,9 @@ def test_recompute_by_hand() -> None:
     forward -= 2 * 3 * small_config().hidden_size * small_config().intermediate_size * 16  # of two layers, the last MLP
     assert recompute_flops(small_config(), 16, 3, "attention", group=2) == 3 * (linears + forward)
     assert recompute_flops(small_config(), 16, 3, "full", group=2) == 3 * (linears + forward + 6144)  # nor attention
-    mixed = Work(small_config(), "attention", again=Placement((RECOMPUTE, KEEP, RECOMPUTE_OFFLOAD, OFFLOAD)).again)
+    mixed = Work(
+        small_config(), "attention", again=Placement((RECOMPUTE, KEEP, RECOMPUTE_OFFLOAD, OFFLOAD)).recomputed_share
+    )
     assert mixed.recomputed(3 * 16, 3 * 16**2) == 3 * (linears + 2 * 6144 / 2)
 
 

@@ -21,7 +21,7 @@ from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.placement import Placement
-from lightseq.memory.planner.plan import Plan, _plan_as_it_is, make_plan
+from lightseq.memory.planner.plan import Plan, make_plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
@@ -58,17 +58,16 @@ def planned(record: dict[str, Any]) -> Plan:
     threads = record.get("host_cores", point.gpus)  # one a rank, in the days of those that do not say
     hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)
-    make = _plan_as_it_is if point.name in STATE_STAYED else make_plan
+    make = plan_as_given if point.name in STATE_STAYED else make_plan
     run = PlannedRun(model, config, hardware)
     return _as_it_was_placed(run, record) if record.get("state_on_host") and record["placement"] else make(run)
 
 
 def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:
-    """What `--offload auto` gave to the host followed from what that had free, which nobody noted."""
-    placed = Placement(tuple(record["placement"]))
-    run = replace(run, state_leaves=True, state_stays=record["layers_with_state_on_gpu"])
-    with patch("lightseq.memory.planner.plan.placement_of", return_value=placed):
-        return _plan_as_it_is(run)
+    """Plans what `--offload auto` chose then: it followed from the host's free memory, which no record has."""
+    resident = record["layers_with_state_on_gpu"]
+    run = replace(run, state_offloaded=True, layers_with_state_on_gpu=resident)
+    return plan_as_given(run, Placement(tuple(record["placement"])))
 
 
 def test_at_least_eight_steps_were_measured() -> None:
@@ -95,7 +94,7 @@ def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:
     if record["date"] >= MLPS_RUN_ONCE_SINCE:
         return 0.0
     now = matrix_seconds(run)
-    with patch.object(PlannedRun, "made_of", replace(run.made_of, mlp_is_last=False)):
+    with patch.object(PlannedRun, "architecture", replace(run.architecture, mlp_is_last=False)):
         then = matrix_seconds(replace(run))  # which has looked at no model yet
     return run.config.gradient_accumulation_steps * (then - now)
 

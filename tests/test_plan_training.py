@@ -22,19 +22,19 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import MemoryBytes, host_memory
 from lightseq.distributed.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.memory import offload
+from lightseq.memory.planner.advice import faster_notes, out_of_memory
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.estimate import (
-    at_backward_begin,
-    host_by_layer,
+from lightseq.memory.planner.memory import (
     host_bytes,
-    kept_by_layer,
+    peak_without_activations,
+    saved_by_layer,
     state_bytes_on_host,
 )
-from lightseq.memory.planner.of_this_run import faster_notes, host_memory_for_layers, out_of_memory, planned
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.memory.planner.plan import _plan_as_it_is, make_plan, placement_of
+from lightseq.memory.planner.plan import host_memory_for_layers, make_plan, placement_of, plan_as_given
 from lightseq.memory.planner.rates import CHIPS, OUTSIDE_BYTES, PROCESS_BYTES, SLACK
 from lightseq.memory.planner.run import Hardware, PlannedRun
+from lightseq.memory.planner.run import planned_run as run_on_this_machine
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.tools.verify.machines import machine
@@ -62,7 +62,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     facts = {name: json.loads((files / name / "run.json").read_text()) for name in runs}
     warned = {name for name in runs if "too little GPU memory, by" in " ".join(facts[name]["notes"])}
     assert warned == {"hopeless"}
-    found = {name for name in runs if "for nothing is faster that fits" in " ".join(facts[name]["notes"])}
+    found = {name for name in runs if "nothing faster fits" in " ".join(facts[name]["notes"])}
     assert found == {"state-away", "some-away"}
     placement = facts["planned"]["placement"]
     assert {OFFLOAD, KEEP} <= set(placement) and set(placement) & {RECOMPUTE, RECOMPUTE_OFFLOAD}, placement
@@ -73,7 +73,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     away = {name: facts[name]["parameters"].partition(", ")[2] for name in runs if "host" in facts[name]["parameters"]}
     assert away.keys() == found | {"hopeless"} and away["state-away"] == "in host memory"
     last = int(away["some-away"].removeprefix("in host memory but for layers 0-"))
-    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory, for nothing is faster"
+    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory; nothing faster fits"
     assert said in " ".join(facts["some-away"]["notes"])
     for name in ("planned", "state-away"):
         record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])
@@ -92,34 +92,33 @@ def _train(rank: int, commands: list[str], device: str = "cpu") -> None:
 def _tight(model: LlamaConfig) -> str:
     """Budgets that hold what four layers keep less than all of it, and on the host what three layers keep."""
     run = planned_run(model, f"--model_max_length {LENGTH} {ADAPTERS}", 2)
-    size = kept_by_layer(run, KEEP)
-    device, host = (at_backward_begin(run) + (LAYERS - 3.9) * size) / GIB, 3.05 * host_by_layer(run, OFFLOAD) / GIB
+    layer = saved_by_layer(run, KEEP)
+    device, host = (peak_without_activations(run) + (LAYERS - 3.9) * layer) / GIB, 3.05 * layer / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 
 def _room_for_state(model: LlamaConfig, layers: int, ranks: int, flags: str = "") -> str:
     """A budget that holds the weights of so many layers with their state, and not of one more."""
     run = planned_run(model, f"--model_max_length {LENGTH} --offload auto {flags}", ranks)
-    less, more = (
-        _plan_as_it_is(replace(run, state_leaves=True, state_stays=n)).parts.total for n in (layers, layers + 1)
-    )
-    assert less < more < _plan_as_it_is(run).parts.total
+    runs = [replace(run, state_offloaded=True, layers_with_state_on_gpu=n) for n in (layers, layers + 1)]
+    less, more = (plan_as_given(x).parts.total for x in runs)
+    assert less < more < plan_as_given(run).parts.total
     return f"--offload auto --device_memory_budget {less / GIB:.12f}"
 
 
 def _no_room_for_state(model: LlamaConfig) -> str:
     """A budget that holds what most layers keep, and nothing of the weights."""
-    run = replace(planned_run(model, f"--model_max_length {LENGTH} --offload auto", 2), state_leaves=True)
+    run = replace(planned_run(model, f"--model_max_length {LENGTH} --offload auto", 2), state_offloaded=True)
     budget = 0.97 * make_plan(run).parts.total
     assert budget < state_bytes_on_host(run)
     return f"--offload auto --device_memory_budget {budget / GIB:.12f}"
 
 
-def test_where_the_host_holds_a_step_up_state_stays_for_as_many_layers_as_may() -> None:
+def test_where_the_host_holds_a_step_up_layers_with_state_on_gpu_for_as_many_layers_as_may() -> None:
     model = LlamaConfig.from_dict({**CONFIG.to_dict(), "num_hidden_layers": LAYERS})
     flags = f"--model_max_length {LENGTH} --bf16 {_room_for_state(model, 5, 1, '--bf16')}"
     plan = make_plan(planned_run(model, flags, 1))
-    assert plan.fits and plan.run.state_leaves and plan.run.state_stays == 5
+    assert plan.fits and plan.run.state_offloaded and plan.run.layers_with_state_on_gpu == 5
 
 
 def planned_run(model: LlamaConfig, flags: str, gpus: int, gpu: float = 1e15, host: float = 1e15) -> PlannedRun:
@@ -153,7 +152,7 @@ def test_on_a_gpu_state_waits_on_the_host_for_some_layers_and_not_for_others(opt
 def test_a_run_is_planned_with_the_cores_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(24)))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
-    hardware = planned(config, LlamaConfig(), World(0, 4, 0, 4, torch.device("cpu"))).hardware
+    hardware = run_on_this_machine(config, LlamaConfig(), World(0, 4, 0, 4, torch.device("cpu"))).hardware
     assert hardware.host_cores == 24 and hardware.cores_per_rank == 6
 
 
@@ -200,12 +199,12 @@ def test_a_host_has_what_every_cgroup_leaves_of_it(
 
 
 def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distributed.mesh", "memory.planner.of_this_run", "tools.verify.machines"):
+    for module in ("distributed.mesh", "memory.planner.run", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
     assert free_host_memory(world) == FREE_SHARE * 16 * GIB
-    assert planned(config, LlamaConfig(), world).hardware.host_memory == 80 * GIB
+    assert run_on_this_machine(config, LlamaConfig(), world).hardware.host_memory == 80 * GIB
     assert machine(world.device).items() >= {"memory_bytes": 80 * GIB, "free_bytes": 64 * GIB}.items()
 
 
@@ -217,8 +216,8 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
-    states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - host_by_layer(run, OFFLOAD)
-    assert states > 16 * total_parameters(model) / 4  # weights, gradients and two moments
+    states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - saved_by_layer(run, OFFLOAD)
+    assert states > 16 * total_parameters(model) / 4  # weights, gradients and two snapshots
     assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))
     assert bytes_of("--offload both --host_memory_budget 20") == 20 * GIB
@@ -230,7 +229,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     ("stage", "parts", "bytes_of_a_weight"),
     [
         (2, (), 0),
-        (2, ("offload_optimizer",), 18),  # masters, gradients, moments, and weights in bfloat16
+        (2, ("offload_optimizer",), 18),  # masters, gradients, snapshots, and weights in bfloat16
         (3, ("offload_optimizer",), 20),  # gradients twice instead
         (3, ("offload_param",), 2),
         (3, ("offload_optimizer", "offload_param"), 22),
@@ -280,7 +279,7 @@ def _hinted(rank: int, command: str) -> tuple[int, str]:
     return ended.status, ended.err
 
 
-def test_what_such_a_line_cannot_be_made_of_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_what_such_a_line_cannot_be_architecture_is_refused_on_every_rank(tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     (status, said), (other, silent) = spawn(2, _hinted, words(files, "out", "--max_steps 1"))
     assert (status, other, silent) == (2, 2, "") and said.endswith("error: that has no plan\n")
@@ -313,7 +312,7 @@ def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.
     words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 2000000"
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
-    monkeypatch.setattr("lightseq.memory.planner.of_this_run.planned", lambda *_: _h200(model, asked))
+    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here, None)
     assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy

@@ -29,8 +29,8 @@ from transformers import (
 from lightseq import hf
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
-from lightseq.memory.planner.attention_memory import _Live
-from lightseq.memory.planner.rates import TILED_MOMENTS
+from lightseq.memory.planner.attention_memory import LiveBytes
+from lightseq.memory.planner.rates import TILED_POINTS, Widths
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
@@ -207,7 +207,7 @@ def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypat
 
 
 def planned_widths() -> float:
-    widths: float = TILED_MOMENTS["attention"].widths.elements(HIDDEN, ATTENTION, KEY_VALUE, 24)
+    widths: float = TILED_POINTS["attention"].widths.dot(Widths(HIDDEN, ATTENTION, KEY_VALUE, 24))
     return widths + ATTENTION + 2 * KEY_VALUE  # what the plan counts with attention itself
 
 
@@ -233,7 +233,7 @@ def held_by_backward(
         hidden = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)
         for _ in range(2 if inner else 1):  # the host's buffers, made by the first pass, do not count
             given = layers[0](hidden, position_embeddings=turns)
-            live = _Live()
+            live = LiveBytes()
             with live:
                 given.backward(torch.ones_like(given))
         found.append(live.peak)

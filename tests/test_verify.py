@@ -38,9 +38,9 @@ from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule
 from lightseq.tools.verify import command as verify
 from lightseq.tools.verify import model as verify_model
+from lightseq.tools.verify.data import cut, made_up, misplaced
 from lightseq.tools.verify.machines import differences
-from lightseq.tools.verify.model import misplaced, misplaced_positions
-from lightseq.tools.verify.plain import cut, made_up
+from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
 from lightseq.tools.verify.transport import slow_ranks
 from lightseq.training import loop, sharding
@@ -88,6 +88,8 @@ FLAGS = {
         f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
         f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
+        f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
+        f"{TINY3} 50 --data_path FOLDER/pairs --bf16 --schedule prefix",
         f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
         f"{TINY2} 60 --packing best_fit --schedule zigzag --data_path FOLDER/tokens --bf16",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
@@ -104,6 +106,7 @@ FLAGS = {
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in FLAGS])
 def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) -> None:
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
+    write_token_directory(tmp_path / "pairs", [np.array([7, 9])] * 8, 512, dict)
     for wrong in spawn(ranks, passes, str(tmp_path), FLAGS[ranks]):
         assert not wrong, "\n".join(wrong)
 
@@ -132,13 +135,13 @@ def _drop_move(rank: int) -> Any:
 @contextlib.contextmanager
 def _drop_move_unproven(rank: int) -> Iterator[None]:
     """Memory that nothing fills holds what was there before: here, nothing that could be right by luck."""
-    empty = buffers.BufferLayout.empty
+    empty = buffers.Form.empty
 
-    def filled(self: buffers.BufferLayout, chunks: int, device: torch.device) -> buffers.Buffer:
+    def filled(self: buffers.Form, chunks: int, device: torch.device) -> buffers.Bundle:
         return tuple(x.fill_(0.5) for x in empty(self, chunks, device))
 
     with _drop_move(rank), mock.patch.object(verify_model, "validate", lambda schedule: None):
-        with mock.patch.object(buffers.BufferLayout, "empty", filled):
+        with mock.patch.object(buffers.Form, "empty", filled):
             yield
 
 
@@ -231,11 +234,11 @@ FAULTS = {
         _drop_move_unproven, "--schedule zigzag", {"loss", "gradients"}, ("gradients", "parameters, worst: ")
     ),
     "labels are shifted in the shard": Fault(
-        _shift_labels, "", {"data", "loss", "gradients"}, ("data", "labels of rank 1 differ (at position")
+        _shift_labels, "", {"data", "loss", "gradients"}, ("data", "tokens of rank 1 are misplaced (the first: ")
     ),
     "positions restart": Fault(_restart_positions, "", {"data"}, ("data", "rank 1 begins at 0")),
     "documents run together": Fault(
-        _run_documents_together, "--packing best_fit", {"data"}, ("data", "are of no document, or of two")
+        _run_documents_together, "--packing best_fit", {"data"}, ("data", "tokens of rank 1 are misplaced")
     ),
     "documents see each other": Fault(
         _forget_where_documents_begin, "--packing best_fit", {"loss", "gradients"}, ("gradients", "parameters, worst: ")
@@ -317,24 +320,34 @@ def test_packed_data_whose_first_pieces_have_no_target_are_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_misplaced_tokens_are_counted_by_rank(kind: str) -> None:
+def test_misplaced_tokens_are_named_by_rank(kind: str) -> None:
     layout = Layout(kind, 3, 2 if kind == "zigzag" else 1)  # type: ignore[arg-type]
     length = verify.uneven(40, 3)
+    padded = layout.padded_length(length)
+    assert padded - length == layout.chunk_count - 1 and padded > length
     for sample in cut(made_up(4, length, 50), length):
-        ids, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), -100)
-        ids[: min(length, len(sample.ids))] = sample.ids[:length]
-        labels[: len(sample.targets)] = sample.targets
-        padded = layout.padded_length(length)
-        assert padded - length == layout.chunk_count - 1 and padded > length
-        ids, labels = (torch.nn.functional.pad(x, (0, padded - length), value=f) for x, f in ((ids, 0), (labels, -100)))
-        places = [layout.positions(rank, padded) for rank in range(3)]
-        parts = [[ids[p], p.clamp_max(length - 1), labels[p]] for p in places]
-        assert misplaced(parts, sample, length) == []
-        parts[1][0] = parts[1][0] + 1
-        assert "tokens of rank 1 differ" in misplaced(parts, sample, length)[0]
-        assert misplaced_positions(parts, length) == []
-        parts[2][1] = parts[2][1] - parts[2][1].min()
-        assert "rank 2 begins at 0" in misplaced_positions(parts, length)[0]
+        wanted = sample.tokens(length)
+        tokens = wanted + [(length - 1, 0, -100)] * (padded - length)
+        held = [[tokens[i] for i in layout.positions(rank, padded).tolist()] for rank in range(3)]
+        assert misplaced(held, wanted) == []
+        first = held[1][0]
+        for wrong in ((first[0], first[1] + 1, first[2]), (first[0], first[1], first[2] + 1)):
+            lines = misplaced([held[0], [wrong, *held[1][1:]], held[2]], wanted, first_rank=3)
+            assert f"1 of {len(held[1])} tokens of rank 4 are misplaced" in lines[0]
+        lines = misplaced([[(i, *token[1:]) for i, token in enumerate(tokens)] for tokens in held], wanted)
+        assert any("rank 2 begins at 0" in line for line in lines) or lines[-1].endswith("tokens are on no rank")
+        absent = sum(i < length for i in layout.positions(2, padded).tolist())
+        assert misplaced(held[:2], wanted) == [f"{absent} of {length} tokens are on no rank"]
+
+
+def test_a_gradient_that_is_zero_is_no_error_and_a_small_one_is_compared() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, small = torch.randn(50, 50, generator=draw), 1e-4 * torch.randn(50, generator=draw)
+    mine, theirs = (1e-9 * torch.randn(50, generator=draw) for _ in range(2))  # what rounding leaves of zero
+    want = {"weight": weight, "small": small, "bias": theirs, "unused": torch.zeros(3)}
+    assert max(gradient_errors({**want, "bias": mine}, want).values()) < 1e-6
+    for wrong in ({"small": 2 * small}, {"bias": mine + 1e-3}, {"unused": torch.ones(3)}):
+        assert gradient_errors({**want, **wrong}, want)[next(iter(wrong))] > 1e-4
 
 
 def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:

@@ -1,4 +1,4 @@
-"""Adds a trained adapter to the weights it was trained for, tensor by tensor: a model like any other.
+"""Merges a trained adapter into the weights of its model, tensor by tensor.
 
 python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir outputs/books/merged
 """
@@ -26,12 +26,12 @@ from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, ten
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-OF_OTHERS: Final = (
+NOT_COPIED: Final = (
     CONFIG,
     TRAINER_STATE,
     MANIFEST,
-)  # what a model's directory may hold that is untrue of the merged one
-OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # what configs of transformers 4 have in place of rope_parameters
+)  # files of a model's directory that do not hold for the merged one
+OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # in place of rope_parameters in configs of transformers 4
 
 
 def parser() -> Parser:
@@ -44,10 +44,10 @@ def parser() -> Parser:
 
 
 def main(_family: ModelFamily, words: Sequence[str]) -> int:
-    return answered(lambda: _say(parser().parse_args(words)))
+    return answered(lambda: _merge(parser().parse_args(words)))
 
 
-def _say(asked: argparse.Namespace) -> None:
+def _merge(asked: argparse.Namespace) -> None:
     print(merge(asked.adapter, asked.output_dir, asked.model_name_or_path))
 
 
@@ -73,32 +73,34 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     try:
         _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in OF_OTHERS):
+            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in NOT_COPIED):
                 shutil.copyfile(path, output_dir / path.name)
         if rope is not None:
             _write_config(source / "config.json", output_dir / "config.json", rope)
     except BaseException:
-        shutil.rmtree(output_dir)  # half a model looks like a whole one
+        shutil.rmtree(output_dir)  # half a model looks complete
         raise
     return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
 
 
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
-    """A config.json with the RoPE of an adapter's run; older spellings would go before it and are dropped."""
-    kept = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
-    target.write_text(json.dumps({**kept, **rope}, indent=2) + "\n")
+    """Writes a config.json with the RoPE of the adapter's run, without older spellings, which would override it."""
+    others = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
+    target.write_text(json.dumps({**others, **rope}, indent=2) + "\n")
 
 
 def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name of a weight → A and B."""
+    """Returns A and B by the name of their weight."""
     with _readable(path):
         tensors = load_file(path)
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:
         raise ValueError(f"{path} holds no adapter of a linear; copy it again")
-    if odd := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
-        what = "is of no linear; merge it with peft" if min(odd) in tensors else "is missing; copy the adapter again"
-        raise ValueError(f"{path}: {min(odd)} {what}")
+    if unknown := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
+        what = (
+            "is of no linear; merge it with peft" if min(unknown) in tensors else "is missing; copy the adapter again"
+        )
+        raise ValueError(f"{path}: {min(unknown)} {what}")
     return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
 
 
@@ -117,7 +119,7 @@ def _merge_weights(
 
 
 def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> set[str]:
-    """The names that it held and that were merged."""
+    """Merges one file. Returns the names of its weights that were adapted."""
     merged: dict[str, Tensor] = {}
     with _readable(source), safe_open(source, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118

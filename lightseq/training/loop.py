@@ -20,15 +20,10 @@ from lightseq.distributed.environment import launcher_note, launcher_shutdown_se
 from lightseq.distributed.mesh import Meshes, World, make_deterministic, make_meshes, on_all_ranks
 from lightseq.distributed.preemption import StopRequest
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.memory.planner.advice import auto_notes, faster_notes, out_of_memory
 from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.memory.planner.of_this_run import (
-    auto_notes,
-    faster_notes,
-    host_memory_for_layers,
-    out_of_memory,
-    plan_of_layers,
-    planned,
-)
+from lightseq.memory.planner.plan import host_memory_for_layers, plan_of_layers
+from lightseq.memory.planner.run import planned_run
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.parallelize import techniques_of
@@ -76,10 +71,10 @@ class Trainer:
         plan = plan_of_layers(config, inputs.model_config, world)
         self.placement = plan.placement if plan else None
         placed = self.placement.layers if self.placement else None
-        run = plan.run if plan else planned(config, inputs.model_config, world)
+        run = plan.run if plan else planned_run(config, inputs.model_config, world)
         self._planned, self._rehearses = run, rehearses
         host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
-        self.state_on_host, self.state_stays = run.state_on_host, run.state_stays
+        self.state_on_host, self.state_stays = run.state_on_host, run.layers_with_state_on_gpu
         where = (placed, self.state_on_host, self.state_stays, host)
         techniques = techniques_of(config, *where, world.local_size, rehearses, stands_for)
         parts = (config, inputs, world, self.meshes, techniques)
@@ -89,7 +84,7 @@ class Trainer:
             self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
         self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
         self.shard = Sharding(self.context, world.device)
-        self.count_adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
+        self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self._measured = self.memory_parts
         with self.explained_out_of_memory():
             on_all_ranks(world, self._resume)
@@ -270,9 +265,9 @@ class Trainer:
     def _work(self) -> Work:
         c = self.config
         on_fp8_cores = c.fp8 is not None and not c.fp8_emulate
-        again = self.placement.again if self.placement else 0.0
+        again = self.placement.recomputed_share if self.placement else 0.0
         remat = (c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
-        return Work(self.inputs.model_config, *remat, self.count_adapter_parameters, on_fp8_cores, again)
+        return Work(self.inputs.model_config, *remat, self.adapter_parameters, on_fp8_cores, again)
 
     def _try_longest(self) -> None:
         """Takes the memory of the longest batch once before the first step, unless that step has such a batch.

@@ -1,5 +1,7 @@
 """Text of errors, counts and names in one line."""
 
+from collections.abc import Collection, Sequence
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error message; `path: reason` for file errors."""
@@ -22,3 +24,15 @@ def four_significant_digits(value: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Returns a count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Aligns the columns of a table: those in `left` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

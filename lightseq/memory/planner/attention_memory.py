@@ -1,13 +1,12 @@
-"""Device memory that distributed attention takes on a rank: its own executor runs on tensors without memory.
+"""Counts the GPU memory of distributed attention by running its executor on meta tensors.
 
-What it makes is counted as it is made and freed. All of it is in proportion to the tokens of a rank, so that one run of
-few tokens stands for every length.
+All of it grows in proportion to a rank's tokens, so one run on few tokens stands for every length.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,62 +25,60 @@ from lightseq.kernels.launches import Launches
 from lightseq.schedule.algorithms import make_schedule, ulysses_ranks
 from lightseq.schedule.auto import Choice
 
-TOKENS = 512  # of a chunk in the run that is counted
-MOST_PLACES = 16  # of a table that is made; beyond, two smaller ones are drawn out as a line
+CHUNK_TOKENS = 512  # of the run that is counted
+MAX_RING = 16  # ranks that a sequence is cut over in a counted run; larger rings are extrapolated from two smaller
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes for every local token."""
+    """Bytes per local token, of the rank that takes most."""
 
-    buffers: float  # that peers map
-    forward: float  # on top of q, k and v; what it returns is among it
-    backward: float  # on top of out, lse, their gradient, and q, k and v or what is kept in their place
+    buffers: float  # mapped by peers
+    forward: float  # beyond q, k and v; includes the output
+    backward: float  # beyond the output, its log-sum-exp, its gradient, and q, k and v or what was gathered of them
 
 
 @lru_cache(maxsize=512)
 def attention_memory(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
+    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False
 ) -> AttentionMemory:
-    """Of the rank that takes most."""
     ulysses = ulysses_ranks(choice.schedule, world, choice.ulysses_size)
-    places = world // ulysses
-    if places <= MOST_PLACES:
-        return _counted(choice, world, heads, kv_heads, dim, element, keep_gathered)
+    ring = world // ulysses
+    if ring <= MAX_RING:
+        return _count(choice, world, heads, kv_heads, dim, itemsize, keep_gathered)
     low, high = (
-        attention_memory(choice, ulysses * n, heads, kv_heads, dim, element) for n in (MOST_PLACES // 2, MOST_PLACES)
+        attention_memory(choice, ulysses * ranks, heads, kv_heads, dim, itemsize) for ranks in (MAX_RING // 2, MAX_RING)
     )
-    further = (places - MOST_PLACES) / (MOST_PLACES - MOST_PLACES // 2)
-    drawn = [b + (b - a) * further for a, b in zip(vars(low).values(), vars(high).values(), strict=True)]
-    return AttentionMemory(*drawn)
+    steps = (ring - MAX_RING) / (MAX_RING - MAX_RING // 2)
+    return AttentionMemory(*(b + (b - a) * steps for a, b in zip(astuple(low), astuple(high), strict=True)))
 
 
-def _counted(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool
+def _count(
+    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool
 ) -> AttentionMemory:
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
-    layout = table.layout
-    local = TOKENS * layout.chunks_per_rank
-    dtype = {2: torch.bfloat16, 4: torch.float32}[element]
+    local = CHUNK_TOKENS * table.layout.chunks_per_rank
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     q, k, v = (torch.empty(1, local, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads, kv_heads))
     out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")
-    kernel, found = Elided(FlashAttention4()), []
-    kept: Gathered | None = None
+    gathered: Gathered | None = None
     if keep_gathered and table.can_keep:
         size = gathered_elements(table, q, kv_heads)
-        table, kept = table.keeping, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
+        table, gathered = table.keeping, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
+    kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
-        carrier = _Counting()
-        with _Live() as forward:
-            Executor(table, rank, kernel, carrier, 1.0).forward(q, k, v, kept)
-        with _Live() as backward:
-            Executor(table, rank, kernel, carrier, 1.0).backward(out, kept or (q, k, v), out, lse)
-        found.append((carrier.largest, forward.peak + (kept.memory.nbytes if kept else 0), backward.peak))
-    return AttentionMemory(*(max(column) / local for column in zip(*found, strict=True)))
+        transport = _MetaTransport()
+        with LiveBytes() as forward:
+            Executor(table, rank, kernel, transport, 1.0).forward(q, k, v, gathered)
+        with LiveBytes() as backward:
+            Executor(table, rank, kernel, transport, 1.0).backward(out, gathered or (q, k, v), out, lse)
+        held = gathered.memory.nbytes if gathered else 0
+        counts.append((transport.largest_outbox, forward.peak + held, backward.peak))
+    return AttentionMemory(*(max(column) / local for column in zip(*counts, strict=True)))
 
 
-class _Live(TorchDispatchMode):
-    """Bytes of the tensors made under it that are still there, and the most there were."""
+class LiveBytes(TorchDispatchMode):
+    """Tracks the bytes of tensors that were allocated under it and are alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,39 +86,39 @@ class _Live(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        made = op(*args, **(kwargs or {}))
+        result = op(*args, **(kwargs or {}))
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(made):
+        for x in tree_leaves(result):
             if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in known | self._seen:
                 self._seen.add(key)
                 self.now += x.untyped_storage().nbytes()
                 weakref.finalize(x.untyped_storage(), self._freed, key, x.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now)
-        return made
+        return result
 
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
 
 
-class _Silent(Launches):
-    """Copies and sums are single kernels on a GPU, which take no memory."""
+class _NoLaunches(Launches):
+    """Skips copies and sums: on a GPU they are single kernels that allocate nothing."""
 
     def copy(self, key: Any, build: Any) -> None: ...
 
     def add(self, key: Any, build: Any, fresh: bool) -> None: ...
 
 
-class _Counting(NoTransport):
-    """Its outbox counts as what peers map, and not as what is made."""
+class _MetaTransport(NoTransport):
+    """Notes its largest outbox, which `LiveBytes` does not count: peers map it."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))
-        self.largest = 0
+        self.largest_outbox = 0
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
-        self.largest = max(self.largest, size)
+        self.largest_outbox = max(self.largest_outbox, size)
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.empty(size, dtype=torch.uint8, device="meta")
-        yield Outbox(memory, {Launches: _Silent})
+        yield Outbox(memory, {Launches: _NoLaunches})

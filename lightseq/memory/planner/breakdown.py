@@ -1,4 +1,4 @@
-"""What a training step holds in memory, by what it is for, and which flag makes the largest part smaller."""
+"""Memory of a training step by purpose, and the flag that shrinks the largest part."""
 
 from dataclasses import asdict, dataclass
 
@@ -9,16 +9,16 @@ from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
+from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
 from lightseq.models.architecture import heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
-GIB = 2.0**30
 MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Bytes on one GPU; `working` is what a layer, its gathered weights and its gradients need on top of what stays."""
+    """Bytes on one GPU. `working` holds a layer's temporaries, gathered weights and gradients."""
 
     parameters: int
     gradients: int
@@ -33,16 +33,16 @@ class Breakdown:
         return sum(asdict(self).values())
 
     def lines(self) -> list[str]:
-        """A table, largest part first."""
+        """Returns a table, largest part first."""
         parts = sorted(asdict(self).items(), key=lambda part: -part[1])
         shown = [(name.replace("_", " "), size) for name, size in [*parts, ("total", self.total)]]
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
 def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[int, int, int]:
-    """This rank's parameters, their gradients and the optimizer's state on the device, once all are there.
+    """Returns this rank's parameters, gradients and optimizer state on the GPU, once all are allocated.
 
-    AdamW has two moments, SGD here none. DeepSpeed's own are not known, and count as working memory.
+    DeepSpeed's own state is unknown here and counts as working memory.
     """
     if config.deepspeed:
         return 0, 0, 0
@@ -53,72 +53,70 @@ def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[i
 
 
 def moments_of(config: TrainConfig) -> float:
-    """The optimizer's state, in float32 numbers a weight."""
+    """Returns the optimizer's state per weight, in float32 numbers."""
     return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
 
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
-    """Bytes that layers keep of `tokens` local tokens until the backward pass, wherever they wait."""
-    element = 4 if config.compute_dtype == "float32" else 2
-    heads = heads_of(model)
-    hidden, attention = model.hidden_size, heads.query * heads.dim
-    group = config.layers_per_checkpoint
-    if config.remat_policy == "none":
-        # Input, q, k and v before and after their rotation, attention's output, gate, up and their product, two norms'
-        # outputs: what eager layers save; compiled ones save less.
-        key_value = heads.key_value * heads.dim
-        return model.num_hidden_layers * tokens * element * (
-            4 * hidden + 3 * attention + 4 * key_value + 4 * model.intermediate_size
-        )  # fmt: skip
+    """Returns the bytes that layers save of `tokens` local tokens for the backward pass, wherever they wait."""
+    layer, group = saved_bytes(model, config), config.layers_per_checkpoint
     if group == 1:
-        return model.num_hidden_layers * tokens * checkpoint_bytes(model, config.remat_policy, element)
+        return int(model.num_hidden_layers * tokens * layer)
     groups = -(-model.num_hidden_layers // group)
-    return tokens * (groups * hidden * element + group * checkpoint_bytes(model, config.remat_policy, element))
+    return int(tokens * (groups * saved_bytes(model, config, "full") + group * layer))
 
 
-def checkpoint_bytes(model: PreTrainedConfig, policy: str, element: int) -> int:
-    """What a checkpointed layer keeps of a token: its input, under `attention` the operator's out and lse, under
-    `attention+mlp` gate and up besides, and under `attention+linears` what attention's four projections give."""
-    heads = heads_of(model)
-    attention = 0 if policy == "full" else heads.query * (heads.dim * element + 4)
-    products = 2 * model.intermediate_size * element if policy in STORES_MLP else 0
-    projections = sum(projection_widths(model)) * element if policy == STORE_LINEARS else 0
-    return model.hidden_size * element + attention + products + projections
+def saved_bytes(model: PreTrainedConfig, config: TrainConfig, policy: str | None = None) -> float:
+    """Returns the bytes of one token that a layer saves under a remat policy, by default the config's.
 
-
-def projection_widths(model: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """Of q, k, v and the output."""
-    heads = heads_of(model)
-    return heads.query * heads.dim, heads.key_value * heads.dim, heads.key_value * heads.dim, model.hidden_size
+    `full` saves the layer's input, `attention` also the operator's output and log-sum-exp, `attention+mlp` also gate
+    and up, `attention+linears` also attention's four projections, `none` everything.
+    """
+    policy, heads = policy or config.remat_policy, heads_of(model)
+    itemsize = 4 if config.compute_dtype == "float32" else 2
+    attention, key_value = heads.query * heads.dim, heads.key_value * heads.dim
+    intermediate = getattr(model, "intermediate_size", 4 * model.hidden_size)
+    log_sum_exp = 4 * heads.query
+    if policy == "none":
+        sizes = Widths(model.hidden_size, attention, key_value, intermediate)
+        return itemsize * SAVED_WITHOUT_REMAT[config.torch_compile].dot(sizes) + log_sum_exp
+    elements = model.hidden_size
+    if policy != "full":
+        elements += attention
+    if policy in STORES_MLP:
+        elements += 2 * intermediate
+    if policy == STORE_LINEARS:
+        elements += attention + 2 * key_value + model.hidden_size
+    return float(itemsize * elements + (0 if policy == "full" else log_sum_exp))
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
-    """The logits of a chunk, and what the loss keeps: the head's gradient in float32 and that of its input."""
-    element = 4 if config.compute_dtype == "float32" else 2
-    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * element
+    """Returns the bytes of a chunk's logits, and of the gradients of head (float32) and hidden states."""
+    itemsize = 4 if config.compute_dtype == "float32" else 2
+    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * itemsize
     head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size
-    return logits, head + tokens * model.hidden_size * element
+    return logits, head + tokens * model.hidden_size * itemsize
 
 
 def advice(parts: Breakdown, config: TrainConfig) -> str:
-    """The knob that moves the largest part which a knob can move."""
+    """Returns the flag that shrinks the largest part which a flag can shrink."""
     states = parts.parameters + parts.gradients + parts.optimizer
     options: list[tuple[int, str]] = []
     if config.remat_policy in ("none", *STORES_MLP):
         options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
     elif config.offload not in ("activations", "both", "auto"):
-        words = "both" if config.offload == "optimizer" else "activations"
-        options.append((parts.kept_activations, f"--offload {words}: what layers keep waits in host memory"))
+        value = "both" if config.offload == "optimizer" else "activations"
+        options.append((parts.kept_activations, f"--offload {value}: saved activations wait in host memory"))
     elif config.layers_per_checkpoint == 1 and not config.deepspeed and config.offload != "auto":
-        options.append((parts.kept_activations, "--layers_per_checkpoint 4, which keeps one layer's input in four"))
+        options.append((parts.kept_activations, "--layers_per_checkpoint 4, which saves one layer's input in four"))
     if config.offload == "auto":
         options.append((parts.kept_activations, "a --device_memory_budget below what --offload auto planned with"))
     if not config.deepspeed and config.offload not in ("optimizer", "both", "auto"):
-        words = "both" if config.offload == "activations" else "optimizer"
-        options.append((states, f"--offload {words}: weights, gradients and optimizer state in host memory"))
-    elsewhere = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""
-    gpus = "more GPUs on a sequence (--sequence_parallel_size), or a lower --model_max_length"
-    options.append((parts.working, elsewhere + gpus))  # with DeepSpeed's own state in it
+        value = "both" if config.offload == "activations" else "optimizer"
+        options.append((states, f"--offload {value}: weights, gradients and optimizer state in host memory"))
+    deepspeed = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""
+    gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
+    options.append((parts.working, deepspeed + gpus))  # DeepSpeed's own state is part of it
     if not config.torch_compile:
         options.append((parts.working // 2, "--torch_compile True, which fuses what eager layers write out"))
     return max(options)[1]

@@ -1,20 +1,20 @@
-"""What DeepSpeed's own offloading puts in a rank's host memory.
+"""Host memory that DeepSpeed's own offloading takes on a rank.
 
-As DeepSpeed 0.19.8 does it, by default in memory that torch pins, of which freed pieces are kept.
+Counted after DeepSpeed 0.19.8, which by default pins with torch; freed pieces stay pinned.
 """
 
 from math import ceil
 
 from lightseq.config.deepspeed import LEAST_BUFFERS, DeepSpeedSettings
 from lightseq.memory.planner.breakdown import moments_of
-from lightseq.memory.planner.estimate import FLOAT32, pinned_by_torch
-from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.memory import pinned_by_torch
+from lightseq.memory.planner.run import FLOAT32, PlannedRun
 
 SUB_GROUP = 10**9  # weights of a rank that ZeRO-3 updates at a time, where the config says nothing
 
 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Bytes that `offload_optimizer` and `offload_param` will take of a rank's host memory."""
+    """Returns the bytes that `offload_optimizer` and `offload_param` will take of a rank's host memory."""
     taken = 0.0
     if settings.on_nvme:
         taken += _on_their_way(run, settings)
@@ -27,17 +27,18 @@ def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> flo
 
 
 def _masters_of_partition(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """stage_1_and_2.py: masters, their gradients and the weights made of them (`__init__`,
-    `initialize_optimizer_states`), a buffer for the largest gradient; and whole gradients that accumulate, each by
-    itself, of which the partition may end within one."""
-    pins, weights, element = _pins(settings, "offload_optimizer"), run.local_parameters, run.element
+    """Counts stage_1_and_2.py: masters, their gradients and the weights made of them (`__init__`,
+    `initialize_optimizer_states`), a buffer for the largest gradient, and whole gradients that accumulate one by one;
+    the partition may end within one."""
+    pins, weights, element = _pins(settings, "offload_optimizer"), run.local_parameters, run.itemsize
     whole = [_taken(width * weights, pins) for width in (FLOAT32, FLOAT32, element)]
-    gradients = [_taken(element * size, pins) for size in run.made_of.sizes]
-    return sum(whole) + max(gradients) + run.accumulates * (sum(gradients) / run.shards + max(gradients))
+    gradients = [_taken(element * size, pins) for size in run.architecture.sizes]
+    accumulated = run.config.gradient_accumulation_steps > 1
+    return sum(whole) + max(gradients) + accumulated * (sum(gradients) / run.shards + max(gradients))
 
 
 def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """stage3.py: masters (`_create_fp32_partitions`), which it does not pin, and their gradients twice: by sub-group
+    """Counts stage3.py: masters (`_create_fp32_partitions`), not pinned, and their gradients twice: by sub-group
     (`initialize_optimizer_states`) and all together (`grad_partitions_flat_buffer`)."""
     pins, weights = _pins(settings, "offload_optimizer"), run.local_parameters
     group = _sub_group(run, settings)
@@ -61,10 +62,10 @@ def _sub_group(run: PlannedRun, settings: DeepSpeedSettings) -> int:
 
 
 def _weights(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Pinned in one buffer (stage3.py, `_create_param_groups_fp16_flat_cpu_memory`), and before that each by itself
+    """Counts one pinned buffer (stage3.py, `_create_param_groups_fp16_flat_cpu_memory`), and before that each weight
     (partition_parameters.py, `_partition_param`)."""
-    pieces = [_taken(run.element * ceil(size / run.shards), True) for size in run.made_of.sizes]
-    return _taken(run.element * run.local_parameters, True) + _pins(settings, "offload_param") * sum(pieces)
+    pieces = [_taken(run.itemsize * ceil(size / run.shards), True) for size in run.architecture.sizes]
+    return _taken(run.itemsize * run.local_parameters, True) + _pins(settings, "offload_param") * sum(pieces)
 
 
 def _pins(settings: DeepSpeedSettings, part: str) -> bool:

@@ -1,21 +1,21 @@
-"""Decides for every layer whether what it keeps stays on the device, waits in host memory or is computed again.
+"""Chooses for every layer whether its saved activations stay on the GPU, wait in host memory or are recomputed.
 
-Pure data in and out: bytes and seconds of one layer in each state, two budgets, and how many layers there are.
+Pure data in and out: bytes and seconds of one layer in each state, two budgets, and the number of layers.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
-AWAY, AGAIN = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
-AS_IF = {OFFLOAD: KEEP, RECOMPUTE_OFFLOAD: RECOMPUTE}  # what a layer on its way still takes on the device
+OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
 STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # in the order of layers: what is needed last leaves first
 
 
 @dataclass(frozen=True)
 class State:
-    """What a layer costs in a state: bytes on the device and on the host from forward to backward, seconds a step."""
+    """Cost of a layer in a state: bytes on the GPU and on the host between forward and backward, seconds a step."""
 
     device_bytes: float
     host_bytes: float
@@ -24,7 +24,7 @@ class State:
 
 @dataclass(frozen=True)
 class Placement:
-    """The state of every layer. The last one never leaves: the backward pass begins with it."""
+    """The state of every layer. The last one is never offloaded: the backward pass begins with it."""
 
     layers: tuple[str, ...]
 
@@ -32,38 +32,39 @@ class Placement:
         return self.layers.count(state)
 
     @property
-    def again(self) -> float:
-        """The share of layers that compute all of it again."""
-        return sum(state in AGAIN for state in self.layers) / len(self.layers)
+    def offloads(self) -> bool:
+        return not set(self.layers).isdisjoint(OFFLOADED)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Returns the share of layers that recompute everything."""
+        return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
 
     @property
     def words(self) -> str:
-        """`layers 0-11 offload, 12-31 keep`."""
-        runs: list[list[int]] = []
-        for i, state in enumerate(self.layers):
-            if runs and self.layers[runs[-1][0]] == state:
-                runs[-1][1] = i
-            else:
-                runs.append([i, i])
-        shown = [f"{a}-{b}" if b > a else str(a) for a, b in runs]
-        named = [f"{span} {self.layers[a].replace('_', ' and ')}" for span, (a, _) in zip(shown, runs, strict=True)]
-        return f"layer{'s' * (len(self.layers) > 1)} {', '.join(named)}"
+        """Returns `layers 0-11 offload, 12-31 keep`."""
+        spans, first = [], 0
+        for state, run in groupby(self.layers):
+            last = first + len(list(run)) - 1
+            spans.append(f"{f'{first}-{last}' if last > first else first} {state.replace('_', ' and ')}")
+            first = last + 1
+        return f"layer{'s' * (len(self.layers) > 1)} {', '.join(spans)}"
 
 
 def place(
     layers: int, states: Mapping[str, State], device_bytes: float, host_bytes: float, in_flight: int = 2
 ) -> Placement | None:
-    """The fastest placement within both budgets; of equals, the one that leaves most memory free. None if none fits.
+    """Returns the fastest placement within both budgets, or None.
 
-    `device_bytes` is for what is kept alone. Of layers that leave, what `in_flight` of them keep is there, one less for
-    each that stays.
+    Ties go to the least host memory, then the least GPU memory. `device_bytes` is for saved activations alone. Up to
+    `in_flight` offloaded layers are on the GPU at a time, one less for each layer that stays.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
-    for counts in _splits(layers, states, device_bytes, in_flight):
-        found = _cost(dict(zip(STATES, counts, strict=True)), states, in_flight)
-        if found.device_bytes > device_bytes or found.host_bytes > host_bytes:
+    for counts in _candidates(layers, states, device_bytes, in_flight):
+        cost = _cost(dict(zip(STATES, counts, strict=True)), states, in_flight)
+        if cost.device_bytes > device_bytes or cost.host_bytes > host_bytes:
             continue
-        key = (found.seconds, found.host_bytes, found.device_bytes, counts)
+        key = (cost.seconds, cost.host_bytes, cost.device_bytes, counts)
         best = key if best is None or key < best else best
     return None if best is None else in_order(dict(zip(STATES, best[-1], strict=True)))
 
@@ -73,25 +74,30 @@ def in_order(counts: Mapping[str, int]) -> Placement:
 
 
 def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int) -> State:
-    host, seconds = (
-        sum(number * getattr(states[name], what) for name, number in counts.items() if number)
-        for what in ("host_bytes", "seconds")
-    )
-    away = [states[here].device_bytes for left, here in AS_IF.items() for _ in range(counts.get(left, 0))]
-    here = [states[name].device_bytes for name in (RECOMPUTE, KEEP) for _ in range(counts.get(name, 0))]
-    moments = [sum(here), sum(away[:in_flight])]
-    for first in range(1, in_flight):  # of those that stay, beside the last that leave
-        moments.append(sum(here[:first]) + sum(away[max(0, len(away) - in_flight + first) :]))
+    """Adds up all layers; the bytes on the GPU are those of the worst moment of the backward pass."""
+    host = sum(number * states[name].host_bytes for name, number in counts.items() if number)
+    seconds = sum(number * states[name].seconds for name, number in counts.items() if number)
+
+    def sizes(*names: tuple[str, str]) -> list[float]:
+        return [states[size_of].device_bytes for name, size_of in names for _ in range(counts.get(name, 0))]
+
+    offloaded = sizes((OFFLOAD, KEEP), (RECOMPUTE_OFFLOAD, RECOMPUTE))  # on its way, a layer takes what it would keep
+    resident = sizes((RECOMPUTE, RECOMPUTE), (KEEP, KEEP))
+    moments = [sum(resident), sum(offloaded[:in_flight])]
+    for first in range(1, in_flight):  # the first that stay, beside the last that were offloaded
+        moments.append(sum(resident[:first]) + sum(offloaded[max(0, len(offloaded) - in_flight + first) :]))
     return State(max(moments), host, seconds)
 
 
-def _splits(layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int) -> Iterator[tuple[int, ...]]:
-    """How many layers are in each state. The last one is on the device; no more compute again than have to."""
+def _candidates(
+    layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int
+) -> Iterator[tuple[int, ...]]:
+    """Yields counts by state: every number of offloaded layers, and no more recomputed ones than memory demands."""
     saved = states[KEEP].device_bytes - states[RECOMPUTE].device_bytes
-    for away in range(layers):
-        for half_away in range(layers - away):
-            here = layers - away - half_away
-            counts = {OFFLOAD: away, RECOMPUTE_OFFLOAD: half_away, KEEP: here}
+    for offloaded in range(layers):
+        for recomputed_offloaded in range(layers - offloaded):
+            resident = layers - offloaded - recomputed_offloaded
+            counts = {OFFLOAD: offloaded, RECOMPUTE_OFFLOAD: recomputed_offloaded, KEEP: resident}
             over = _cost(counts, states, in_flight).device_bytes - device_bytes
-            again = 0 if over <= 0 else min(here, ceil(over / saved)) if saved > 0 else here
-            yield away, half_away, again, here - again
+            recomputed = 0 if over <= 0 else min(resident, ceil(over / saved)) if saved > 0 else resident
+            yield offloaded, recomputed_offloaded, recomputed, resident - recomputed

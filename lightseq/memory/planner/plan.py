@@ -1,21 +1,29 @@
-"""Whether a training run fits, how long a step takes, and where each layer's tensors wait.
+"""Plans a training run: does it fit, how long does a step take, where does each layer's state wait.
 
-Nothing is built and nothing runs: sizes come from the model's config and the flags, rates from rates.py.
+Nothing is built and nothing runs. Sizes follow from the model's config and the flags, rates from rates.py.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightseq.distributed.mesh import host_bytes_for_layers
-from lightseq.memory.planner.breakdown import Breakdown
-from lightseq.memory.planner.estimate import (
-    at_backward_begin,
-    host_by_layer,
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from lightseq.config.deepspeed import DeepSpeedSettings
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World, free_host_memory, host_bytes_for_layers, on_all_ranks
+from lightseq.memory.planner.breakdown import GIB, Breakdown
+from lightseq.memory.planner.deepspeed_memory import deepspeed_bytes_on_host
+from lightseq.memory.planner.memory import (
     host_bytes,
     in_flight,
-    kept_by_layer,
     peak,
+    peak_without_activations,
+    saved_by_group,
+    saved_by_layer,
     state_bytes_on_host,
 )
 from lightseq.memory.planner.placement import (
@@ -28,17 +36,17 @@ from lightseq.memory.planner.placement import (
     place,
 )
 from lightseq.memory.planner.rates import OUTSIDE_BYTES, PROCESS_BYTES, SLACK
-from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.run import PlannedRun, planned_run
 from lightseq.memory.planner.step_time import WAITING, attention_seconds, copy_seconds, layer_seconds, step_seconds
 from lightseq.models.flops import mfu, model_flops
 
-STAYING_SHARES = 8  # of layers whose state may stay on the GPU where that of others waits on the host
-AS_FAST = 1e-3  # of a step: no plan tells closer ones apart
+STATE_STEPS = 8  # numbers of layers with their state on the GPU that `--offload auto` tries first
+SAME_SPEED = 1e-3  # of a step; the planner cannot tell closer plans apart
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run, predicted. Memory is a rank's, `host_bytes` that of the ranks of one host."""
+    """A predicted run. `parts` is one GPU at its peak, `host_bytes` one host with all its ranks."""
 
     run: PlannedRun
     placement: Placement
@@ -57,160 +65,181 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        run = self.run
-        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step, run.adapters)
-        share = mfu(flops, self.step_seconds, run.hardware.gpus, run.hardware.chip.peak_flops)
+        run, hardware = self.run, self.run.hardware
+        flops = model_flops(
+            run.model, run.config.model_max_length, run.sequences_per_step, run.count_adapter_parameters
+        )
+        share = mfu(flops, self.step_seconds, hardware.gpus, hardware.chip.peak_flops)
         assert share is not None
         return share
 
     @property
-    def usable_gpu_bytes(self) -> float:
-        return usable(self.run)
+    def missing_gpu_bytes(self) -> float:
+        return max(0.0, self.parts.total - usable_gpu_bytes(self.run))
+
+    @property
+    def missing_host_bytes(self) -> float:
+        return max(0.0, self.host_bytes - self.run.hardware.host_memory)
 
     @property
     def fits(self) -> bool:
-        return not self.lacks
+        return not (self.missing_gpu_bytes or self.missing_host_bytes)
 
     @property
-    def lacks_of(self) -> tuple[bool, bool]:
-        """Whether there is too little of the GPU's memory, and of the host's."""
-        return self.parts.total > self.usable_gpu_bytes, self.host_bytes > self.run.hardware.host_memory
-
-    @property
-    def lacks(self) -> tuple[str, ...]:
-        """What there is too little of, in words."""
-        found = []
-        if self.parts.total > self.usable_gpu_bytes:
-            more = (self.parts.total - self.usable_gpu_bytes) / 2**30
-            found.append(f"GPU memory, by {more:.1f} GiB a GPU")
-        if self.host_bytes > self.run.hardware.host_memory:
-            more = (self.host_bytes - self.run.hardware.host_memory) / 2**30
-            found.append(f"host memory, by {more:.1f} GiB a host")
-        return tuple(found)
+    def shortages(self) -> tuple[str, ...]:
+        """Returns what there is too little of: `GPU memory, by 1.5 GiB a GPU`."""
+        missing = {"GPU": self.missing_gpu_bytes, "host": self.missing_host_bytes}
+        return tuple(f"{name} memory, by {size / GIB:.1f} GiB a {name}" for name, size in missing.items() if size)
 
 
-def placement_words(plan: Plan) -> str:
-    """Of every layer, and what else its run does with what is kept."""
-    grouped = f"; {plan.run.group} layers a checkpoint" if plan.run.group > 1 else ""
-    state = f"; weights and state{of_what_waits(plan.run)} wait on the host" if plan.run.state_leaves else ""
-    return f"{plan.placement.words} (remat {plan.run.config.remat_policy}{grouped}){state}"
-
-
-def of_what_waits(run: PlannedRun) -> str:
-    """Whose weights and state are in host memory, where those of some layers are not."""
-    if not run.state_stays:
-        return ""
-    layers = f"layers {run.state_stays}-{run.layers - 1}, " if run.state_stays < run.layers else ""
-    return f" of {layers}embeddings and head"
+# ---- choosing -------------------------------------------------------------------------------------------------------
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """With `--offload auto` the fastest that fits: where layers have to give way, weights and their state may instead.
+    """Plans a run. `--offload auto` takes the fastest plan that fits, or else the one with the least GPU memory.
 
-    Of those that are as fast (the host may hold all of them up), one where all of that stays, or what has least to do.
-    Where nothing fits, what takes least of the GPU.
+    Among equally fast ones (launches may hide a difference), one with all state on the GPU, then the least work.
     """
-    found = list(_plans(run))
-    if fit := [plan for plan in found if plan.fits]:
-        longest = min(plan.step_seconds for plan in fit) * (1 + AS_FAST)
-        near = [plan for plan in fit if plan.step_seconds <= longest]
-        return min(near, key=lambda plan: (plan.run.state_leaves, plan.step_seconds - plan.seconds[WAITING]))
-    possible = [plan for plan in found if plan.host_bytes <= run.hardware.host_memory]
-    return min(possible or found[:1], key=lambda plan: plan.parts.total)
+    candidates = list(_candidates(run))
+    if fitting := [plan for plan in candidates if plan.fits]:
+        limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
+        fastest = [plan for plan in fitting if plan.step_seconds <= limit]
+        return min(fastest, key=lambda plan: (plan.run.state_offloaded, plan.step_seconds - plan.seconds[WAITING]))
+    within_host = [plan for plan in candidates if not plan.missing_host_bytes]
+    return min(within_host or candidates[:1], key=lambda plan: plan.parts.total)
 
 
 def can_fit(run: PlannedRun) -> bool:
-    return any(plan.fits for plan in _plans(run))
+    return any(plan.fits for plan in _candidates(run))
 
 
-def _plans(run: PlannedRun) -> Iterator[Plan]:
-    """As it is; and with `--offload auto`, where that leaves something to gain, with weights and state on the host: of
-    ever fewer layers, in steps, and between two of which one memory has room for one alone."""
-    plan = _plan_as_it_is(run)
+def _candidates(run: PlannedRun) -> Iterator[Plan]:
+    """Yields the run as it is. Where `--offload auto` could gain, also with state on the host for some or all layers.
+
+    The number of layers with state on the GPU grows in steps. Between two steps that lack different memories, bisection
+    looks for one that lacks neither.
+    """
+    plan = plan_as_given(run)
     yield plan
-    if run.config.offload != "auto" or run.state_leaves or (plan.fits and set(plan.placement.layers) == {KEEP}):
+    if run.config.offload != "auto" or run.state_offloaded or (plan.fits and set(plan.placement.layers) == {KEEP}):
         return
-    step = max(1, run.groups // STAYING_SHARES)
 
-    def staying(groups: int) -> Plan:
-        layers = min(groups * run.group, run.layers)
-        return _plan_as_it_is(dataclasses.replace(run, state_leaves=True, state_stays=layers))
+    def with_state_on_gpu(groups: int) -> Plan:
+        layers = min(groups * run.group_size, run.layers)
+        return plan_as_given(dataclasses.replace(run, state_offloaded=True, layers_with_state_on_gpu=layers))
 
-    before: Plan | None = None
+    def lacks(plan: Plan) -> tuple[bool, bool]:
+        return plan.missing_gpu_bytes > 0, plan.missing_host_bytes > 0
+
+    step = max(1, run.groups // STATE_STEPS)
+    previous: Plan | None = None
     for groups in range(0, run.groups + 1, step):
-        yield (plan := staying(groups))
+        yield (plan := with_state_on_gpu(groups))
         low, high = groups - step, groups
-        while before is not None and before.lacks_of != plan.lacks_of and high - low > 1:
+        while previous is not None and lacks(previous) != lacks(plan) and high - low > 1:
             middle = (low + high) // 2
-            yield (between := staying(middle))
-            low, high = (middle, high) if between.lacks_of == before.lacks_of else (low, middle)
-        before = plan
+            yield (between := with_state_on_gpu(middle))
+            low, high = (middle, high) if lacks(between) == lacks(previous) else (low, middle)
+        previous = plan
 
 
-def _plan_as_it_is(run: PlannedRun) -> Plan:
-    placement = placement_of(run)
-    moment = peak(run, placement)
+def plan_as_given(run: PlannedRun, placement: Placement | None = None) -> Plan:
+    """Plans a run with its state where it is, and a placement of layers that is given or follows from the flags."""
+    placement = placement or placement_of(run)
+    snapshot = peak(run, placement)
     host = host_bytes(run, placement) * run.hardware.ranks_per_host
-    return Plan(run, placement, moment.when, moment.parts, host, step_seconds(run, placement))
+    return Plan(run, placement, snapshot.when, snapshot.parts, host, step_seconds(run, placement))
 
 
-def usable(run: PlannedRun) -> float:
-    """Of a GPU's memory, what tensors can have: less what drivers and libraries take, and what lies in gaps."""
-    there = max(0.0, run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
-    asked = run.config.device_memory_budget
-    return there if asked is None else min(there, asked * 2**30)
+def usable_gpu_bytes(run: PlannedRun) -> float:
+    """Returns the memory that tensors can have: without what drivers and libraries take, and fragmentation."""
+    free = max(0.0, run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
+    budget = run.config.device_memory_budget
+    return free if budget is None else min(free, budget * GIB)
 
 
 def placement_of(run: PlannedRun) -> Placement:
-    """What the flags ask for, or with `--offload auto` the fastest that fits (or, where nothing does, nearly)."""
-    here, away = (RECOMPUTE, RECOMPUTE_OFFLOAD) if run.config.remat_policy == "full" else (KEEP, OFFLOAD)
+    """Returns what the flags ask for; with `--offload auto` the fastest that fits, or nearly fits."""
+    resident, offloaded = (RECOMPUTE, RECOMPUTE_OFFLOAD) if run.config.remat_policy == "full" else (KEEP, OFFLOAD)
     if run.config.offload == "auto":
         return _fastest(run)
     if run.config.offload not in ("activations", "both"):
-        return Placement((here,) * run.layers)
-    return _within_budget(run, here, away)
-
-
-def _within_budget(run: PlannedRun, here: str, away: str) -> Placement:
-    """As many groups of layers away, from the first on, as the host has room for; all but the last one."""
-    size = host_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else away)
-    inside = (run.group - 1) * host_by_layer(run, away) if run.group > 1 else 0.0
-    room = (host_budget(run) - inside) / size
-    leave = min(run.groups - 1, int(room) if 0 < room < run.groups else run.groups * (room > 0))
-    return Placement(tuple(away if i // run.group < leave else here for i in range(run.layers)))
-
-
-def host_budget(run: PlannedRun) -> float:
-    """Bytes that a rank's layers may hand over."""
-    free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
-    asked = run.config.host_memory_budget
-    if asked is None:
-        return host_bytes_for_layers(free, state_bytes_on_host(run))
-    if run.config.offload == "auto":  # which chooses what fits
-        return min(asked * 2**30, max(0.0, free - state_bytes_on_host(run)))
-    return asked * 2**30
-
-
-def states_of(run: PlannedRun) -> dict[str, State]:
-    """What a layer costs in each state."""
-    forward, _ = attention_seconds(run)
-    busy = layer_seconds(run, Placement((KEEP,) * run.layers))
-    kept, layer_input = kept_by_layer(run, KEEP), kept_by_layer(run, RECOMPUTE)
-    return {
-        KEEP: State(kept, 0.0, 0.0),
-        OFFLOAD: State(0.0, host_by_layer(run, OFFLOAD), copy_seconds(run, OFFLOAD, busy)),
-        RECOMPUTE: State(layer_input, 0.0, forward),
-        RECOMPUTE_OFFLOAD: State(
-            0.0, host_by_layer(run, RECOMPUTE_OFFLOAD), forward + copy_seconds(run, RECOMPUTE_OFFLOAD, busy)
-        ),
-    }
+        return Placement((resident,) * run.layers)
+    return _offload_first_layers(run, resident, offloaded)
 
 
 def _fastest(run: PlannedRun) -> Placement:
-    states, room = states_of(run), usable(run) - at_backward_begin(run)
-    while (found := place(run.layers, states, room, host_budget(run), in_flight(run))) is not None:
-        over = peak(run, found).parts.total - usable(run)
+    usable, states = usable_gpu_bytes(run), layer_states(run)
+    room = usable - peak_without_activations(run)
+    while (found := place(run.layers, states, room, _host_budget(run), in_flight(run))) is not None:
+        over = peak(run, found).parts.total - usable
         if over <= 0:
             return found
-        room -= max(over, states[KEEP].device_bytes / 4)  # the peak is later, when gradients are there
-    return _within_budget(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
+        room -= max(over, states[KEEP].device_bytes / 4)  # the peak comes later, when gradients have accumulated
+    return _offload_first_layers(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
+
+
+def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Placement:
+    """Offloads as many groups of layers as the host has room for, first ones first and never the last."""
+    rerun = (run.group_size - 1) * saved_by_layer(run, offloaded)  # what a group that runs again hands over
+    room = (_host_budget(run) - rerun) / saved_by_group(run, offloaded)
+    groups = max(0, min(run.groups - 1, int(room) if room < run.groups else run.groups))
+    return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(run.layers)))
+
+
+def layer_states(run: PlannedRun) -> dict[str, State]:
+    """Returns the cost of a layer in each state."""
+    forward, _ = attention_seconds(run)
+    compute = layer_seconds(run, Placement((KEEP,) * run.layers))
+    everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
+    copy, copy_input = (copy_seconds(run, state, compute) for state in (OFFLOAD, RECOMPUTE_OFFLOAD))
+    return {
+        KEEP: State(device_bytes=everything, host_bytes=0.0, seconds=0.0),
+        OFFLOAD: State(device_bytes=0.0, host_bytes=everything, seconds=copy),
+        RECOMPUTE: State(device_bytes=layer_input, host_bytes=0.0, seconds=forward),
+        RECOMPUTE_OFFLOAD: State(device_bytes=0.0, host_bytes=layer_input, seconds=forward + copy_input),
+    }
+
+
+def _host_budget(run: PlannedRun) -> float:
+    """Returns the bytes that one rank's layers may offload."""
+    free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
+    budget = run.config.host_memory_budget
+    if budget is None:
+        return host_bytes_for_layers(free, state_bytes_on_host(run))
+    if run.config.offload == "auto":  # never plans beyond the host
+        return min(budget * GIB, max(0.0, free - state_bytes_on_host(run)))
+    return budget * GIB
+
+
+# ---- the run that is about to begin ---------------------------------------------------------------------------------
+
+
+def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plan | None:
+    """Returns rank 0's plan under `--offload auto`, for the least memory of any rank. The same on all ranks."""
+    if config.offload != "auto":
+        return None
+    run = planned_run(config, model, world)
+    least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    gpu, free = least.tolist()
+    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process is already there
+    hardware = dataclasses.replace(run.hardware, gpu_memory=gpu, host_memory=host)
+    found = [on_all_ranks(world, lambda: make_plan(PlannedRun(model, config, hardware)))]
+    dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
+    return found[0]
+
+
+def host_memory_for_layers(
+    run: PlannedRun, world: World, counts_only: bool, deepspeed: DeepSpeedSettings | None = None
+) -> float:
+    """Returns the bytes that this rank's layers may offload, before the model has taken host memory.
+
+    A rehearsal (`counts_only`) counts no more than the host has.
+    """
+    free, budget = free_host_memory(world, share=1.0), run.config.host_memory_budget
+    if budget is None:
+        return host_bytes_for_layers(
+            free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
+        )
+    return min(budget * GIB, free if counts_only else math.inf)

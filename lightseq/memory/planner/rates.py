@@ -1,12 +1,12 @@
-"""What chips can do by their makers' word, and what training was measured to make of it: the constants of a plan.
+"""Constants of the planner: chips from datasheets, memory and speed as measured.
 
-Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/experiments.md); other chips are taken to reach the same
-shares of their own peaks, which is an assumption.
+Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/experiments.md). Other chips are assumed to reach the
+same shares of their own peaks.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from lightseq.models.flops import peak_flops_per_second
 from lightseq.schedule.timing import RATES, Rates
@@ -16,7 +16,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU. Bytes a second are the maker's: of its memory, to the host one way, to GPUs of its host one way."""
+    """A GPU. Rates are bytes per second from the datasheet: its memory, one way to the host, one way to its peers."""
 
     device: str  # as torch names it
     memory_bytes: int  # as nvidia-smi shows it
@@ -32,8 +32,8 @@ class Chip:
         return found
 
 
-# Datasheets of NVIDIA for H200, H100, A100 and L40S: HBM bandwidth; PCIe x16, Gen5 64 GB/s and Gen4 32 GB/s one way;
-# NVLink one way (half of what is advertised), PCIe where there is none.
+# HBM bandwidth; PCIe x16, 64 GB/s (Gen5) or 32 GB/s (Gen4) one way; NVLink one way, which is half of what is
+# advertised, or PCIe where there is none.
 CHIPS: Mapping[str, Chip] = {
     "h200": Chip("NVIDIA H200", 143_771 * MIB, 4.8e12, 64e9, 450e9),
     "h100-80gb": Chip("NVIDIA H100 80GB HBM3", 81_559 * MIB, 3.35e12, 64e9, 450e9),
@@ -48,130 +48,134 @@ MEASURED_ON = CHIPS["h200"]
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes for a token: so many elements for every hidden unit, attention unit (heads x head dim) and so on."""
+    """Elements per token and unit of hidden size, attention (heads x head dim), key/value heads and MLP.
+
+    Also holds a model's own sizes: `dot` of the two is a number of elements per token.
+    """
 
     hidden: float = 0.0
     attention: float = 0.0
     key_value: float = 0.0
     intermediate: float = 0.0
 
-    def elements(self, hidden: int, attention: int, key_value: int, intermediate: int) -> float:
-        mine = (self.hidden, self.attention, self.key_value, self.intermediate)
-        return sum(a * b for a, b in zip(mine, (hidden, attention, key_value, intermediate), strict=True))
+    def dot(self, sizes: "Widths") -> float:
+        return sum(a * b for a, b in zip(astuple(self), astuple(sizes), strict=True))
 
 
 @dataclass(frozen=True)
-class LayerMoment:
-    """A time in a layer's backward pass. `widths` are beyond what was kept, the weights and the operators' own."""
+class BackwardPoint:
+    """A point of a layer's backward pass at which memory may peak.
+
+    `widths` counts temporaries beyond saved activations, weights and what the operators below allocate themselves.
+    """
 
     widths: Widths
-    in_mlp: bool = False  # what an MLP over tiles takes, too
-    in_attention: bool = False  # what distributed attention takes, too
+    in_mlp: bool = False  # adds what the tiled MLP allocates
+    in_attention: bool = False  # adds what distributed attention allocates
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
-# By whether layers are compiled. Counted on CPU with torch's memory profiler, model sizes varied one by one: compiled
-# attention between (4, 2, 4) of narrow heads and (6, 2, 2) of wide ones, its MLP from the points below.
-LAYER_MOMENTS: Mapping[bool, Mapping[str, LayerMoment]] = {
+# By whether layers are compiled. Counted on CPU with torch's memory profiler, one model size varied at a time.
+# Compiled attention lies between (4, 2, 4) for narrow and (6, 2, 2) for wide heads; its MLP was chosen by the points.
+BACKWARD_POINTS: Mapping[bool, Mapping[str, BackwardPoint]] = {
     False: {
-        "norms": LayerMoment(Widths(hidden=17, attention=1, key_value=2)),
-        "MLP": LayerMoment(Widths(hidden=10, attention=1, key_value=2), in_mlp=True),
-        "attention": LayerMoment(Widths(hidden=5, attention=2, key_value=2), in_attention=True),
+        "norms": BackwardPoint(Widths(hidden=17, attention=1, key_value=2)),
+        "MLP": BackwardPoint(Widths(hidden=10, attention=1, key_value=2), in_mlp=True),
+        "attention": BackwardPoint(Widths(hidden=5, attention=2, key_value=2), in_attention=True),
     },
     True: {
-        "MLP": LayerMoment(Widths(hidden=5, attention=1, key_value=2), in_mlp=True),
-        "attention": LayerMoment(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
+        "MLP": BackwardPoint(Widths(hidden=5, attention=1, key_value=2), in_mlp=True),
+        "attention": BackwardPoint(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
     },
 }
-# Of layers over tiles: gradients of what goes out, until the MLP is done, and of the residual; and of attention's
-# output, q, k and v, or the gradients of these (counted, eager).
-TILED_MOMENTS: Mapping[str, LayerMoment] = {
-    "MLP": LayerMoment(Widths(hidden=2, attention=1), in_mlp=True),
-    "attention": LayerMoment(Widths(hidden=1, attention=2, key_value=2), in_attention=True),
+# With --tile_layers (eager, counted): gradients of the layer's output and of the residual; attention's output, q, k and
+# v, or their gradients.
+TILED_POINTS: Mapping[str, BackwardPoint] = {
+    "MLP": BackwardPoint(Widths(hidden=2, attention=1), in_mlp=True),
+    "attention": BackwardPoint(Widths(hidden=1, attention=2, key_value=2), in_attention=True),
 }
-TILE_HIDDEN = 10.0  # around the MLP, in a tile of a layer (assumed)
-UNTILED_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # as wide as the MLP, where it is not tiled
-# With --remat none the backward pass frees as it goes: at attention, what the MLP kept is gone.
-KEPT_WITHOUT_REMAT: Mapping[bool, Widths] = {
+TILE_HIDDEN = 10.0  # hidden-wide buffers around the MLP in a tile of a layer (assumed)
+UNTILED_MLP_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # MLP-wide buffers of an MLP that is not tiled
+SAVED_WITHOUT_REMAT: Mapping[bool, Widths] = {
     False: Widths(hidden=8, attention=2, key_value=2, intermediate=4),
     True: Widths(hidden=4, attention=2, key_value=2, intermediate=3),
 }
-MOMENTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, LayerMoment]] = {
+# --remat none frees as the backward pass goes: at attention, what the MLP saved is gone (negative widths).
+POINTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, BackwardPoint]] = {
     False: {
-        "norms": LayerMoment(Widths(hidden=4)),
-        "attention": LayerMoment(Widths(hidden=1, intermediate=-4), in_attention=True),
+        "norms": BackwardPoint(Widths(hidden=4)),
+        "attention": BackwardPoint(Widths(hidden=1, intermediate=-4), in_attention=True),
     },
     True: {
-        "MLP": LayerMoment(Widths(hidden=1, intermediate=1)),
-        "attention": LayerMoment(Widths(hidden=1, intermediate=-3), in_attention=True),
+        "MLP": BackwardPoint(Widths(hidden=1, intermediate=1)),
+        "attention": BackwardPoint(Widths(hidden=1, intermediate=-3), in_attention=True),
     },
 }
-AFTER_LAYERS: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden=2)}  # the last norm's, at the loss
-PROCESS_BYTES = 2.5 * GIB  # of a host, by every rank: Python, torch, CUDA (host_rss_bytes of the points)
-OUTSIDE_BYTES = 2.0 * GIB  # of a GPU, beside torch's allocator: CUDA's context, NCCL (assumed)
-SLACK = 0.05  # of the rest, lost to gaps between tensors where memory is nearly full (assumed)
+LAST_NORM: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden=2)}  # held during the loss
+PROCESS_BYTES = 2.5 * GIB  # host memory of a rank's Python, torch and CUDA (host_rss_bytes of the points)
+OUTSIDE_BYTES = 2.0 * GIB  # GPU memory outside torch's allocator: CUDA context, NCCL (assumed)
+SLACK = 0.05  # share of the rest lost to fragmentation where memory is nearly full (assumed)
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-# Shares of the makers' peaks. `points`: benchmarks/results/plan-2xh200.jsonl; `traces`: 1B at 32K and 8 layers of 8B at
-# 128K on two H200, read with `python3 -m analysis profile` (docs/experiments.md has the first).
-MATRIX_SHARE = 0.70  # products of layers and of the loss (points; traces: 0.68 and 0.73)
-ATTENTION_SHARE = 0.97  # of what the layer reaches alone, by schedule/timing.py, amid a step (points)
-MEMORY_SHARE = 0.75  # bytes of memory (traces: compiled layers' glue 0.80, AdamW 0.71)
-PEER_SHARE = 0.43  # a collective between GPUs, while kernels run (traces)
-NETWORK_RATE = 45e9  # bytes a second to other hosts: 400 Gb/s a GPU, nine tenths of it used (assumed)
-HOST_LINK_SHARE = 0.8  # copies to pinned memory and back (assumed)
-# Read and written for a token, elements for every unit of width: once, and by what remat repeats. Eager layers':
-# counted, and held to the kernels of a step of 1B and one of 8 layers of 8B at 32K on one H100 and the gaps in them.
-GLUE: Mapping[bool, tuple[Widths, Widths]] = {
+# Shares of the datasheet's peaks. `points`: benchmarks/results/plan-2xh200.jsonl. `traces`: 1B at 32K and 8 layers of
+# 8B at 128K on two H200, read with `python3 -m analysis profile` (docs/experiments.md has the first).
+MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
+ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)
+MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
+PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
+NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
+HOST_LINK_SHARE = 0.8  # copies to and from pinned memory (assumed)
+# Elements read and written per token by norms, rotation and activation: always, and again under remat. Eager: counted,
+# and checked against the kernels of a step of 1B and of 8 layers of 8B at 32K on one H100.
+ELEMENTWISE: Mapping[bool, tuple[Widths, Widths]] = {
     False: (Widths(190, 48, 48, 14), Widths(45, 16, 16, 5)),
     True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
-EAGER_TILED_MLP = 8.0  # of an eager layer's MLP over tiles, once: it is one kernel (the same steps)
-FORWARD_SHARE = 0.25  # of a layer's time: backward, with what is computed again, takes three times as long (counted)
-LOGIT_PASSES = 3.3  # over the logits, by the loss's own kernel (traces)
-WEIGHT_COPIES = 22.0  # bytes read and written for a parameter: cast, joined, cut, forward and backward (traces)
-# Bytes read and written for a parameter: counted; adamw_torch by its 11.9 ms beside the fused one's 5.1.
-ADAMW_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
+EAGER_TILED_MLP = 8.0  # replaces the MLP's width above where it is tiled: it is one kernel (the same steps)
+FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
+LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
+WEIGHT_COPIES = 22.0  # bytes per parameter and pass to cast, concatenate and split weights (traces)
+# Bytes per parameter and update: counted; adamw_torch from its 11.9 ms beside the fused one's 5.1.
+OPTIMIZER_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # the norm reads a gradient, clipping reads and writes it
-HOST_UPDATE_RATE = 17.5e9  # bytes a second that AdamW on the host moves with one thread a rank (points), and at most
-HOST_UPDATE_MOST = 135e9  # with many (16 of an H100's host: fused AdamW 140e9, clipping 131e9)
-# Weights a second that a GPU updates in pieces that come from the host and go back (one H100, 587 million, five times).
-PASSED_UPDATE_WEIGHTS = dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), 4.2e9)
-# Of the time of a layer's products in bfloat16; and bytes read and written to cast what goes into linears and comes out
-# (two runs each: 8 layers of 8B at 32K on two GPUs, 3B at 16K on one).
+HOST_UPDATE_RATE = 17.5e9  # bytes per second and core of AdamW on the host (points) ...
+HOST_UPDATE_MAX = 135e9  # ... and at most (16 cores beside an H100: fused AdamW 140e9, clipping 131e9)
+# Parameters per second that a GPU updates while their state streams through it (one H100, 587 million, five times).
+STREAMED_UPDATE_RATE = dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), 4.2e9)
+# Time of a layer's products relative to bfloat16, and bytes moved to cast inputs and outputs of linears (two runs each:
+# 8 layers of 8B at 32K on two GPUs, 3B at 16K on one).
 FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}
 FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
-LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # in and out of linears
-# To update one weight where an optimizer takes them one by one (one run: torchao's 8-bit AdamW on 1B at 32K).
+LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # inputs and outputs of all linears
+# Launch time per tensor of optimizers that update one at a time (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
-# To launch a layer, forward and backward. Eager: 2,048 tokens on four GPUs, docs/experiments.md; compiled: assumed.
-HOST_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
-# Of the attention kernel's rate, fa4 on heads of 128: benchmarks/results/attention-*.jsonl, from 64K on (fa2: as aten).
+# Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (docs/experiments.md); compiled: assumed.
+LAYER_LAUNCH_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
+# Speed relative to fa4 with heads of 128: benchmarks/results/attention-*.jsonl from 64K on (fa2: taken as aten).
 HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
 KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
 
 
 def chip_named(name: str) -> Chip:
-    """Raises ValueError for a name that no row has."""
+    """Returns a chip by its --chip name. Raises ValueError for an unknown one."""
     if name not in CHIPS:
         raise ValueError(f"--chip {name!r} is unknown; choose from {', '.join(CHIPS)}")
     return CHIPS[name]
 
 
 def chip_of_device(device: str) -> Chip | None:
-    """The row of the GPU that torch calls so."""
+    """Returns the chip with torch's device name, or else one of the same model: `A100` of `NVIDIA A100-SXM4-80GB`."""
+
+    def model(name: str) -> str:
+        return re.split(r"[ -]", f"{name} ")[1]
+
     exact = [chip for chip in CHIPS.values() if chip.device == device]
-    alike = [chip for chip in CHIPS.values() if _model(chip.device) == _model(device)]
-    return next(iter(exact + alike), None)
-
-
-def _model(device: str) -> str:
-    """`A100` of `NVIDIA A100-SXM4-80GB`."""
-    return re.split(r"[ -]", f"{device} ")[1]
+    same_model = [chip for chip in CHIPS.values() if model(chip.device) == model(device)]
+    return next(iter(exact + same_model), None)
 
 
 def attention_rates(chip: Chip, transport: str) -> Rates:
-    """H200's, its kernel and its links scaled by what the makers say of them."""
+    """Scales the H200's kernel and links by the datasheets of both chips."""
     base = RATES[transport]
     return replace(
         base,

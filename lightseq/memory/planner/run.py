@@ -1,36 +1,43 @@
-"""A training run as its plan sees it: model, flags, GPUs and hosts, and the sizes that follow from them."""
+"""A training run as the planner sees it: model, flags and hardware, and the sizes that follow from them."""
 
+import math
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+import torch
 from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import plain
 from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.rates import Chip
+from lightseq.distributed.host_memory import host_memory
+from lightseq.distributed.mesh import World
+from lightseq.memory.planner.rates import CHIPS, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.schedule.algorithms import outline
 from lightseq.schedule.auto import Choice, cheapest, packed_choice
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
+from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 
-CORES = 8  # of a host for each of its ranks, where nobody says: hosts of eight GPUs have more
+DEFAULT_CORES = 8  # of a host per rank; hosts of eight GPUs have more
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is there. Memory in bytes: of one GPU that a run may use, of one host. Cores: of one host."""
+    """GPUs and hosts of a run: usable bytes of one GPU, bytes and cores of one host."""
 
     chip: Chip
     gpus: int
     gpus_per_host: int
     gpu_memory: float
     host_memory: float
-    host_cores: int | None = None  # None: CORES a rank
+    host_cores: int | None = None  # None: DEFAULT_CORES per rank
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
@@ -42,179 +49,170 @@ class Hardware:
 
     @property
     def cores_per_rank(self) -> int:
-        return CORES if self.host_cores is None else max(1, self.host_cores // self.ranks_per_host)
+        return DEFAULT_CORES if self.host_cores is None else max(1, self.host_cores // self.ranks_per_host)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One rank's sizes are those of the rank that has most."""
+    """A run and the sizes of the rank that has most. `parameters` count weights, `bytes` are those of one rank."""
 
     model: PreTrainedConfig
     config: TrainConfig
     hardware: Hardware
-    state_leaves: bool = False  # with `--offload auto`, as with `both`: weights and their state are in host memory
-    state_stays: int = 0  # but for the first so many layers, whose are on the GPU
+    state_offloaded: bool = False  # `--offload auto` moves weights, gradients and optimizer state to the host ...
+    layers_with_state_on_gpu: int = 0  # ... except those of the first layers
 
     def __post_init__(self) -> None:
-        size = self.config.sequence_parallel_size or self.hardware.gpus
-        if self.hardware.gpus % size:
-            raise ValueError(f"--sequence_parallel_size {size} does not divide the {self.hardware.gpus} GPUs")
+        if self.hardware.gpus % self.sequence_ranks:
+            raise ValueError(
+                f"--sequence_parallel_size {self.sequence_ranks} does not divide the {self.hardware.gpus} GPUs"
+            )
 
-    def at(self, length: int) -> "PlannedRun":
+    def with_length(self, length: int) -> "PlannedRun":
         return replace(self, config=replace(self.config, model_max_length=length))
+
+    # ---- ranks and the sequence -------------------------------------------------------------------------------------
 
     @property
     def sequence_ranks(self) -> int:
         return self.config.sequence_parallel_size or self.hardware.gpus
 
     @property
-    def data_ranks(self) -> int:
-        return self.hardware.gpus // self.sequence_ranks
-
-    @property
     def shards(self) -> int:
-        """Ranks over which a parameter is split."""
+        """Ranks over which FSDP splits a parameter."""
         per_host = self.hardware.ranks_per_host
         return {"full_shard": self.hardware.gpus, "hybrid_shard": per_host, "ddp": 1}[self.config.fsdp_mode]
 
     @property
-    def weights_ahead(self) -> bool:
-        """Whether a layer's weights come while another one computes: gathered by FSDP2, or copied from the host."""
+    def prefetches_weights(self) -> bool:
+        """Returns whether a layer's weights are gathered, or copied from the host, while another layer computes."""
         return self.shards > 1 or (self.state_on_host and not self.config.tile_layers)
 
     @property
     def transport(self) -> str:
-        inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        asked = plain(self.config.transport)
-        return "symmetric" if inside and asked in ("auto", "symmetric") else "nccl"
+        inside_host = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
+        return "symmetric" if inside_host and plain(self.config.transport) in ("auto", "symmetric") else "nccl"
 
     @cached_property
     def tokens(self) -> int:
-        """Of one rank in a forward pass."""
-        c, schedule = self.config, outline(*self.schedule_words)
-        return local_tokens(schedule, c.model_max_length, c.packing != "none") * self.sequences
-
-    @property
-    def sequences(self) -> int:
-        """Of a sequence-parallel group in a forward pass."""
-        return self.config.per_device_train_batch_size
+        """Tokens of one rank in a forward pass."""
+        packed = self.config.packing != "none"
+        length = local_tokens(self.schedule, self.config.model_max_length, packed)
+        return length * self.config.per_device_train_batch_size
 
     @property
     def sequences_per_step(self) -> int:
-        return self.sequences * self.data_ranks * self.config.gradient_accumulation_steps
+        data_ranks = self.hardware.gpus // self.sequence_ranks
+        return self.config.per_device_train_batch_size * data_ranks * self.config.gradient_accumulation_steps
 
     @cached_property
     def shape(self) -> AttentionShape:
-        length = self.config.model_max_length
-        return AttentionShape(length, self.heads, self.kv_heads, self.head_dim, self.sequences, self.element)
+        heads, batch = self.architecture.heads, self.config.per_device_train_batch_size
+        return AttentionShape(
+            self.config.model_max_length, heads.query, heads.key_value, heads.dim, batch, self.itemsize
+        )
 
     @cached_property
     def choice(self) -> Choice:
-        """The schedule that training takes, by the same rates and for one sequence."""
-        asked, per_host = Choice(self.config.schedule, self.config.ulysses_size), self.hardware.gpus_per_host
-        one = AttentionShape(self.config.model_max_length, self.heads, self.kv_heads, self.head_dim)
+        """Returns the schedule that training takes, by the same rates and for one sequence."""
+        heads, asked = self.architecture.heads, Choice(self.config.schedule, self.config.ulysses_size)
+        one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.config.packing != "none":
             asked = packed_choice(self.sequence_ranks, one, asked)
-        rates = RATES[self.transport]
-        return cheapest(
-            self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keeps_gathered(self.config.remat_policy)
-        )
+        rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
+        keep = keeps_gathered(self.config.remat_policy)
+        return cheapest(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        choice = self.choice
+        return outline(choice.schedule, self.sequence_ranks, choice.head_groups or 1, choice.ulysses_size)
 
     @property
     def keeps_gathered(self) -> bool:
-        return keeps_gathered(self.config.remat_policy) and outline(*self.schedule_words).can_keep
+        return keeps_gathered(self.config.remat_policy) and self.schedule.can_keep
+
+    # ---- the model --------------------------------------------------------------------------------------------------
 
     @property
-    def schedule_words(self) -> tuple[str, int, int, int | None]:
-        return self.choice.schedule, self.sequence_ranks, self.choice.head_groups or 1, self.choice.ulysses_size
-
-    # ---- the model's sizes ------------------------------------------------------------------------------------------
-
-    @property
-    def element(self) -> int:
+    def itemsize(self) -> int:
+        """Bytes of an element in the compute dtype."""
         return 4 if self.config.compute_dtype == "float32" else 2
 
     @cached_property
-    def made_of(self) -> Architecture:
+    def architecture(self) -> Architecture:
         return inspect_architecture(self.model)
 
     @property
     def layers(self) -> int:
-        return self.made_of.layers
+        return self.architecture.layers
 
-    @property
-    def heads(self) -> int:
-        return self.made_of.heads.query
-
-    @property
-    def kv_heads(self) -> int:
-        return self.made_of.heads.key_value
-
-    @property
-    def head_dim(self) -> int:
-        return self.made_of.heads.dim
-
-    @property
-    def widths(self) -> tuple[int, int, int, int]:
-        """Hidden, attention (heads x head dim), key/value, intermediate."""
-        hidden, dim = self.model.hidden_size, self.head_dim
-        return hidden, self.heads * dim, self.kv_heads * dim, getattr(self.model, "intermediate_size", 4 * hidden)
+    @cached_property
+    def widths(self) -> Widths:
+        heads, hidden = self.architecture.heads, self.model.hidden_size
+        intermediate = getattr(self.model, "intermediate_size", 4 * hidden)
+        return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
 
     @property
     def layer_linears(self) -> int:
-        return self.made_of.layer_linears // self.layers
+        """Parameters of a layer's linears."""
+        return self.architecture.layer_linears // self.layers
 
     @property
     def layer_parameters(self) -> int:
         return self.layer_linears + 2 * self.model.hidden_size
 
     @property
-    def head_parameters(self) -> int:
-        return self.made_of.head
-
-    @property
     def tied(self) -> bool:
         return bool(getattr(self.model, "tie_word_embeddings", False))
 
     @cached_property
-    def adapters(self) -> int:
-        """Weights that train beside frozen ones; 0: all train."""
+    def count_adapter_parameters(self) -> int:
+        """Parameters of LoRA adapters; 0 where the whole model trains."""
         return count_adapter_parameters(lora_from_config(self.config, self.model), self.model)
 
     @property
     def local_parameters(self) -> int:
-        return ceil(self.made_of.total / self.shards)
+        return ceil(self.architecture.total / self.shards)
 
     @property
     def local_trained(self) -> int:
-        """Of one rank, those that get a gradient."""
-        return ceil((self.adapters or self.made_of.total) / self.shards)
+        """Parameters of one rank that get a gradient."""
+        return ceil((self.count_adapter_parameters or self.architecture.total) / self.shards)
 
     @property
     def weight_bytes(self) -> float:
-        """Of one rank: float32 masters; what is frozen is in the dtype that computes."""
-        frozen = self.element * self.local_parameters if self.adapters else 0
-        return frozen + 4.0 * self.local_trained
+        """Returns one rank's bytes: float32 masters of what trains, frozen weights in the compute dtype."""
+        frozen = self.itemsize * self.local_parameters if self.count_adapter_parameters else 0
+        return frozen + float(FLOAT32 * self.local_trained)
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         return self.config.layers_per_checkpoint
 
     @property
     def groups(self) -> int:
-        return ceil(self.layers / self.group)
+        """Returns the number of groups of layers that share a checkpoint."""
+        return ceil(self.layers / self.group_size)
 
     @property
     def state_on_host(self) -> bool:
-        return self.state_leaves or self.config.state_on_host
+        return self.state_offloaded or self.config.state_on_host
 
     @property
-    def share_on_host(self) -> float:
-        """Of the weights, those that are in host memory, with their gradients and the optimizer's state."""
+    def host_share(self) -> float:
+        """Returns the share of the weights that wait in host memory, with their gradients and optimizer state."""
         if not self.state_on_host:
             return 0.0
-        return 1.0 - self.state_stays * self.layer_parameters / self.made_of.total
+        return 1.0 - self.layers_with_state_on_gpu * self.layer_parameters / self.architecture.total
 
-    @property
-    def accumulates(self) -> bool:
-        return self.config.gradient_accumulation_steps > 1
+
+def planned_run(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
+    """Describes a run on this machine. Without a GPU of known rates, times are those of an H200."""
+    chip, memory = CHIPS["h200"], math.inf
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        chip, memory = chip_of_device(properties.name) or chip, float(properties.total_memory)
+    per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
+    cores = len(os.sched_getaffinity(0))
+    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, float(host_memory().total), cores))

@@ -1,233 +1,189 @@
-"""Predicts the seconds of a training step, part by part, on the slowest rank."""
+"""Predicts the seconds of a training step by part, on the slowest rank."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
-from lightseq.memory.planner.estimate import in_flight, kept_by_layer
-from lightseq.memory.planner.placement import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
-from lightseq.memory.planner.rates import (
-    ADAMW_BYTES,
-    ATTENTION_SHARE,
-    CLIP_BYTES,
-    EAGER_TILED_MLP,
-    FORWARD_SHARE,
-    FP8_CAST_BYTES,
-    FP8_TIME,
-    GLUE,
-    HEAD_DIM_SHARE,
-    HOST_LINK_SHARE,
-    HOST_SECONDS,
-    HOST_UPDATE_MOST,
-    HOST_UPDATE_RATE,
-    KERNEL_SHARE,
-    LINEAR_ENDS,
-    LOGIT_PASSES,
-    MATRIX_SHARE,
-    MEMORY_SHARE,
-    NETWORK_RATE,
-    NORM_BYTES,
-    PASSED_UPDATE_WEIGHTS,
-    PEER_SHARE,
-    UPDATE_LAUNCH_SECONDS,
-    WEIGHT_COPIES,
-    attention_rates,
-)  # fmt: skip
-from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.flops import projection_weights, skipped_matmul_weights
+from lightseq.memory.planner import rates
+from lightseq.memory.planner.memory import in_flight, saved_by_group
+from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
+from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.models.flops import recompute_flops
 from lightseq.modules.mlp import TILE_TOKENS
-from lightseq.schedule.auto import Choice, priced
-from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
-from lightseq.schedule.timing import Estimate, Rates
+from lightseq.schedule.auto import priced
+from lightseq.schedule.cost import BACKWARD_FLOPS
 
-FLOAT32 = 4
-Seconds = Mapping[str, float]
 WAITING = "waiting for the host"
+_priced = lru_cache(maxsize=4096)(priced)
+FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares of a layer's time
 
 
 def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
-    """By part; they add up to the step."""
-    passes, busy = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
-    parts = {name: passes * seconds for name, seconds in _computing(run, placement).items()}
-    parts["weights: gathered and reduced, exposed"] = passes * exposed_collectives(run, busy)
-    parts["offloading, exposed"] = passes * (exposed_copies(run, placement, busy) + exposed_weights(run, busy))
+    """Returns the parts, which add up to the step."""
+    passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
+    parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
+    parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
+    parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
-    launched = passes * run.layers * HOST_SECONDS[run.config.torch_compile]
-    parts[WAITING] = max(0.0, launched - sum(parts.values()))
+    launches = passes * run.layers * rates.LAYER_LAUNCH_SECONDS[run.config.torch_compile]
+    parts[WAITING] = max(0.0, launches - sum(parts.values()))
     return parts
 
 
+# ---- compute --------------------------------------------------------------------------------------------------------
+
+
 def layer_seconds(run: PlannedRun, placement: Placement) -> float:
-    """Of a layer's computing, forward and backward."""
-    return sum(_computing(run, placement).values()) / run.layers
+    """Returns one layer's compute, forward and backward, with its share of the loss."""
+    return sum(_compute_seconds(run, placement).values()) / run.layers
 
 
-def _computing(run: PlannedRun, placement: Placement) -> dict[str, float]:
-    """What one forward and backward pass keeps a GPU busy with."""
+def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
+    """Returns what keeps a GPU busy in one forward and backward pass."""
     forward, backward = attention_seconds(run)
+    logits = run.tokens * run.model.vocab_size * run.itemsize
     return {
         "matrix products": matrix_seconds(run),
-        "attention": run.layers * (forward + backward) + _attention_again(run, placement) * forward,
-        "norms, rotation, activation": run.layers * run.tokens * _glue_bytes(run) / memory_rate(run),
-        "loss": run.tokens * run.model.vocab_size * run.element * LOGIT_PASSES / memory_rate(run),
-        "weights: cast and copied": _weight_copies(run) / memory_rate(run),
+        "attention": run.layers * (forward + backward) + _recomputed_attentions(run, placement) * forward,
+        "norms, rotation, activation": run.layers * run.tokens * _elementwise_bytes(run) / _memory_rate(run),
+        "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
+        "weights: cast and copied": rates.WEIGHT_COPIES * run.architecture.total / _memory_rate(run),
     }
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
-    """One layer's forward and backward over all ranks, its exchange included."""
-    share = _nearest(HEAD_DIM_SHARE, run.head_dim) * KERNEL_SHARE.get(run.config.kernel_name, 1.0) * ATTENTION_SHARE
-    rates = attention_rates(run.hardware.chip, run.transport)
-    found = _estimate(
-        run.choice, run.sequence_ranks, run.shape, rates, share, run.hardware.gpus_per_host, run.keeps_gathered
-    )
+    """Returns one layer's attention forward and backward over all ranks, communication included."""
+    dim = run.architecture.heads.dim
+    head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
+    share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
+    kernel = rates.attention_rates(run.hardware.chip, run.transport)
+    kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
+    per_host = run.hardware.gpus_per_host
+    found = _priced(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
     forward = found.seconds / (1 + BACKWARD_FLOPS)
     return forward, found.seconds - forward
 
 
-@lru_cache(maxsize=4096)
-def _estimate(
-    choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, share: float, per_host: int, keep_gathered: bool
-) -> Estimate:
-    scaled = replace(rates, flops_per_second=rates.flops_per_second * share)
-    return priced(choice, ranks, shape, scaled, per_host, keep_gathered)
+def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
+    """Returns how often attention's forward pass runs again.
+
+    Layers that share a checkpoint all run again, and under `full` all but the last of each group a second time.
+    """
+    if run.group_size > 1:
+        return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
+    return sum(state in RECOMPUTED for state in placement.layers)
 
 
 def matrix_seconds(run: PlannedRun) -> float:
-    """Of a forward and a backward pass: what remat repeats, and the head's three products, included."""
-    linear, (hidden, _, _, intermediate) = run.layer_linears, run.widths
-    passes = 2.0 if run.adapters else 3.0  # by the input, and backward by the gradient, for input and weight
-    products = passes * linear
-    lasts = run.groups / run.layers if run.group > 1 else 0.0  # of groups, which keep what attention gives
-    if run.config.tile_layers:  # layers once more, and the projections twice
-        products += linear + projection_weights(run.model) * (2 - lasts if run.config.remat_policy == "full" else 1)
-    elif run.config.remat_policy not in ("none", STORE_LINEARS):
-        products += linear - run.made_of.ending_linears / run.layers  # what ends a layer is never needed again
-        if run.config.remat_policy == STORE_MLP:
-            products -= 2 * hidden * intermediate
-        elif _mlp_over_tiles(run) and not (run.config.torch_compile or run.made_of.mlp_is_last):
-            products += 3 * hidden * intermediate  # what follows needs the whole operator once more
-    if run.group > 1:
-        ends_early = run.config.tile_layers or _mlp_over_tiles(run)
-        unread = skipped_matmul_weights(run.model, run.config.remat_policy, run.config.tile_layers) if ends_early else 0
-        products += linear - lasts * unread
-    layers = run.layers * products * FP8_TIME[run.config.fp8]
-    flops = 2 * run.tokens * (layers + passes * run.head_parameters)
-    return flops / (run.hardware.chip.peak_flops * MATRIX_SHARE * _precision(run))
+    """Returns the matrix products of a forward and backward pass, recomputed ones and the head's included."""
+    config, architecture = run.config, run.architecture
+    passes = (
+        2 if run.count_adapter_parameters else 3
+    )  # forward; backward by the input, and by the weight where it trains
+    layers = 2.0 * run.tokens * passes * architecture.layer_linears
+    layers += recompute_flops(
+        run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tile_layers, attention_share=0.0
+    )
+    if _tiles_mlp(run) and not (config.torch_compile or architecture.mlp_is_last):
+        layers += 2 * run.tokens * run.layers * 3 * run.widths.hidden * run.widths.intermediate  # for what follows it
+    flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
+    precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
+    return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
 
 
-def exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
-    """Gathers and reductions that the layers' computing does not hide; those of the embeddings hide nothing."""
-    ends = run.head_parameters * (1 if run.tied else 2)
-    hidden = max(0.0, collective_seconds(run, run.layer_parameters) - layer_seconds)
-    first = collective_seconds(run, run.layer_parameters) / 2
-    return run.layers * hidden + first + collective_seconds(run, ends)
+def _elementwise_bytes(run: PlannedRun) -> float:
+    """Returns the bytes of one token in one layer, forward and backward."""
+    always, repeated = rates.ELEMENTWISE[run.config.torch_compile]
+    if _tiles_mlp(run) and not run.config.torch_compile:  # a third of it is forward, once more in a group
+        mlp = rates.EAGER_TILED_MLP * (4 / 3 if run.group_size > 1 else 1)
+        always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
+    repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
+    elements = always.dot(run.widths) + repeats * repeated.dot(run.widths)
+    return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
 
 
-def collective_seconds(run: PlannedRun, parameters: int) -> float:
-    """Gathered twice in the compute dtype, reduced once in float32, over the shards; copies add their sums."""
-    away = (run.shards - 1) / run.shards
-    seconds = parameters * away * (2 * run.element + FLOAT32) / _collective_rate(run, run.shards)
-    copies = run.hardware.gpus // run.shards
-    if copies > 1:
-        sent = 2 * parameters / run.shards * FLOAT32 * (copies - 1) / copies
+def _tiles_mlp(run: PlannedRun) -> bool:
+    """Returns whether the tiled MLP operator replaces the module's own forward (`tile_mlps`)."""
+    config = run.config
+    other = config.remat_policy == "none" or config.tile_layers or config.fp8 is not None
+    return run.architecture.gated_mlp and run.tokens > TILE_TOKENS and not other
+
+
+def _memory_rate(run: PlannedRun) -> float:
+    return run.hardware.chip.memory_rate * rates.MEMORY_SHARE
+
+
+# ---- communication and copies ---------------------------------------------------------------------------------------
+
+
+def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
+    """Returns gathers and reductions that compute does not hide; nothing hides the first, embeddings and head."""
+    ends = run.architecture.head * (1 if run.tied else 2)
+    layer = _collective_seconds(run, run.layer_parameters)
+    return run.layers * max(0.0, layer - layer_seconds) + layer / 2 + _collective_seconds(run, ends)
+
+
+def _collective_seconds(run: PlannedRun, parameters: int) -> float:
+    """Returns two gathers in the compute dtype and a float32 reduction over shards and then over replicas."""
+    others = (run.shards - 1) / run.shards
+    seconds = parameters * others * (2 * run.itemsize + FLOAT32) / _collective_rate(run, run.shards)
+    replicas = run.hardware.gpus // run.shards
+    if replicas > 1:
+        sent = 2 * parameters / run.shards * FLOAT32 * (replicas - 1) / replicas
         seconds += sent / _collective_rate(run, run.hardware.gpus)
     return seconds
 
 
 def _collective_rate(run: PlannedRun, ranks: int) -> float:
-    return NETWORK_RATE if ranks > run.hardware.gpus_per_host else run.hardware.chip.peer_rate * PEER_SHARE
+    across_hosts = ranks > run.hardware.gpus_per_host
+    return rates.NETWORK_RATE if across_hosts else run.hardware.chip.peer_rate * rates.PEER_SHARE
 
 
-def exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
-    """Of layers that hand over what they keep: there and back, beyond what the layers' own computing hides."""
-    seconds = 0.0
-    for state in (OFFLOAD, RECOMPUTE_OFFLOAD):
-        seconds += placement.count(state) / run.group * copy_seconds(run, state, layer_seconds)
-    return seconds
+def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
+    """Returns copies of saved activations, there and back, that the layers' compute does not hide."""
+    copies = [placement.count(state) / run.group_size * copy_seconds(run, state, layer_seconds) for state in OFFLOADED]
+    return sum(copies)
 
 
 def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
-    """Of one layer: out beside its forward pass, back beside its backward pass."""
-    copied = kept_by_layer(run, RECOMPUTE_OFFLOAD if run.group > 1 else state) / host_link(run)
-    if in_flight(run) == 1:  # nothing is copied beside the computing
+    """Returns the exposed copies of a group of layers: out during its forward pass, back during its backward pass."""
+    copied = saved_by_group(run, state) / host_link(run)
+    if in_flight(run) == 1:  # nothing is copied beside compute
         return 2 * copied
-    forward, backward = (share * run.group * layer_seconds for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-    return max(0.0, copied - forward) + max(0.0, copied - backward)
+    return sum(max(0.0, copied - share * run.group_size * layer_seconds) for share in FORWARD_AND_BACKWARD)
 
 
-def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
-    """Of weights that wait on the host: a layer's come for its forward and for its backward pass, in float32 those that
-    train.
+def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
+    """Returns copies of weights from the host, for forward and for backward, float32 where they train.
 
-    They do beside the computing of another layer, if they come ahead; those of the ends never do.
+    Prefetched layers are hidden by another layer's compute; embeddings and head never are.
     """
     if not run.state_on_host:
         return 0.0
-    width = run.element if run.adapters else FLOAT32
-    layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.head_parameters))
-    shares = (FORWARD_SHARE, 1 - FORWARD_SHARE) if run.weights_ahead else (0.0, 0.0)
+    width = run.itemsize if run.count_adapter_parameters else FLOAT32
+    layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.architecture.head))
+    shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
     exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
-    return (run.layers - run.state_stays) * exposed + ends * (1 if run.tied else 2)
-
-
-def update_seconds(run: PlannedRun) -> float:
-    moved = NORM_BYTES + CLIP_BYTES + ADAMW_BYTES.get(run.config.optim, ADAMW_BYTES["adamw_torch"])
-    away = run.local_trained * run.share_on_host
-    launches = len(run.made_of.sizes) * UPDATE_LAUNCH_SECONDS.get(run.config.optim, 0.0)
-    seconds = launches + (run.local_trained - away) * moved / memory_rate(run)
-    if not run.state_on_host:
-        return seconds
-    rate = min(run.hardware.cores_per_rank * HOST_UPDATE_RATE, HOST_UPDATE_MOST)
-    if passed := PASSED_UPDATE_WEIGHTS.get(run.config.optim):
-        return seconds + away * NORM_BYTES / rate + away / passed  # which clips as well
-    return seconds + away * moved / rate
-
-
-def memory_rate(run: PlannedRun) -> float:
-    return run.hardware.chip.memory_rate * MEMORY_SHARE
+    return (run.layers - run.layers_with_state_on_gpu) * exposed + ends * (1 if run.tied else 2)
 
 
 def host_link(run: PlannedRun) -> float:
-    return run.hardware.chip.host_rate * HOST_LINK_SHARE
+    """Returns bytes per second between GPU and host, one way."""
+    return run.hardware.chip.host_rate * rates.HOST_LINK_SHARE
 
 
-def _attention_again(run: PlannedRun, placement: Placement) -> float:
-    """Layers whose attention's forward runs once more; under shared checkpoints all do, and with `full` once again but
-    for the last, which keeps it then."""
-    if run.group > 1:
-        return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
-    return placement.count(RECOMPUTE) + placement.count(RECOMPUTE_OFFLOAD)
+# ---- optimizer ------------------------------------------------------------------------------------------------------
 
 
-def _glue_bytes(run: PlannedRun) -> float:
-    """Of one token in one layer, forward and backward."""
-    again = run.config.remat_policy != "none"
-    once, repeated = GLUE[run.config.torch_compile]
-    if _mlp_over_tiles(run) and not run.config.torch_compile:  # a third of it forward, once more in a group
-        mlp = EAGER_TILED_MLP * (4 / 3 if run.group > 1 else 1)
-        once, repeated = replace(once, intermediate=mlp), replace(repeated, intermediate=0)
-    width = once.elements(*run.widths) + again * repeated.elements(*run.widths) * (2 if run.group > 1 else 1)
-    return width * run.element + FP8_CAST_BYTES[run.config.fp8] * LINEAR_ENDS.elements(*run.widths)
-
-
-def _mlp_over_tiles(run: PlannedRun) -> bool:
-    """Whether the operator stands for the module's own forward (`tile_mlps`)."""
-    config = run.config
-    elsewhere = config.remat_policy == "none" or config.tile_layers or config.fp8 is not None
-    return run.made_of.gated_mlp and run.tokens > TILE_TOKENS and not elsewhere
-
-
-def _weight_copies(run: PlannedRun) -> float:
-    """Bytes that FSDP reads and writes beside its collectives."""
-    return WEIGHT_COPIES * run.made_of.total
-
-
-def _precision(run: PlannedRun) -> float:
-    """float32 products run in TF32 at half the rate of bfloat16, else at a sixteenth."""
-    return 1.0 if run.element == 2 else 0.5 if run.config.tf32 else 1 / 16
-
-
-def _nearest(shares: Mapping[int, float], dim: int) -> float:
-    return shares[min(shares, key=lambda known: abs(known - dim))]
+def update_seconds(run: PlannedRun) -> float:
+    optim: str = run.config.optim
+    moved = rates.NORM_BYTES + rates.CLIP_BYTES
+    moved += rates.OPTIMIZER_BYTES.get(optim, rates.OPTIMIZER_BYTES["adamw_torch"])
+    on_host = run.local_trained * run.host_share
+    seconds = len(run.architecture.sizes) * rates.UPDATE_LAUNCH_SECONDS.get(optim, 0.0)
+    seconds += (run.local_trained - on_host) * moved / _memory_rate(run)
+    if not run.state_on_host:
+        return seconds
+    host_rate = min(run.hardware.cores_per_rank * rates.HOST_UPDATE_RATE, rates.HOST_UPDATE_MAX)
+    if streamed := rates.STREAMED_UPDATE_RATE.get(optim):  # which clips as well
+        return seconds + on_host * rates.NORM_BYTES / host_rate + on_host / streamed
+    return seconds + on_host * moved / host_rate

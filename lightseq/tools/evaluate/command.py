@@ -1,4 +1,4 @@
-"""Measures a model under sequence parallelism: its loss by position, or how well it finds what a long text hides.
+"""Measures a model under sequence parallelism: its loss by position, or retrieval from long texts.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_path data/held-out \\
     --model_name_or_path outputs/a/checkpoint-9 --model_max_length 131072 --bf16 --output_dir outputs/a/evaluation
@@ -19,18 +19,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.tasks import (
-    CHOICES,
-    DEPTHS,
-    NOWHERE,
-    OF_TASK,
-    SCORES,
-    TASKS,
-    TRIALS,
-    Asked,
-    Task,
-    lengths_of,
-)  # fmt: skip
+from lightseq.tools.evaluate.loss import loss_task
+from lightseq.tools.evaluate.retrieval import CHOICES, DEPTHS, SCORES, TRIALS, lengths_of, needle_task
+from lightseq.tools.evaluate.task import NOWHERE, Options, Task
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
@@ -39,41 +30,43 @@ from lightseq.training.setup import find_model
 from lightseq.utils.masking import mask_secrets
 
 RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
-# Flags of training that an evaluation has no use for; it says so where they are given.
+TASKS: Final = {"loss": loss_task, "needle": needle_task}
+TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
+# Flags of training that an evaluation ignores; a note names those that are given.
 UNUSED: Final = (
-    *("eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type"),
-    *("warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing"),
-    *("host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
-    *("save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory"),
-    *("lora_rank", "lora_alpha", "lora_target_modules", "deepspeed", "async_save"),
-)
+    "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing",
+    "host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory", "lora_rank",
+    "lora_alpha", "lora_target_modules", "deepspeed", "async_save",
+)  # fmt: skip
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """`python3 -m lightseq evaluate FLAGS`: its own and those of training."""
+    """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
     words = list(argv)
     if shows_help(words, lambda: parser().format_help()):
         return 0
     with init_distributed(_timeout(words)) as world:
-        asked, given = on_all_ranks(world, lambda: flags(words))
+        options, given = on_all_ranks(world, lambda: flags(words))
         config = _without_training(given)
-        task = on_all_ranks(world, lambda: _prepare(asked, config, family, world))
+        task = on_all_ranks(world, lambda: _prepare(options, config, family, world))
         trainer = Trainer(config, task.inputs, world, None)
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()
         with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
-            outcome = task.run(trainer)
+            result = task.run(trainer)
         seconds = time.perf_counter() - begin
         if world.is_main:
             about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
-            path = _write(Path(config.output_dir), {"evaluation": asked.task, **outcome.summary, **about}, outcome.rows)
-            print("\n".join([*outcome.lines, f"records  {path}"]), flush=True)
+            path = _write(Path(config.output_dir), {"evaluation": options.task, **result.summary, **about}, result.rows)
+            print("\n".join([*result.lines, f"records  {path}"]), flush=True)
     return 0
 
 
-# ---- what is asked for ----------------------------------------------------------------------------------------------
+# ---- flags and inputs ----------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,29 +89,29 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def flags(words: Sequence[str]) -> tuple[Asked, TrainConfig]:
-    """Raises ValueError with one line for what cannot be met."""
+def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
+    """Parses the command's own flags and those of training. Raises ValueError for what cannot be met."""
     own, rest = parser().parse_known_args(list(words))
-    asked = Asked(**vars(own))
-    if asked.task not in TASKS:
-        raise ValueError(f"--task {asked.task!r} is unknown; choose from {', '.join(TASKS)}")
-    for task, names in OF_TASK.items():
-        if task != asked.task and (stray := [name for name in names if getattr(asked, name) is not None]):
-            raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {asked.task}; leave it out")
-    if asked.task == "needle":
+    options = Options(**vars(own))
+    if options.task not in TASKS:
+        raise ValueError(f"--task {options.task!r} is unknown; choose from {', '.join(TASKS)}")
+    for task, names in TASK_FLAGS.items():
+        if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
+            raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {options.task}; leave it out")
+    if options.task == "needle":
         rest = ["--data_path", NOWHERE, *rest]
     config = parse(rest, PROGRAM)
-    if asked.task == "loss":
-        return asked, config
-    lengths = lengths_of(asked, config)
+    if options.task == "loss":
+        return options, config
+    lengths = lengths_of(options, config)
     if any(word.partition("=")[0] == "--model_max_length" for word in rest) and max(lengths) > config.model_max_length:
-        given = f"--lengths {asked.lengths} reach beyond --model_max_length {config.model_max_length}"
+        given = f"--lengths {options.lengths} reach beyond --model_max_length {config.model_max_length}"
         raise ValueError(f"{given}; leave the latter out")
-    return asked, dataclasses.replace(config, model_max_length=max(lengths))
+    return options, dataclasses.replace(config, model_max_length=max(lengths))
 
 
 def _timeout(words: Sequence[str]) -> float:
-    """Needed before the ranks can agree on anything; what is wrong with the words is said once they can."""
+    """Returns the timeout of the process group. Errors are reported once there is one."""
     try:
         return flags(words)[1].step_timeout
     except ValueError:
@@ -126,7 +119,7 @@ def _timeout(words: Sequence[str]) -> float:
 
 
 def _without_training(config: TrainConfig) -> TrainConfig:
-    """Nothing waits for a backward pass, and nothing is updated."""
+    """Turns off what is for the backward pass and the update."""
     offload = "optimizer" if config.state_on_host else "none"
     return dataclasses.replace(
         config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
@@ -146,18 +139,18 @@ def _to_fit(config: TrainConfig) -> str:
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
-    if given.offload != config.offload:  # what it says of the weights is honoured
+    if given.offload != config.offload:  # weights may still wait on the host
         unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
     return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
 
 
-def _prepare(asked: Asked, config: TrainConfig, family: ModelFamily, world: World) -> Task:
-    """Everything that can be refused, looked at before any process waits for another and before anything is written."""
+def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: World) -> Task:
+    """Finds and checks all inputs before any process waits for another and before anything is written."""
     record = Path(config.output_dir) / RECORD
     if record.exists() and not config.overwrite_output_dir:
         raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
     model = find_model(config, family, world)
-    task = TASKS[asked.task](asked, config, model, world)
+    task = TASKS[options.task](options, config, model, world)
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,7 +158,7 @@ def _prepare(asked: Asked, config: TrainConfig, family: ModelFamily, world: Worl
     return task
 
 
-# ---- what is left behind --------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------
 
 
 def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
@@ -173,14 +166,14 @@ def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
     chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
     return {
         "model": chosen.pop("model"),
-        **task.about,
+        **task.header,
         **chosen,
         "precision": f"{trainer.config.compute_dtype} compute",
     }
 
 
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
-    """What it takes to do this again."""
+    """Returns what is needed to repeat the evaluation."""
     data = None if config.data_path == NOWHERE else config.data_path
     about = {
         "model": config.model_name_or_path, "data": data, "length": config.model_max_length,

@@ -1,4 +1,4 @@
-"""A needle in a haystack: texts of any length with a number hidden at some depth, and the question at their end."""
+"""Needles in haystacks: texts of any length with a number hidden at some depth and a question at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from lightseq.data.tokenizer import Tokenizer
 SENTENCE: Final = "\nThe pass key is {number}. Remember it: {number} is the pass key.\n"
 QUESTION: Final = "\nWhat is the pass key? The pass key is"
 ANSWER: Final = " {number}"
-# The haystack of those who have none (Mohtashami and Jaggi, arXiv 2305.16300).
+# The haystack where no data is given (Mohtashami and Jaggi, arXiv 2305.16300).
 FILLER: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SMALLEST, LARGEST = 10_000, 100_000  # five digits
-DRAWS = 1000  # of a number, until it has as many tokens as the right one
+DRAWS = 1000  # numbers, to find wrong answers with as many tokens as the right one
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden, what is asked for at the end, and answers of equal length, the right one first."""
+    """A hidden sentence, the question at the end, and answers of equal length, the right one first."""
 
     sentence: Ids
     question: Ids
     answers: tuple[Ids, ...]
-    absent: Ids  # from the haystack, or the answer would not be one
+    absent: Ids  # from the haystack, so that only the needle answers
 
 
 class Needles(Protocol):
-    """Draws needles in the language of a model, and says what an answer reads like."""
+    """A source of needles, hay and readable answers for a model's vocabulary."""
 
     @property
     def begin(self) -> Ids: ...
@@ -46,7 +46,7 @@ class Needles(Protocol):
 
 @dataclass(frozen=True)
 class TextNeedles:
-    """A number of five digits in a sentence."""
+    """Five-digit numbers in a sentence."""
 
     tokenizer: Tokenizer
 
@@ -75,7 +75,7 @@ class TextNeedles:
         return self.tokenizer.decode(ids).strip()
 
     def _ending(self, number: int) -> tuple[Ids, Ids]:
-        """Question and answer; encoded as one, as they would be in a text, and cut where the number begins."""
+        """Encodes question and answer as one text and cuts them where the number begins."""
         asked, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
         shorter = min(len(asked), len(whole) - 1)
         same = asked[:shorter] == whole[:shorter]
@@ -88,9 +88,9 @@ class TextNeedles:
 
 @dataclass(frozen=True)
 class IdNeedles:
-    """A key and its value, ids of the upper half of the vocabulary; the key again asks for the value.
+    """Keys and values from the upper half of the vocabulary; the key at the end asks for its value.
 
-    As in `data_gen synthetic --kind needle`, on which a model without a tokenizer can learn to find them.
+    `data_gen synthetic --kind needle` makes such data, on which a model without a tokenizer can learn retrieval.
     """
 
     vocab_size: int
@@ -118,7 +118,7 @@ class IdNeedles:
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked of a model. A needle and its place in the haystack are the same at every depth and length."""
+    """The needles and the hay. A needle and its hay are the same at every depth and length."""
 
     needles: tuple[Needle, ...]
     hay: Ids
@@ -126,7 +126,7 @@ class Search:
     seed: int
 
     def text(self, trial: int, depth: float, length: int) -> Ids:
-        """All but the answer, which makes `length` tokens of it: the needle after the share `depth` of the hay."""
+        """Returns a text of `length` tokens with its answer, the needle after the share `depth` of the hay."""
         needle = self.needles[trial]
         hay = self.hay[~np.isin(self.hay, needle.absent)]
         around = length - self._least(needle)
@@ -137,7 +137,7 @@ class Search:
 
     @property
     def least_length(self) -> int:
-        """The fewest tokens that every needle and its question fit into."""
+        """Returns the fewest tokens that hold any needle, its question and its answer."""
         return max(map(self._least, self.needles))
 
     def _least(self, needle: Needle) -> int:
@@ -147,7 +147,7 @@ class Search:
 def make_search(
     needles: Needles, hay: Ids | None, trials: int, choices: int, seed: int, lengths: Sequence[int], vocab_size: int
 ) -> Search:
-    """Raises ValueError for what does not fit into a length, or the model's vocabulary."""
+    """Draws needles. Raises ValueError for what does not fit into a length or the model's vocabulary."""
     drawn = tuple(needles.draw(np.random.default_rng((seed, trial)), choices) for trial in range(trials))
     if hay is None:
         hay = needles.hay(np.random.default_rng((seed, trials)), max(lengths))

@@ -1,42 +1,56 @@
-"""Whether a model finds what a long text hides: the answer's likelihood among others, or what it decodes.
+"""Retrieval: can a model find what a long text hides, by the likelihood of the answer or by greedy decoding.
 
-Each answer, and each token that is decoded, takes a forward pass of the whole text across the ranks that share it.
+Each answer, and each decoded token, takes a forward pass of the whole text over the ranks that share it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightseq.config.lengths import tokens
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
-from lightseq.data.examples import IGNORE_INDEX, Example, Examples, window
+from lightseq.data.examples import IGNORE_INDEX, Example, Examples, WindowExamples, window
+from lightseq.data.tokenizer import Tokenizer, load_tokenizer
+from lightseq.distributed.mesh import World
+from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
 from lightseq.parallelize import ReadOptions
-from lightseq.tools.evaluate.needle import Ids, Search
+from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
+from lightseq.tools.evaluate.task import NOWHERE, Options, Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
+
+DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
+HAYSTACKS = 4  # times the longest text is read, so that texts differ
+SCORES: Final = ("likelihood", "greedy")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """How well needles at one depth of texts of one length were found."""
+    """The score of needles at one depth of texts of one length."""
 
     length: int
     depth: float
     accuracy: float
     trials: int
     log_probability: float | None = None  # of the right answer, mean
-    margin: float | None = None  # of it over the likeliest wrong one, mean
+    margin: float | None = None  # over the likeliest wrong answer, mean
     answers: tuple[str, ...] | None = None  # as decoded
     wanted: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Texts:
+class LazyExamples:
     """Examples that are made when they are read."""
 
     count: int
@@ -53,17 +67,116 @@ class Texts:
 Stream = Callable[[Examples, int], BatchStream]  # of texts of a length
 
 
+# ---- the task -------------------------------------------------------------------------------------------------------
+
+
+def needle_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
+    score, trials, choices = _checked(options)
+    depths, lengths = _depths(options), lengths_of(options, config)
+    examples = None if config.data_path == NOWHERE else find_examples(config.data_path, model, config, world)
+    tokenizer = _tokenizer(config, model, examples)
+    needles = TextNeedles(tokenizer) if tokenizer else IdNeedles(model.config.vocab_size)
+    hay = None
+    if examples is not None:
+        hay = haystack(examples, HAYSTACKS * max(lengths), tokenizer.special_ids if tokenizer else ())
+    search = make_search(needles, hay, trials, choices or 1, config.seed, lengths, model.config.vocab_size)
+
+    def stream(texts: Examples, length: int) -> BatchStream:
+        return evaluation_stream(texts, length, config, world.size // model.sequence_size)
+
+    judge = by_likelihood if score == "likelihood" else partial(by_decoding, show=needles.show)
+
+    def run(trainer: Trainer) -> Result:
+        cells = [cell for length in lengths for cell in judge(trainer, search, length, depths, stream)]
+        accuracy = sum(cell.accuracy for cell in cells) / len(cells)
+        summary: dict[str, Any] = {"score": score, "accuracy": accuracy, "trials": trials, "choices": choices}
+        rows = [{key: value for key, value in asdict(cell).items() if value is not None} for cell in cells]
+        return Result(summary, rows, [*_table(cells), f"found {accuracy:.1%}"])
+
+    source = "made up" if examples is None else config.data_path
+    repeats = ", repeated" if hay is not None and len(hay) < max(lengths) else ""
+    header = {
+        "haystack": f"{source}, {len(search.hay):,} tokens{repeats}",
+        "needle": f"text through tokenizer {tokenizer.name}" if tokenizer else "ids, without a tokenizer",
+        "score": f"{score}, {trials} texts for each length and depth",
+    }
+    no_texts = stream(LazyExamples(0, lambda index: _example(search.begin, search.begin)), max(lengths))
+    return Task(inputs_for(model, no_texts, world), header, run)
+
+
+def _checked(options: Options) -> tuple[str, int, int | None]:
+    """Returns score, trials and choices (None for greedy decoding). Raises ValueError for what cannot be scored."""
+    score, trials = options.score or "likelihood", TRIALS if options.trials is None else options.trials
+    choices = CHOICES if options.choices is None else options.choices
+    if score not in SCORES:
+        raise ValueError(f"--score {score!r} is unknown; choose from {', '.join(SCORES)}")
+    if score == "greedy" and options.choices is not None:
+        raise ValueError("--choices belongs to --score likelihood, and the score is greedy; leave it out")
+    if trials < 1 or choices < 2:
+        raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial, and 2 choices")
+    return score, trials, choices if score == "likelihood" else None
+
+
+def lengths_of(options: Options, config: TrainConfig) -> list[int]:
+    if options.lengths is None:
+        return sorted({max(1, config.model_max_length // part) for part in (4, 2, 1)})
+    return sorted({tokens(word, "--lengths") for word in options.lengths.split(",")})
+
+
+def _depths(options: Options) -> list[float]:
+    text = options.depths or DEPTHS
+    try:
+        depths = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        depths = [-1.0]
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"--depths {text}: give shares of a text from 0 to 1, as {DEPTHS}")
+    return depths
+
+
+def _tokenizer(config: TrainConfig, model: FoundModel, examples: Examples | None) -> Tokenizer | None:
+    """Loads the one that was asked for, else that of the haystack's tokens, else the model's, if it has one."""
+    of_data = examples.source.meta.get("tokenizer") if isinstance(examples, WindowExamples) else None
+    of_model = str(model.weights) if has_tokenizer(model.weights) else None
+    name = config.tokenizer or of_data or of_model
+    return load_tokenizer(name) if name else None
+
+
+def haystack(examples: Examples, count: int, special_ids: Sequence[int]) -> Ids:
+    """Returns up to `count` first tokens of the data, without those that end or begin a document."""
+    parts, found = [], 0
+    for i in range(len(examples)):
+        ids = examples[i].input_ids
+        parts.append(ids[~np.isin(ids, special_ids)])
+        found += len(parts[-1])
+        if found >= count:
+            break
+    return np.concatenate(parts)[:count]
+
+
+def _table(cells: Sequence[Cell]) -> list[str]:
+    """Returns accuracy by depth and length."""
+    lengths, depths = ({getattr(cell, key): None for cell in cells} for key in ("length", "depth"))
+    scores = {(cell.depth, cell.length): f"{cell.accuracy:.2f}" for cell in cells}
+    rows = [["depth", *(f"{length:,}" for length in lengths)]]
+    rows += [[f"{depth:.0%}", *(scores[depth, length] for length in lengths)] for depth in depths]
+    return aligned(rows)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
 def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream) -> list[Cell]:
-    """Found where the right answer is likelier than each wrong one."""
+    """Counts a needle as found where the right answer is likelier than each wrong one."""
     trials, choices = len(search.needles), len(search.needles[0].answers)
 
     def make(index: int) -> Example:
         place, choice = divmod(index, choices)
         depth, trial = divmod(place, trials)
-        return asking(search.text(trial, depths[depth], length), search.needles[trial].answers[choice])
+        return _example(search.text(trial, depths[depth], length), search.needles[trial].answers[choice])
 
-    texts = stream(Texts(len(depths) * trials * choices, make), length)
-    losses = sums(trainer, texts, token_losses, f"needle, {length:,} tokens")
+    texts = stream(LazyExamples(len(depths) * trials * choices, make), length)
+    losses = _sums(trainer, texts, token_losses, f"needle, {length:,} tokens")
     log_p = -losses.reshape(len(depths), trials, choices)
     margins = log_p[..., 0] - log_p[..., 1:].max(-1)
     return [
@@ -75,7 +188,7 @@ def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequenc
 def by_decoding(
     trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream, show: Callable[..., str]
 ) -> list[Cell]:
-    """Found where the likeliest tokens, one after the other, are those of the right answer."""
+    """Counts a needle as found where greedy decoding gives the right answer."""
     trials, right = len(search.needles), [needle.answers[0] for needle in search.needles]
     decoded = np.zeros((len(depths) * trials, max(map(len, right))), dtype=np.int64)
     for known in range(decoded.shape[1]):
@@ -83,12 +196,12 @@ def by_decoding(
         def make(index: int, known: int = known) -> Example:
             depth, trial = divmod(index, trials)
             text = search.text(trial, depths[depth], length)
-            size = len(right[trial])  # shorter answers are whole by now, and nothing more is asked
+            size = len(right[trial])  # a shorter answer is complete by now, and nothing more is asked
             given = decoded[index, : min(known, size)]
-            return asking(np.concatenate([text, given]), np.zeros(int(known < size), np.int64))
+            return _example(np.concatenate([text, given]), np.zeros(int(known < size), np.int64))
 
         step = f"needle, {length:,} tokens, answer's token {known + 1}"
-        decoded[:, known] = sums(trainer, stream(Texts(len(decoded), make), length), likeliest_tokens, step)
+        decoded[:, known] = _sums(trainer, stream(LazyExamples(len(decoded), make), length), likeliest_tokens, step)
     cells = []
     for depth, rows in zip(depths, decoded.reshape(len(depths), trials, -1), strict=True):
         answers = [row[: len(ids)] for row, ids in zip(rows, right, strict=True)]
@@ -98,21 +211,21 @@ def by_decoding(
     return cells
 
 
-def asking(text: Ids, wanted: Ids) -> Example:
-    """A text and the tokens that are asked for after it, which alone are targets."""
+def _example(text: Ids, wanted: Ids) -> Example:
+    """Appends to a text the tokens that are asked for, which alone are targets."""
     ids = np.concatenate([text, wanted])
     labels = np.where(np.arange(len(ids)) < len(text), IGNORE_INDEX, ids)
     return window(ids, labels, 0, len(ids))
 
 
-def sums(trainer: Trainer, stream: BatchStream, read: ReadOptions, description: str) -> NDArray[np.float64]:
-    """What the model says of the targets of each text, added up: alike on every rank, whoever holds the targets."""
+def _sums(trainer: Trainer, stream: BatchStream, read: ReadOptions, description: str) -> NDArray[np.float64]:
+    """Adds up what `read` gives for the targets of each text; the same on every rank."""
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
         for step in progress_bar(range(stream.steps), None, trainer.world.is_main, description):
             batch = stream.batch(step, 0, trainer.inputs.data_rank)
-            said = trainer.loss_model(*trainer.shard(batch), read)
+            values = trainer.loss_model(*trainer.shard(batch), read)
             first = (step * stream.data_ranks + trainer.inputs.data_rank) * stream.batch_size
-            out[first : first + stream.batch_size] = said.double().sum(-1)
+            out[first : first + stream.batch_size] = values.double().sum(-1)
     dist.all_reduce(out)
     return out[: len(stream.examples)].cpu().numpy()

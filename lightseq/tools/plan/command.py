@@ -1,4 +1,4 @@
-"""Plans a training run from its own flags, without a GPU: whether it fits, how fast it is, how long it can be.
+"""Plans a training run from its own flags, without a GPU: does it fit, how fast is it, how long can it be.
 
 python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
     --offload activations --gpus 8 --chip h200 --host_memory 1900
@@ -20,25 +20,21 @@ from lightseq.config.parser import Parser, refused
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.base import KernelSpec
 from lightseq.kernels.selection import unfit
+from lightseq.memory.planner.advice import changes_to_fit, faster_changes, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import make_plan
-from lightseq.memory.planner.rates import CHIPS, Chip, chip_named
-from lightseq.memory.planner.remedies import faster, longest, remedies
-from lightseq.memory.planner.run import CORES, Hardware, PlannedRun
+from lightseq.memory.planner.rates import CHIPS, MEASURED_ON, Chip, chip_named
+from lightseq.memory.planner.run import DEFAULT_CORES, Hardware, PlannedRun
 from lightseq.models.architecture import heads_of, inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
-from lightseq.tools.plan import cluster_command
-from lightseq.tools.plan.report import record, shown
+from lightseq.tools.plan import attention
+from lightseq.tools.plan.report import record, tables
 from lightseq.training.setup import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
-MOST_RANKS = 2048  # of a table, which takes half a minute and 4 GB
-UNKNOWN = {
-    "fp8": "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)",
-    "deterministic": "--deterministic is taken to cost nothing",
-}
+MAX_SEQUENCE_RANKS = 2048  # a schedule of as many takes half a minute and 4 GB
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
     )
     out.add_argument(
-        "--host_cores", type=int, metavar="N", help=f"of a host, for all its ranks (default: {CORES} a rank)"
+        "--host_cores", type=int, metavar="N", help=f"of a host, for all its ranks (default: {DEFAULT_CORES} a rank)"
     )
     out.add_argument("--json", action="store_true", help="print an object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
@@ -66,29 +62,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
-    """Status 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
+    """Returns 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
     if "--attention" in words:
-        return cluster_command.main(words)
+        return attention.main(words)
     try:
-        mine, others = parser().parse_known_args([underscored(word) for word in words])
-        run = planned_run(family, mine, others)
+        own, training = parser().parse_known_args([underscored(word) for word in words])
+        run = _planned_run(family, own, training)
         plan = make_plan(run)
-        further, changes = longest(run), faster(run) if plan.fits else remedies(run)
-        found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, further, changes)}
-        found["notes"] = notes(family, plan.run)
-        if mine.output is not None:
-            _add_line(mine.output, found)
+        length, changes = longest(run), faster_changes(run) if plan.fits else changes_to_fit(run)
+        found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, length, changes)}
+        found["notes"] = _notes(family, plan.run)
+        if own.output is not None:
+            _append(own.output, found)
     except (ValueError, OSError) as error:
         return refused(error)
-    if mine.json:
+    if own.json:
         print(json.dumps(found, indent=2))
     else:
-        Console(highlight=False).print(shown(plan, further, changes, found["notes"]))
+        Console(highlight=False).print(tables(plan, length, changes, found["notes"]))
     return 0 if plan.fits else 1
 
 
-def _add_line(path: Path, found: dict[str, Any]) -> None:
-    """Raises ValueError for a file that cannot be written."""
+def _append(path: Path, found: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -97,35 +92,35 @@ def _add_line(path: Path, found: dict[str, Any]) -> None:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
 
 
-def planned_run(family: ModelFamily, mine: argparse.Namespace, others: Sequence[str]) -> PlannedRun:
-    """Raises ValueError for what training would refuse, and for hardware that cannot be."""
-    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *others], PROGRAM)
+def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
+    """Raises ValueError for what training would refuse, and for impossible hardware."""
+    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *training], PROGRAM)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
     for name in ("gpus", "gpus_per_host", "host_cores"):
-        if (count := getattr(mine, name)) is not None and count < 1:
+        if (count := getattr(own, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give at least 1")
     for name in ("gpu_memory", "host_memory"):
-        if (given := getattr(mine, name)) is not None and not 0 < given < math.inf:
-            raise ValueError(f"--{name} {given:g}: give a number of GiB above 0")
-    chip = chip_named(mine.chip)
+        if (size := getattr(own, name)) is not None and not 0 < size < math.inf:
+            raise ValueError(f"--{name} {size:g}: give a number of GiB above 0")
+    chip = chip_named(own.chip)
     _check_chip(config, model, chip)
-    gpu = chip.memory_bytes if mine.gpu_memory is None else mine.gpu_memory * GIB
-    host = float("inf") if mine.host_memory is None else mine.host_memory * GIB
-    run = PlannedRun(model, config, Hardware(chip, mine.gpus, mine.gpus_per_host, gpu, host, mine.host_cores))
-    if run.sequence_ranks > MOST_RANKS:
+    gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
+    host = math.inf if own.host_memory is None else own.host_memory * GIB
+    run = PlannedRun(model, config, Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores))
+    if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
             f"{run.sequence_ranks} ranks on one sequence take a table that is too large to make; "
-            f"give --sequence_parallel_size, at most {MOST_RANKS}"
+            f"give --sequence_parallel_size, at most {MAX_SEQUENCE_RANKS}"
         )
     return run
 
 
 def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
-    """As training would on such a GPU with every kernel installed."""
+    """Refuses what training would refuse on such a GPU with every kernel installed."""
     if config.fp8 is not None and not config.fp8_emulate:
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
@@ -138,30 +133,31 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         )
 
 
-def notes(family: ModelFamily, run: PlannedRun) -> list[str]:
-    found = [text for name, text in UNKNOWN.items() if getattr(run.config, name)]
+def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
+    """Returns what the plan assumes or leaves out, and the warning about the model's context."""
+    config, hardware = run.config, run.hardware
     square = "needs memory and time in the square of a tile's length: not counted"
-    if run.config.kernel_name == "reference":
-        found.append(f"the reference kernel {square}")
-    elif run.element > 2:
-        found.append(
-            f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16"
-        )
-    if run.config.transport == "gloo":
-        found.append("gloo takes tensors through the host, which was not measured: times are those of nccl")
-    if run.state_on_host and run.hardware.host_cores is None:
-        found.append(
-            f"an update on the host is reckoned with {CORES} cores a rank; say how many there are with --host_cores"
-        )
-    if run.config.packing != "none":
-        found.append("packed documents need less attention than a sequence of one, which is what is counted")
-    if run.hardware.chip is not CHIPS["h200"]:
-        found.append(
-            f"rates were measured on H200; {run.hardware.chip.device} is taken to reach the same shares of its peaks"
-        )
-    if run.hardware.gpus > run.hardware.gpus_per_host:
-        found.append("what crosses hosts is assumed (400 Gb/s a GPU), not measured")
-    scaled = bool(run.config.rope_scaling)
-    before = resolve(family, run.config.model_name, random_init=True).config if scaled else None
-    context = context_warning(run.model, run.config.model_max_length, before)
-    return found + ([context] if context else [])
+    notes = {
+        "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)": config.fp8,
+        "--deterministic is taken to cost nothing": config.deterministic,
+        f"the reference kernel {square}": config.kernel_name == "reference",
+        f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16": (
+            run.itemsize > 2 and config.kernel_name != "reference"
+        ),
+        "gloo takes tensors through the host, which was not measured: times are those of nccl": (
+            config.transport == "gloo"
+        ),
+        f"an update on the host is planned with {DEFAULT_CORES} cores a rank; give their number with --host_cores": (
+            run.state_on_host and hardware.host_cores is None
+        ),
+        "packed documents need less attention than a sequence of one, which is what is counted": (
+            config.packing != "none"
+        ),
+        f"rates were measured on H200; {hardware.chip.device} is taken to reach the same shares of its peaks": (
+            hardware.chip is not MEASURED_ON
+        ),
+        "what crosses hosts is assumed (400 Gb/s a GPU), not measured": hardware.gpus > hardware.gpus_per_host,
+    }
+    before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
+    context = context_warning(run.model, config.model_max_length, before)
+    return [note for note, applies in notes.items() if applies] + ([context] if context else [])

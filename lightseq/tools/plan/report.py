@@ -1,7 +1,7 @@
-"""A plan as a person reads it, and as a line of JSON."""
+"""A training plan as tables for a person and as a JSON object."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,26 +10,27 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.advice import Change, describe_placement
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import Plan, placement_words
-from lightseq.memory.planner.remedies import Remedy
+from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
 
 
-def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
+def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[str, Any]:
     run, hardware = plan.run, plan.run.hardware
-    changes = [
-        {"change": remedy.words, "peak_bytes": remedy.plan.parts.total, "step_seconds": remedy.plan.step_seconds}
-        for remedy in remedies
+    host_memory = hardware.host_memory if math.isfinite(hardware.host_memory) else None
+    suggested = [
+        {"change": change.words, "peak_bytes": change.plan.parts.total, "step_seconds": change.plan.step_seconds}
+        for change in changes
     ]
     return {
         "plan": "training",
         "fits": plan.fits,
-        "lacks": list(plan.lacks),
+        "lacks": list(plan.shortages),
         "peak_bytes": plan.parts.total,
         "peak_when": plan.when,
         "parts": asdict(plan.parts),
-        "usable_gpu_bytes": int(plan.usable_gpu_bytes),
+        "usable_gpu_bytes": int(usable_gpu_bytes(run)),
         "host_bytes": int(plan.host_bytes),
         "host_bytes_per_rank": int(plan.host_bytes / hardware.ranks_per_host),
         "step_seconds": plan.step_seconds,
@@ -38,68 +39,66 @@ def record(plan: Plan, longest: int | None, remedies: Sequence[Remedy]) -> dict[
         "mfu": plan.mfu,
         "placement": list(plan.placement.layers),
         "state_on_host": run.state_on_host,
-        "layers_with_state_on_gpu": run.state_stays if run.state_on_host else run.layers,
+        "layers_with_state_on_gpu": run.layers_with_state_on_gpu if run.state_on_host else run.layers,
         "longest_length": longest,
-        "to_fit": [] if plan.fits else changes,
-        "faster": changes if plan.fits else [],
+        "to_fit": [] if plan.fits else suggested,
+        "faster": suggested if plan.fits else [],
         "schedule": run.choice.schedule,
         "head_groups": run.choice.head_groups,
         "ulysses_size": run.choice.ulysses_size,
         "transport": run.transport,
-        "hardware": {**asdict(hardware), "host_memory": finite(hardware.host_memory)},
-        "config": changed_flags(run.config),
+        "hardware": {**asdict(hardware), "host_memory": host_memory},
+        "config": _changed_flags(run.config),
     }
 
 
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def changed_flags(config: TrainConfig) -> dict[str, Any]:
-    """What was asked for beyond the defaults, but for files, which a plan neither reads nor writes."""
+def _changed_flags(config: TrainConfig) -> dict[str, Any]:
+    """Returns flags other than their defaults, without the paths that a plan neither reads nor writes."""
     defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
-    files = ("data_path", "output_dir")
-    return {name: value for name, value in config.to_json().items() if value != defaults[name] and name not in files}
+    paths = ("data_path", "output_dir")
+    return {name: value for name, value in config.to_json().items() if value != defaults[name] and name not in paths}
 
 
-def shown(plan: Plan, longest: int | None, remedies: Sequence[Remedy], notes: Sequence[str] = ()) -> RenderableType:
-    return Group(*(x for x in (_facts(plan, longest), _memory(plan), _time(plan), _remedies(plan, remedies)) if x),
-                 *(f"note: {note}" for note in notes))  # fmt: skip
+def tables(plan: Plan, longest: int | None, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
+    suggestions = [found] if (found := _changes(plan, changes)) else []
+    return Group(_facts(plan, longest), _memory(plan), _time(plan), *suggestions, *(f"note: {note}" for note in notes))
 
 
-def _facts(plan: Plan, longest: int | None) -> RenderableType:
+def _facts(plan: Plan, longest: int | None) -> Table:
     run, hardware = plan.run, plan.run.hardware
     hosts = hardware.gpus // hardware.ranks_per_host
-    asked = run.config.model_max_length
-    verdict = "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.lacks)}"
-    rows = {
-        "model": f"{run.config.model_name}, {asked:,} tokens, {run.sequences_per_step} a step",
+    facts = {
+        "model": f"{run.config.model_name}, {run.config.model_max_length:,} tokens, {run.sequences_per_step} a step",
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": _schedule(run),
-        "layers": placement_words(plan),
-        "verdict": verdict,
+        "layers": describe_placement(plan),
+        "verdict": "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.shortages)}",
         "longest": f"{longest:,} tokens fit" if longest else "no length fits",
-        "step": f"{seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
+        "step": f"{_seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
     }
-    return _grid(rows.items())
+    out = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        out.add_row(f"  {name}", value)
+    return out
 
 
 def _schedule(run: PlannedRun) -> str:
     if run.sequence_ranks == 1:
         return "none: every GPU has sequences of its own"
-    turns = run.choice.head_groups or 1
-    return f"{run.choice.schedule}, {f'heads in {turns} turns' if turns > 1 else 'all heads at once'}, {run.transport}"
+    groups = run.choice.head_groups or 1
+    heads = f"heads in {groups} turns" if groups > 1 else "all heads at once"
+    return f"{run.choice.schedule}, {heads}, {run.transport}"
 
 
 def _memory(plan: Plan) -> Table:
     hardware = plan.run.hardware
     out = _table(f"a GPU at its peak ({plan.when})", "GiB")
-    for name, size in sorted(asdict(plan.parts).items(), key=lambda part: -part[1]):
+    for name, size in _largest_first(asdict(plan.parts)):
         out.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
     out.add_section()
     out.add_row("together", f"{plan.parts.total / GIB:.2f}")
-    out.add_row("usable", f"{plan.usable_gpu_bytes / GIB:.2f}")
+    out.add_row("usable", f"{usable_gpu_bytes(plan.run) / GIB:.2f}")
     room = f" of {hardware.host_memory / GIB:,.0f}" if math.isfinite(hardware.host_memory) else ""
     ranks = hardware.ranks_per_host
     out.add_row(f"a host, {ranks} rank{'s' * (ranks > 1)}", f"{plan.host_bytes / GIB:.2f}{room}")
@@ -108,34 +107,29 @@ def _memory(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> Table:
     out = _table("a step", "ms", "%")
-    for name, part in sorted(plan.seconds.items(), key=lambda part: -part[1]):
+    for name, part in _largest_first(plan.seconds):
         if part > 0:
             out.add_row(name, f"{1e3 * part:,.1f}", f"{100 * part / plan.step_seconds:.1f}")
     return out
 
 
-def _remedies(plan: Plan, remedies: Sequence[Remedy]) -> Table | str | None:
-    if plan.fits and not remedies:
-        return None
-    if not remedies:
-        return "to fit: nothing that the plan knows of; take a smaller model or larger GPUs"
+def _changes(plan: Plan, changes: Sequence[Change]) -> Table | str | None:
+    if not changes:
+        return None if plan.fits else "to fit: no flags that the planner knows; take a smaller model or larger GPUs"
     out = _table("faster, any of" if plan.fits else "to fit, any of", "GiB a GPU", "GiB a host", "s a step")
-    for remedy in remedies:
-        found = remedy.plan
-        sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", seconds(found.step_seconds))
-        out.add_row(remedy.words, *sizes)
+    for change in changes:
+        found = change.plan
+        sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", _seconds(found.step_seconds))
+        out.add_row(change.words, *sizes)
     return out
 
 
-def seconds(value: float) -> str:
+def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda part: -part[1])
+
+
+def _seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _grid(rows: Iterable[tuple[str, str]]) -> Table:
-    out = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        out.add_row(f"  {name}", value)
-    return out
 
 
 def _table(title: str, *columns: str) -> Table:

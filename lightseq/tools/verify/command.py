@@ -1,10 +1,10 @@
-"""Proves on the user's own hardware and flags that a distributed step computes what one process computes.
+"""Checks on the user's hardware and flags that a distributed step computes what one process computes.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq verify --model_name_or_path llama3-8b --bf16 \\
     --model_max_length 1000000 --schedule prefix
 
-Loss and gradients of a few layers against plain transformers, every kernel against float64, every byte that the
-transport moves, and that all ranks have the same hardware and software. Exit status 0 only if all of it holds.
+Compares loss and gradients of a few layers with plain transformers, every kernel with float64 and every byte that the
+transport moves, and checks that all ranks have the same hardware and software. The exit status is 0 if all of it holds.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan.rehearsal import NOWHERE, shared_folder
+from lightseq.tools.verify.data import Sample, cut, documents_of, made_up
+from lightseq.tools.verify.data import write as write_samples
 from lightseq.tools.verify.kernels import kernel_rows
 from lightseq.tools.verify.machines import flags_row, machine, machine_row, software, software_row
 from lightseq.tools.verify.model import model_rows
-from lightseq.tools.verify.plain import Sample, cut, given, made_up
-from lightseq.tools.verify.plain import write as write_samples
 from lightseq.tools.verify.report import SKIP, Row, passed, table, write
 from lightseq.tools.verify.transport import transport_rows
 from lightseq.training.setup import Inputs, prepare
@@ -42,21 +42,21 @@ from lightseq.utils.formatting import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
-LAYERS = 2  # of the model; twice as many where layers are checkpointed in groups
-MOST_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
-MOST_TOKENS_A_STEP = {"cuda": 32768, "cpu": 1024}  # that the plain model computes, one sequence after the other
-LEAST_CHUNK = 4  # tokens
-DOCUMENTS = 5  # a third of its length at most, that are made up for a sequence where they are packed
+LAYERS = 2  # of the model; twice as many where groups of layers share a checkpoint
+MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
+MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # of all sequences, which the plain model computes one by one
+MIN_CHUNK = 4  # tokens
+DOCUMENTS = 5  # made up for each packed sequence, up to a third of its length
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """`python3 -m lightseq verify FLAGS`, those of training; without --data_path data is made up."""
+    """Runs `python3 -m lightseq verify` with the flags of training. Without --data_path, data is made up."""
     with init_distributed(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 
 
 def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
-    """The same status on every rank: 0 if everything passed."""
+    """Returns the same status on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
     asked = on_all_ranks(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
     path = on_all_ranks(world, lambda: _record_path(asked, world))
@@ -65,7 +65,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     if passed(rows[:1]):
         rows += _rows_of_run(asked, family, world, command)
     else:
-        rows.append(Row("all else", SKIP, "not run: ranks with different flags wait for each other for ever"))
+        rows.append(Row("all else", SKIP, "not run: ranks with different flags would wait for each other"))
     status = [0 if passed(rows) else 1]
     dist.broadcast_object_list(status)
     if world.is_main:
@@ -76,7 +76,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
             header = {"command": command, "seconds": seconds, "passed": not status[0]}
             write(path, header | {"config": asked.to_json(), "versions": versions}, rows, secrets())
         sys.stdout.flush()
-    dist.barrier()  # a launcher ends every process as soon as one has ended: not before the table is out
+    dist.barrier()  # a launcher ends all processes when one ends; the table comes first
     return status[0]
 
 
@@ -98,7 +98,7 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World, command:
 
 
 def _record_path(asked: TrainConfig, world: World) -> Path | None:
-    """Where the figures go, made now: a directory that cannot be had is refused, not found out at the end."""
+    """Makes the output directory now, so that a path that cannot be used is refused at the start."""
     if asked.output_dir == NOWHERE:
         return None
     if world.is_main:
@@ -107,7 +107,7 @@ def _record_path(asked: TrainConfig, world: World) -> Path | None:
 
 
 def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
-    """The run that was asked for, cut down to one step of short sequences that changes no weight and leaves nothing."""
+    """Cuts a run down to one step of short sequences that changes no weight and leaves no files."""
     for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
         if value:
             raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
@@ -123,21 +123,21 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(config, world)
-    most = min(asked.model_max_length, MOST_TOKENS[kind], MOST_TOKENS_A_STEP[kind] // sequences)
+    most = min(asked.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
     ranks = check_sequence_size(world, asked.sequence_parallel_size)
     return dataclasses.replace(config, model_max_length=uneven(most, ranks))
 
 
 def uneven(most: int, ranks: int) -> int:
-    """A length up to `most`, if that is enough for some tokens a chunk, one token past a multiple of all chunks."""
-    chunks = 2 * ranks  # the most that any schedule has
-    return max(most - (most - 1) % chunks, LEAST_CHUNK * chunks + 1)
+    """Returns a length near `most` that is one token longer than a multiple of all chunks."""
+    chunks = 2 * ranks  # per sequence, the most that any schedule has
+    return max(most - (most - 1) % chunks, MIN_CHUNK * chunks + 1)
 
 
 def _prepared(
     asked: TrainConfig, config: TrainConfig, family: ModelFamily, world: World
 ) -> tuple[Inputs, list[list[Sample]]]:
-    """A few layers of the model, and the documents of each sequence of its first step: the data's, or made up."""
+    """Returns the inputs of a model of a few layers, and the documents of each sequence of its first step."""
     if asked.lora_rank is not None:
         on_all_ranks(world, lambda: _refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
@@ -153,13 +153,13 @@ def _prepared(
     inputs = on_all_ranks(world, lambda: prepare(config, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
-    few.initializer_range = few.hidden_size**-0.5  # scores far enough apart, however narrow, for a wrong mask to show
+    few.initializer_range = few.hidden_size**-0.5  # a wrong mask shows even in narrow models
     short = f"in place of the run: {few.num_hidden_layers} layers, {length:,} of {asked.model_max_length:,} tokens"
     notes = (f"{short}, made-up data",) if made else (short, *inputs.notes)
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
     if made and config.packing == "none":
         return inputs, [[sample] for sample in cut(samples, length)]
-    sequences = given(stream)
+    sequences = documents_of(stream)
     on_all_ranks(world, lambda: _check_targets(config, sequences))
     return inputs, sequences
 
@@ -178,7 +178,7 @@ def _refuse_adapters(asked: TrainConfig) -> None:
 
 
 def _sequences(config: TrainConfig, world: World) -> int:
-    """Of one step, all ranks together."""
+    """Returns the sequences of one step on all ranks."""
     data_ranks = world.size // check_sequence_size(world, config.sequence_parallel_size)
     return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks
 

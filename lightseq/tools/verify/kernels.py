@@ -1,4 +1,4 @@
-"""Every attention kernel that can run here against attention's definition in float64, on this rank's own device.
+"""Checks every attention kernel that can run here against attention's definition in float64.
 
 Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -14,8 +14,8 @@ from lightseq.schedule.table import Mask
 from lightseq.tools.verify.report import SKIP, Row, gathered, off, verdict
 from lightseq.utils.formatting import first_line
 
-EXACT: Final = 1e-5  # relative L2 error that float32 may have; half precision, twice that of plain attention in it
-BATCH, REST = 2, 56  # sequences; keys before the tile's, which its queries have seen in other tiles
+EXACT: Final = 1e-5  # relative L2 error allowed in float32; in half precision, twice that of plain attention
+BATCH, REST = 2, 56  # sequences; keys of earlier tiles, which the tile's queries have seen
 
 
 class Case(NamedTuple):
@@ -35,9 +35,9 @@ NAMES: Final = ("out", "lse", "dq", "dk", "dv")
 
 
 def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.device) -> list[Row]:
-    """A row for every kernel that can run, and one for each reason why others cannot. Every rank tries them."""
+    """Returns a row for every kernel that can run on some rank, and one for each reason why others cannot."""
     shared = heads // kv_heads
-    wants = {case: _wanted(case, spec, shared, device) for case in CASES}
+    wants = {case: _reference(case, spec, shared, device) for case in CASES}
     rows, reasons = [], dict[str, list[str]]()
     for name, make in KERNELS.items():
         kernel = make(spec)
@@ -51,12 +51,12 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
 
 
 def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Row:
-    """The worst of all ranks: an error over what is allowed."""
+    """Reports the largest error of all ranks, relative to what is allowed."""
     worst, where = -1.0, ""
     wrong: dict[str, tuple[float, float, list[int]]] = {}
     for rank, errors in enumerate(everyone):
         for what, (error, allowed) in errors.items():
-            if not error <= allowed:  # NaN is no number that is small enough
+            if not error <= allowed:  # also fails NaN
                 before, _, ranks = wrong.get(what, (0.0, 0.0, []))
                 wrong[what] = (max(before, error), allowed, [*ranks, rank])
             elif error / allowed > worst:
@@ -70,18 +70,18 @@ def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Ro
     return verdict(f"kernel {name}", lines + missing, f"worst: {where}", figures)
 
 
-class _Wanted(NamedTuple):
-    """Inputs in the dtype, the true results, and what plain attention in that dtype may be off by, twice."""
+class _Reference(NamedTuple):
+    """Inputs in the kernel's dtype, exact results, and twice the error of plain attention in that dtype."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dout
-    whole: tuple[Tensor, Tensor]  # out and lse over all keys, which the backward pass is given
-    results: tuple[Tensor, ...]  # as in NAMES; forward of the tile alone, backward under all keys
+    whole: tuple[Tensor, Tensor]  # out and lse over all keys, for the backward pass
+    results: tuple[Tensor, ...]  # as in NAMES; forward of the tile alone, backward over all keys
     allowed: tuple[float, ...]
     scale: float
 
 
-def _wanted(case: Case, spec: KernelSpec, shared: int, device: torch.device) -> _Wanted:
-    """Two key/value heads, each with as many query heads as in the model."""
+def _reference(case: Case, spec: KernelSpec, shared: int, device: torch.device) -> _Reference:
+    """Draws two key/value heads with as many query heads each as in the model."""
     g = torch.Generator().manual_seed(case.queries + case.keys)
     dim, scale = spec.head_dim, spec.head_dim**-0.5
 
@@ -92,19 +92,19 @@ def _wanted(case: Case, spec: KernelSpec, shared: int, device: torch.device) -> 
     q, dout = random(case.queries, 2 * shared), random(case.queries, 2 * shared)
     k, v, rest_k, rest_v = (random(tokens, 2) for tokens in (case.keys, case.keys, REST, REST))
     wide = [x.double() for x in (q, k, v, rest_k, rest_v, dout)]
-    results, whole = _defined(case.mask, scale, *wide)
-    plain, _ = _defined(case.mask, scale, q, k, v, rest_k, rest_v, dout)
+    results, whole = _by_definition(case.mask, scale, *wide)
+    plain, _ = _by_definition(case.mask, scale, q, k, v, rest_k, rest_v, dout)
     allowed = tuple(max(EXACT, 2 * _error(a, b)) for a, b in zip(plain, results, strict=True))
     out, lse = whole
-    return _Wanted((q, k, v, dout), (out.to(spec.dtype), lse.float()), results, allowed, scale)
+    return _Reference((q, k, v, dout), (out.to(spec.dtype), lse.float()), results, allowed, scale)
 
 
-def _defined(
+def _by_definition(
     mask: Mask, scale: float, q: Tensor, k: Tensor, v: Tensor, rest_k: Tensor, rest_v: Tensor, dout: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Attention by its definition, through autograd: independent of every line of the kernels.
+    """Computes attention by its definition and through autograd, independent of all kernel code.
 
-    (out and lse of the tile alone; its part of dq, dk, dv where its queries see the rest as well), (out, lse) of both.
+    Returns out and lse of the tile alone with its part of dq, dk and dv, and out and lse over all keys.
     """
     groups = q.shape[2] // k.shape[2]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -114,7 +114,7 @@ def _defined(
         offset = {Mask.FULL: k.shape[1], Mask.CAUSAL: 0, Mask.STRICT: -1}[mask] + k.shape[1] - q.shape[1]
         seen = torch.ones(tile.shape[-2:], dtype=torch.bool, device=q.device).tril(offset)
         tile = tile.masked_fill(~seen, -torch.inf)
-        others = torch.einsum("bshd,bthd->bhst", q, rest_k) * scale  # its queries' gradient is another tile's
+        others = torch.einsum("bshd,bthd->bhst", q, rest_k) * scale  # their gradients belong to other tiles
         scores = torch.cat([others, tile], -1)
         whole = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), torch.cat([rest_v, values], 1))
         dq, dk, dv = torch.autograd.grad(whole, leaves, dout)
@@ -122,8 +122,8 @@ def _defined(
     return (out.detach(), tile.logsumexp(-1).detach(), dq, dk, dv), (whole.detach(), scores.logsumexp(-1).detach())
 
 
-def _errors(kernel: Kernel, wants: Mapping[Case, _Wanted]) -> dict[str, tuple[float, float]]:
-    """Error and what is allowed, by case and result. A kernel that raises is off by infinity, and says why."""
+def _errors(kernel: Kernel, wants: Mapping[Case, _Reference]) -> dict[str, tuple[float, float]]:
+    """Returns error and allowed error by case and result. A kernel that raises is off by infinity."""
     errors: dict[str, tuple[float, float]] = {}
     for case, want in wants.items():
         q, k, v, dout = want.inputs
@@ -131,7 +131,7 @@ def _errors(kernel: Kernel, wants: Mapping[Case, _Wanted]) -> dict[str, tuple[fl
             made = forward_tile(kernel, q, k, v, case.mask, want.scale)
             grads = backward_tile(kernel, dout, Saved(q, k, v, *want.whole), case.mask, want.scale)
             found = [_error(a, b) for a, b in zip((*made, *grads), want.results, strict=True)]
-        except Exception as error:  # a package of somebody else's, which may raise anything
+        except Exception as error:  # kernels of other packages may raise anything
             errors[f"{case}: {type(error).__name__}: {first_line(error)}"] = (float("inf"), 0.0)
             continue
         errors |= {f"{case} {n}": (e, a) for n, e, a in zip(NAMES, found, want.allowed, strict=True)}
@@ -139,7 +139,7 @@ def _errors(kernel: Kernel, wants: Mapping[Case, _Wanted]) -> dict[str, tuple[fl
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Relative L2 error; infinite where infinities, the lse of rows without a key, are not where they belong."""
+    """Returns the relative L2 error; infinite where infinities (the lse of rows without keys) are misplaced."""
     if not torch.equal(got.isinf(), want.isinf()):
         return float("inf")
     return off(got.nan_to_num(posinf=0.0, neginf=0.0, nan=float("nan")), want.nan_to_num(posinf=0.0, neginf=0.0))

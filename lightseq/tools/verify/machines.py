@@ -1,4 +1,4 @@
-"""What every rank runs on and with, and whether that is the same on all of them."""
+"""Hardware, software and flags of every rank, and the check that they agree."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from lightseq.tools.verify.report import Row, gathered, span, verdict
 from lightseq.training.git_info import digest
 from lightseq.training.metrics import hardware, versions
 
-# Asked of nvidia-smi, and the names of the answers.
+# Queries to nvidia-smi, and the names of the answers.
 QUERIES: Final[Mapping[str, str]] = {
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "highest_sm_clock_mhz",
     "temperature.gpu": "temperature_celsius",
 }
-SMI_SECONDS: Final = 20.0  # that nvidia-smi may take; with many GPUs it is slow to begin
+SMI_SECONDS: Final = 20.0  # timeout of nvidia-smi, which starts slowly with many GPUs
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What one rank computes on. What the driver's tool does not tell is None."""
+    """Describes this rank's device; None for what nvidia-smi does not tell."""
     if device.type != "cuda":
         memory = host_memory()
         return hardware(device) | {"memory_bytes": memory.total, "free_bytes": memory.free}
@@ -34,7 +34,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _from_driver(uuid: str) -> dict[str, float | None]:
-    """Clocks and temperature by nvidia-smi, which not every container has."""
+    """Reads clocks and temperature from nvidia-smi, which not every container has."""
     nothing: dict[str, float | None] = dict.fromkeys(QUERIES.values())
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
     try:
@@ -55,7 +55,7 @@ def _number(text: str) -> float | None:
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Versions of all that could make two ranks compute differently. `source` stands for this package's own lines."""
+    """Returns the versions of all that could make two ranks differ; `source` is a digest of this package."""
     found = versions() | {"source": digest()}
     for package in ("lightseq", "flash-attn-3"):
         try:
@@ -68,10 +68,10 @@ def software(device: torch.device) -> dict[str, str]:
 
 
 def machine_row(mine: Mapping[str, Any]) -> Row:
-    """Passes if all ranks have the same kind of device."""
+    """Checks that all ranks have the same kind of device."""
     everyone = gathered(dict(mine))
     kinds = [{"device": _kind(x), "memory GiB": round(x["memory_bytes"] / GIB)} for x in everyone]
-    if everyone[0]["device"] == "cpu":  # whose memory hosts may have more or less of
+    if everyone[0]["device"] == "cpu":  # hosts may have more or less memory
         kinds = [{"device": _kind(x)} for x in everyone]
     parts = [f"{len(everyone)} x {_kind(everyone[0])}"]
     for name, scale, unit, digits in (
@@ -92,7 +92,7 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 
 def software_row(mine: Mapping[str, str]) -> Row:
-    """Passes if all ranks have the same versions."""
+    """Checks that all ranks have the same versions."""
     everyone = gathered(dict(mine))
     first = everyone[0]
     named = ("torch", "cuda", "nccl", "transformers", "flash-attn-4", "flash-attn-3", "flash-attn", "lightseq")
@@ -101,14 +101,14 @@ def software_row(mine: Mapping[str, str]) -> Row:
 
 
 def flags_row(flags: Mapping[str, Any]) -> Row:
-    """Passes if all ranks were given the same flags."""
+    """Checks that all ranks have the same flags."""
     everyone = gathered(dict(flags))
     same = f"the same {len(flags)} on {len(everyone)} rank" + ("s" if len(everyone) > 1 else "")
     return verdict("flags", differences(everyone), same)
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What any rank has otherwise than rank 0, and which ranks."""
+    """Lists what differs from rank 0, and on which ranks."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in sorted({*theirs, *everyone[0]}):

@@ -1,31 +1,49 @@
-"""One training step of a few layers, as training takes it on all ranks, against plain transformers on one process."""
+"""One training step of a few layers on all ranks against plain transformers on one process.
+
+The plain model has its own loss and shifts labels itself.
+"""
 
 import copy
 import gc
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import Transport
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.distributed.mesh import World
-from lightseq.models.weights import local_part_and_slices
+from lightseq.models import weights
+from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
+from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.schedule.proof import validate
-from lightseq.tools.verify.plain import MOST_SCALINGS, Result, Sample, plain_model, round_weights, run_plain
+from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import Inputs
 
-EXACT: Final = 1e-5  # relative error that float32 may have
+EXACT: Final = 1e-5  # relative error allowed in float32
+ZERO: Final = 0.1  # of all gradients' root mean square: what smaller gradients are measured against
 STANDARD_ERRORS = 2  # of a mean over tokens, by which luck may have made the plain loss too good
+MAX_SCALINGS = 24  # halvings of a float16 loss scale that starts at 2 ** 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss and gradients (float32) of a step. Token losses are those of every target, where they are known."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    loss_scale: float = 1.0
+    token_losses: Tensor | None = None
 
 
 def model_rows(
@@ -36,27 +54,27 @@ def model_rows(
     command: str,
     stands_for: int,
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
-    """Rows on rank 0 (elsewhere some of them), and how the run's ranks talk to each other about attention.
+    """Returns rows (all of them on rank 0), and the transport and group of the run's attention.
 
-    `sequences` are those of its first step, by place, each as its documents. `stands_for` is the length of the run
-    that was asked for, whose schedule is taken.
+    `sequences` are those of its first step, each as its documents. `stands_for` is the length of the run that was asked
+    for, whose schedule is taken.
     """
-    plain_config = copy.deepcopy(inputs.model_config)  # the product changes the model's own
+    plain_config = copy.deepcopy(inputs.model_config)  # training changes the model's own
     trainer = Trainer(config, inputs, world, command, stands_for=stands_for)
     transport, group = trainer.context.transport, trainer.context.group
-    rows = [_schedule_row(trainer), _data_row(trainer, sequences)]
-    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some would wait for what others refuse
+    rows = [_schedule_row(trainer), data_row(trainer, sequences)]
+    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some ranks would wait for what others refuse
         rows += [Row(name, SKIP, "not run: see above") for name in ("weights", "loss", "gradients")]
         return rows, transport, group
-    plain = plain_model(plain_config, config.seed, world.device) if world.is_main else None
+    plain = _plain_model(plain_config, config.seed, world.device) if world.is_main else None
     rows.append(_weights_row(trainer.model, plain, world))
-    loss, gradients, scale = _distributed_step(trainer)
-    dtype, rough = trainer.dtype, trainer.dtype is not torch.float32 or config.tf32
+    step = _distributed_step(trainer)
+    rough = trainer.dtype if trainer.dtype is not torch.float32 or config.tf32 else None
     del trainer
-    gc.collect()  # hooks and modules hold each other
+    gc.collect()  # hooks and modules refer to each other
     if plain is not None:
         try:
-            rows += _compare(plain, [*chain(*sequences)], config, dtype if rough else None, loss, gradients, scale)
+            rows += _compare(step, plain, [*chain(*sequences)], config, rough)
         except torch.OutOfMemoryError as error:
             reason = f"the plain model on rank 0 ran out of memory ({str(error).split('.')[0]}); free GPU 0"
             rows += [Row(name, FAIL, reason) for name in ("loss", "gradients")]
@@ -64,8 +82,11 @@ def model_rows(
     return rows, transport, group
 
 
+# ---- the schedule and the weights -----------------------------------------------------------------------------------
+
+
 def _schedule_row(trainer: Trainer) -> Row:
-    """The table that the ranks hold, proven again, and the same on all of them."""
+    """Proves the schedule again, and that all ranks have the same."""
     schedule, wrong = trainer.context.schedule, ""
     try:
         validate(schedule)
@@ -81,108 +102,14 @@ def _schedule_row(trainer: Trainer) -> Row:
     return verdict("schedule", lines, right, facts)
 
 
-def _data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
-    """Every token of every sequence on one rank, at its own position, with the next token as its label."""
-    config, inputs, world = trainer.config, trainer.inputs, trainer.world
-    batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
-    mine = [[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches]
-    everyone = gathered((mine, [batch.valid_tokens for batch in batches]))
-    wrong, length, size = [], config.model_max_length, inputs.sequence_size
-    count, targets, positions_right = config.per_device_train_batch_size, [], True
-    for first in range(0, world.size, size):
-        for a in range(config.gradient_accumulation_steps):
-            start = (a * (world.size // size) + first // size) * count
-            wanted = sequences[start : start + count]
-            for row, documents in enumerate(wanted):
-                parts = [[x[row] for x in theirs[a]] for theirs, _ in everyone[first : first + size]]
-                if config.packing != "none":
-                    lines = misplaced_documents(parts, documents, first)
-                    positions_right &= not lines
-                else:
-                    lines = misplaced_positions(parts, length, first)
-                    positions_right &= not lines
-                    lines = lines or misplaced(parts, documents[0], length, first)
-                wrong += [f"sequence {start + row}: {line}" for line in lines]
-            counted, there = everyone[first][1][a], sum(s.valid_tokens for s in chain(*wanted))
-            wrong += [f"{counted} targets counted, there are {there} (ranks {first} on)"] if counted != there else []
-    for theirs, _ in everyone:
-        targets.append(sum(int((labels != IGNORE_INDEX).sum()) for _, _, labels in theirs))
-    right = (
-        f"{len(sequences)} x {length:,} tokens, {min(targets):,} to {max(targets):,} targets a rank, each in its place"
-    )
-    figures = {"length": length, "sequences": len(sequences), "targets_by_rank": targets}
-    return verdict("data", wrong, right, figures | {"positions_right": positions_right})
-
-
-def misplaced_positions(parts: Sequence[Sequence[Tensor]], length: int, first_rank: int = 0) -> list[str]:
-    """What is wrong if the ranks do not have every position of a sequence once. `parts`: ids, positions, labels."""
-    positions = torch.cat([part[1] for part in parts])
-    times = torch.bincount(positions.clamp(0, length), minlength=length + 1)
-    times[length - 1].clamp_(max=1)
-    if bool((times[:length] != 1).any()) or times[length] or bool((positions < 0).any()):
-        missing, twice = int((times[:length] == 0).sum()), int((times[:length] > 1).sum())
-        begins = ", ".join(f"rank {first_rank + i} begins at {int(p[1][0])}" for i, p in enumerate(parts))
-        return [f"of {length} positions {missing} are missing and {twice} there twice: {begins}"]
-    return []
-
-
-def misplaced_documents(
-    parts: Sequence[Sequence[Tensor]], documents: Sequence[Sample], first_rank: int = 0
-) -> list[str]:
-    """What is wrong if the ranks do not have every token of a document once, at its place in it, with its target.
-
-    Which rank has it is the schedule's to say; padding is id 0 without a target.
-    """
-    want = Counter(
-        row for d in documents for row in zip(range(len(d.targets)), d.ids.tolist(), d.targets.tolist(), strict=False)
-    )
-    held = [Counter(zip(*(x.tolist() for x in (part[1], part[0], part[2])), strict=True)) for part in parts]
-    got: Counter[tuple[int, int, int]] = sum(held, Counter())
-    lines = []
-    for i, mine in enumerate(held):
-        strange = [row for row in mine if row[1:] != (0, IGNORE_INDEX) and got[row] > want[row]]
-        if strange:
-            place, token, _ = min(strange)
-            lines.append(
-                f"{len(strange)} tokens of rank {first_rank + i} are of no document, or of two (the first: {token} at "
-                f"position {place})"
-            )
-    missing = sum((want - got).values())
-    return lines + ([f"{missing} of {sum(want.values())} tokens of its documents are on no rank"] if missing else [])
-
-
-def misplaced(parts: Sequence[Sequence[Tensor]], sample: Sample, length: int, first_rank: int = 0) -> list[str]:
-    """What is wrong with the ids and labels that ranks hold of one sequence. Padding has the last position."""
-    ids, positions, labels = (torch.cat([part[i] for part in parts]) for i in range(3))
-    rank_of = torch.repeat_interleave(torch.arange(len(parts)) + first_rank, torch.tensor([len(p[0]) for p in parts]))
-    real = (positions < length - 1) | (labels != IGNORE_INDEX)
-    want_ids, want_labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE_INDEX)
-    size, known = min(length, len(sample.ids)), min(length, len(sample.targets))
-    want_ids[:size], want_labels[:known] = sample.ids[:size], sample.targets[:known]
-    lines = []
-    for name, got, want in (("tokens", ids, want_ids[positions]), ("labels", labels, want_labels[positions])):
-        different = (got != want) & real
-        for rank in rank_of[different].unique().tolist():
-            here = different & (rank_of == rank)
-            i = int(here.int().argmax())
-            example = f"at position {int(positions[i])} {int(got[i])}, not {int(want[i])}"
-            lines.append(
-                f"{int(here.sum())} of {int((rank_of == rank).sum())} {name} of rank {rank} differ ({example})"
-            )
-    last = int((labels[positions == length - 1] != IGNORE_INDEX).sum())
-    if last != int(want_labels[-1] != IGNORE_INDEX):
-        lines.append(f"the last position has {last} targets, not {int(want_labels[-1] != IGNORE_INDEX)}")
-    return lines
-
-
 def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row:
-    """Rank 0's plain parameters, handed round one by one: each rank compares its part, to the bit."""
+    """Compares each rank's parameters to the bit with rank 0's plain ones, which are broadcast one by one."""
     whole = dict(plain.named_parameters()) if plain is not None else {}
     differing, elements, largest, where = 0, 0, 0.0, ""
     for name, parameter in model.named_parameters():
         want = whole[name].detach() if world.is_main else torch.empty(parameter.shape, device=world.device)
         dist.broadcast(want, 0)
-        local, place = local_part_and_slices(parameter)
+        local, place = weights.local_part_and_slices(parameter)
         difference = (local - want[place].to(local.device)).abs()
         differs, elements = int((difference != 0).sum()), elements + local.numel()
         if differs:
@@ -196,13 +123,16 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
     return verdict("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, equal to the bit")
 
 
-def _distributed_step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float]:
-    """Loss and whole gradients (on rank 0, in host memory) as the optimizer gets them, and the loss scale."""
+# ---- the two steps --------------------------------------------------------------------------------------------------
+
+
+def _distributed_step(trainer: Trainer) -> Step:
+    """Returns the loss and, on rank 0 and in host memory, whole gradients as the optimizer gets them."""
     gradients: dict[str, Tensor] = {}
-    taken: list[bool] = []
+    updates: list[bool] = []
 
     def collect(*_: Any) -> None:
-        taken.append(True)
+        updates.append(True)
         for name, parameter in trainer.model.named_parameters():
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -210,40 +140,94 @@ def _distributed_step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float
                 gradients[name] = whole.detach().to("cpu", torch.float32, copy=True)
 
     trainer.engine.optimizer.register_step_pre_hook(collect)
-    for _ in range(MOST_SCALINGS):  # float16 halves its scale until the gradients are finite
+    for _ in range(MAX_SCALINGS):  # float16 halves its scale until the gradients are finite
         with trainer.explained_out_of_memory():
             result = trainer._step(0)
-        if taken:
+        if updates:
             break
     loss = result.loss.double()
     dist.all_reduce(loss)
     scaler = trainer.engine.facts()["scaler"]
-    return float(loss), gradients, scaler["scale"] if scaler else 1.0
+    return Step(float(loss), gradients, scaler["scale"] if scaler else 1.0)
+
+
+def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> nn.Module:
+    """Returns the model of transformers in float32, with the weights that a run draws from the seed."""
+    model = weights.build_on_meta(config)
+    weights.materialize(model, device)
+    weights.initialize(model, seed, device=device)
+    return model
+
+
+def _plain_step(model: nn.Module, samples: Sequence[Sample], length: int, loss_scale: float = 1.0) -> Step:
+    """Runs one sequence after the other. Halves a loss scale, which float16 needs, until gradients are finite."""
+    for _ in range(MAX_SCALINGS):
+        step = _scaled_plain_step(model, samples, length, loss_scale)
+        if loss_scale <= 1.0 or all(bool(torch.isfinite(g).all()) for g in step.gradients.values()):
+            break
+        loss_scale /= 2
+    return step
+
+
+def _scaled_plain_step(model: nn.Module, samples: Sequence[Sample], length: int, loss_scale: float) -> Step:
+    device = next(model.parameters()).device
+    total = max(1, sum(s.valid_tokens for s in samples))
+    loss, token_losses = 0.0, []
+    gradients = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in model.named_parameters()}
+    for sample in (s for s in samples if s.valid_tokens):  # without a target the mean is NaN
+        ids, labels, more = _plain_inputs(model, sample, length, device)
+        output = model(input_ids=ids, labels=labels, use_cache=False, **more)
+        share = output.loss * (sample.valid_tokens / total)
+        (share * loss_scale).backward()
+        loss += share.item()
+        with torch.no_grad():
+            logits, targets = output.logits[0, :-1].float(), labels[0, 1:]
+            token_losses.append(F.cross_entropy(logits, targets, reduction="none")[targets != IGNORE_INDEX])
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] += parameter.grad.float() / loss_scale
+            parameter.grad = None
+    return Step(loss, gradients, loss_scale, torch.cat(token_losses))
+
+
+def _plain_inputs(model: nn.Module, sample: Sample, length: int, device: torch.device) -> tuple[Tensor, Tensor, dict]:
+    """Pads on the right, where nothing attends, to the length that RoPE may depend on."""
+    missing = max(0, length - len(sample.ids))
+    ids, labels = F.pad(sample.ids, (0, missing)), F.pad(sample.labels, (0, missing), value=IGNORE_INDEX)
+    more, config = {}, cast(PreTrainedConfig, model.config)
+    if rope_types(config) & LENGTH_DEPENDENT_ROPE:  # the additional token is not part of the length
+        more = {"position_ids": torch.arange(len(ids), device=device).clamp_max(length - 1)[None]}
+    return ids[None].to(device), labels[None].to(device), more
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
 
 
 def _compare(
-    plain: nn.Module, samples: Sequence[Sample], config: TrainConfig, rough: torch.dtype | None,
-    loss: float, gradients: Mapping[str, Tensor], scale: float,
-) -> list[Row]:  # fmt: skip
-    """`rough` is the dtype in which the plain model shows what it is off by, itself; None: exact arithmetic."""
+    step: Step, plain: nn.Module, samples: Sequence[Sample], config: TrainConfig, rough: torch.dtype | None
+) -> list[Row]:
+    """Allows twice the error of the plain model in the dtype `rough`; None is exact arithmetic."""
     length = config.model_max_length
     torch.set_float32_matmul_precision("highest")
-    want = run_plain(plain, samples, length)
+    want = _plain_step(plain, samples, length)
     allowed, allowed_loss, how = dict.fromkeys(want.gradients, EXACT), EXACT * abs(want.loss), "float32"
     if rough is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        round_weights(plain, rough)
-        own = run_plain(plain, samples, length, scale)
-        allowed = {n: max(EXACT, 2 * off(own.gradients[n], want.gradients[n])) for n in want.gradients}
+        for parameter in plain.parameters():  # not buffers: RoPE frequencies stay float32 in any loaded model
+            parameter.data = parameter.data.to(rough)
+        own = _plain_step(plain, samples, length, step.loss_scale)
+        errors = gradient_errors(own.gradients, want.gradients)
+        allowed = {name: max(EXACT, 2 * error) for name, error in errors.items()}
         allowed_loss, how = max(allowed_loss, _loss_tolerance(own, want)), f"twice plain {config.compute_dtype}'s"
     return [
-        _loss_row(loss, want.loss, allowed_loss, how),
-        _gradients_row(gradients, want.gradients, allowed, how),
+        _loss_row(step.loss, want.loss, allowed_loss, how),
+        _gradients_row(step.gradients, want.gradients, allowed, how),
     ]
 
 
-def _loss_tolerance(own: Result, want: Result) -> float:
-    """Twice what a mean over tokens is off by. Errors of tokens cancel: one such mean may be good by luck alone."""
+def _loss_tolerance(own: Step, want: Step) -> float:
+    """Returns twice the error of a mean over tokens. Errors of tokens cancel, so one mean may be good by luck."""
+    assert own.token_losses is not None and want.token_losses is not None
     spread = float((own.token_losses - want.token_losses).square().mean().sqrt())
     return 2 * (abs(own.loss - want.loss) + STANDARD_ERRORS * spread / math.sqrt(len(want.token_losses)))
 
@@ -254,16 +238,29 @@ def _loss_row(loss: float, want: float, allowed: float, how: str) -> Row:
     return verdict("loss", [] if abs(loss - want) <= allowed else [text], text, figures)
 
 
+def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the relative L2 error of each parameter's gradient.
+
+    A gradient that is zero in exact arithmetic is rounding errors on both sides, which agree in no digit. So a gradient
+    far smaller than the others is measured against a tenth of their root mean square.
+    """
+    square = sum(float(x.double().square().sum()) for x in want.values())
+    mean_square = square / max(1, sum(x.numel() for x in want.values()))
+    return {
+        name: off(got[name].to(x.device), x, max(1e-30, ZERO * math.sqrt(mean_square * x.numel())))
+        for name, x in want.items()
+    }
+
+
 def _gradients_row(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], allowed: Mapping[str, float], how: str
 ) -> Row:
-    """By parameter, relative L2 norm."""
     if not got:
         return Row("gradients", FAIL, "not finite, however small the loss scale")
     absent = sorted({*want} ^ {*got})
     if absent:
         return Row("gradients", FAIL, f"parameters that only one of the two models has: {', '.join(absent[:3])}")
-    errors = {name: off(got[name].to(x.device), x) for name, x in want.items()}
+    errors = gradient_errors(got, want)
     ratio = {name: error / allowed[name] if math.isfinite(error) else math.inf for name, error in errors.items()}
     worst = max(ratio, key=lambda name: ratio[name])
     text = f"{worst.removeprefix('model.')} off by {errors[worst]:.1e}, {allowed[worst]:.1e} allowed ({how})"
@@ -271,14 +268,18 @@ def _gradients_row(
     count = sum(not x <= 1 for x in ratio.values())
     if not count:
         return verdict("gradients", [], f"{len(want)} parameters, worst: {text}", figures)
-    return verdict("gradients", [f"{count} of {len(want)} parameters, worst: {text}{_factor(got, want)}"], "", figures)
+    hint = _common_factor(got, want)
+    return verdict("gradients", [f"{count} of {len(want)} parameters, worst: {text}{hint}"], "", figures)
 
 
-def _factor(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:
-    """A hint where all that is wrong is a common factor: the loss's divisor, or a mean in place of a sum."""
+def _common_factor(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:
+    """Names a factor that explains all errors: the loss's divisor, or a mean in place of a sum."""
     products = sum(float((got[n].to(x.device).double() * x.double()).sum()) for n, x in want.items())
     squares = sum(float(x.double().square().sum()) for x in want.values())
     factor = products / squares if squares else math.nan
-    if not math.isfinite(factor) or any(not off(got[n].to(x.device), factor * x) < 1e-2 for n, x in want.items()):
+    if not math.isfinite(factor):
+        return ""
+    errors = gradient_errors(got, {name: factor * x for name, x in want.items()})
+    if any(not error < 1e-2 for error in errors.values()):
         return ""
     return f"; all are {factor:.4f} times what they should be"

@@ -1,4 +1,4 @@
-"""What verification found: a row for every question, drawn as a table and written as JSONL."""
+"""Results of verification: a row for every check, drawn as a table and written as JSONL."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,16 +21,16 @@ STYLES: Final[Mapping[str, str]] = {PASS: "green", FAIL: "bold red", WARN: "yell
 
 @dataclass(frozen=True)
 class Row:
-    """One question and its answer. `warn` is worth a look and no failure; `-` could not be asked, and why."""
+    """One check and its result: pass, FAIL, warn (worth a look, no failure) or `-` (not run, and why)."""
 
     check: str
     status: str
     detail: str
-    figures: Mapping[str, Any] = field(default_factory=dict)  # what JSONL gets besides; names carry units
+    figures: Mapping[str, Any] = field(default_factory=dict)  # for JSONL; names carry units
 
 
 def verdict(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, Any] | None = None) -> Row:
-    """FAIL with what is wrong, the first two of it in words; else pass, and what was seen to be right."""
+    """Returns FAIL with the first two of what is wrong, or else pass with what was checked."""
     if not wrong:
         return Row(check, PASS, right, figures or {})
     more = f"; and {len(wrong) - 2} more" if len(wrong) > 2 else ""
@@ -51,25 +51,25 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def write(path: Path, header: Mapping[str, Any], rows: Iterable[Row], secrets: Collection[str]) -> None:
-    """Without `secrets` and whatever else looks like one."""
+    """Writes JSONL without `secrets` and whatever looks like one."""
     lines = [header, *({"check": r.check, "status": r.status, "detail": r.detail, **r.figures} for r in rows)]
     path.write_text("".join(json.dumps(mask_secrets(line, secrets)) + "\n" for line in lines))
 
 
 def gathered(mine: T) -> list[T]:
-    """What every rank has, by rank, on every rank."""
+    """Gathers an object of every rank, by rank, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def off(got: Tensor, want: Tensor, unit: float = 1e-30) -> float:
-    """Relative L2 error; `unit` stands in for the norm of a `want` that is zero."""
+def off(got: Tensor, want: Tensor, least_norm: float = 1e-30) -> float:
+    """Returns the relative L2 error, relative to at least `least_norm`."""
     wide = want.double()
-    return float((got.to(wide.device).double() - wide).norm() / wide.norm().clamp_min(unit))
+    return float((got.to(wide.device).double() - wide).norm() / wide.norm().clamp_min(least_norm))
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:
-    """The lowest and the highest of some figures, as words."""
+    """Returns the lowest and the highest value: `1.0 to 2.5`."""
     low, high = (f"{x:,.{digits}f}" for x in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""Moves known bytes between all pairs of ranks that share a sequence, looks at each of them, and takes the time."""
+"""Checks and times known bytes that travel between all pairs of ranks that share a sequence."""
 
 import statistics
 import time
@@ -14,11 +14,11 @@ from lightseq.comm.transport import Exchange, Receive, Send, Transport
 from lightseq.distributed.mesh import World
 from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, gathered, span, verdict
 
-OPENINGS, TURNS, PATTERN_BYTES = 4, 6, 1 << 16  # of an outbox; exchanges in each; that every pair moves in each
-PRIME: Final = 251  # the pattern's period: it fits no width that hardware moves bytes in
+OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # exchanges per outbox; bytes per pair and exchange
+PRIME: Final = 251  # period of the pattern: no width in which hardware moves bytes divides by it
 TIMED_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
-REPEATS, TRIALS = 5, 3  # messages timed together; the fastest of so many counts
-SLOW: Final = 0.5  # a rank's share of the median over ranks, below which something is wrong with it
+REPEATS, TRIALS = 5, 3  # messages timed together; trials of which the fastest counts
+SLOW: Final = 0.5  # share of the median bandwidth below which a rank is faulty
 
 
 class Wrong(NamedTuple):
@@ -31,7 +31,7 @@ class Wrong(NamedTuple):
 
 
 def transport_rows(transport: Transport, group: dist.ProcessGroup, world: World) -> list[Row]:
-    """Whether bytes arrive as they left, and how fast, between the ranks of a sequence and over all ranks."""
+    """Checks that bytes arrive unchanged between the ranks of a sequence, and at what rate."""
     peers = dist.get_process_group_ranks(group)
     return [_bytes_row(transport, group, peers, world), _speed_row(transport, group, peers, world)]
 
@@ -48,14 +48,14 @@ def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
         for rank, theirs in enumerate(gathered(found))
         for w in theirs
     ]
-    count = OPENINGS * TURNS
+    count = OUTBOXES * EXCHANGES
     moved = count * PATTERN_BYTES * len(peers) * (len(peers) - 1)
     right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte right"
     return verdict(name, wrong, right, {"bytes": moved, "exchanges": count})
 
 
 def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device) -> list[Wrong]:
-    """What arrived wrong on this rank. Regions are used in turn as attention does, without waiting in between."""
+    """Returns what arrived wrong here. Regions take turns as in attention, without waiting in between."""
     base = torch.arange(PATTERN_BYTES, device=device)
 
     def pattern(src: int, dst: int, number: int) -> Tensor:
@@ -74,23 +74,23 @@ def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device
 
         sends = [Send(dst, mine[dst]) for dst in others]
         there = [transport.at(src, mine[rank]) for src in others]
-        if number % 2:  # read where it lies
+        if number % 2:  # read in place
             transport.exchange(Exchange(sends, [Receive(*x, None) for x in zip(others, there, strict=True)], look))()
         else:
             rooms = [torch.empty_like(x) for x in wanted]
             transport.exchange(Exchange(sends, [Receive(*x) for x in zip(others, there, rooms, strict=True)]))()
             look(rooms)
 
-    for opening in range(OPENINGS):
+    for opening in range(OUTBOXES):
         with transport.outbox(REGIONS * ranks * PATTERN_BYTES) as outbox:
             regions = outbox.memory[: REGIONS * ranks * PATTERN_BYTES].view(REGIONS, ranks, PATTERN_BYTES)
-            for turn in range(TURNS):
-                move(opening * TURNS + turn, regions[turn % REGIONS])
+            for turn in range(EXCHANGES):
+                move(opening * EXCHANGES + turn, regions[turn % REGIONS])
     return [Wrong(src, number, *x) for src, number, y in looked if (x := y.tolist())[0]]
 
 
 def _compare(got: Tensor, want: Tensor) -> Tensor:
-    """How many bytes differ, the place of the first, and its values; the host does not wait."""
+    """Returns the number of differing bytes, the first one's place and its values, without waiting for the device."""
     differs = got != want
     place = differs.int().argmax().view(1)
     return torch.cat([differs.sum().view(1), place, got.gather(0, place).long(), want.gather(0, place).long()])
@@ -113,15 +113,15 @@ def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     detail = f"pairs {span([x for x, *_ in pairs])} GB/s (lowest {src} to {dst}); {detail}"
     slow = slow_ranks(everyone)
     if slow:
-        status = FAIL if world.device.type == "cuda" else WARN  # processes that share cores take turns
+        status = FAIL if world.device.type == "cuda" else WARN  # processes that share cores slow each other
         return Row("bandwidth", status, "; ".join([*slow, detail]), figures | {"slow": slow})
     return Row("bandwidth", PASS, detail, figures)
 
 
 def slow_ranks(everyone: Sequence[dict[int, float]]) -> list[str]:
-    """Ranks whose links, to and from them, give less than half of what the median rank's give.
+    """Describes ranks whose links, in both directions, reach less than half of the median rank's rate.
 
-    `everyone` has, by the rank that receives, GB/s by the rank that sends.
+    `everyone` has GB/s by receiving rank, then by sending rank.
     """
     shares = {}
     for rank, mine in enumerate(everyone):
@@ -139,7 +139,7 @@ def slow_ranks(everyone: Sequence[dict[int, float]]) -> list[str]:
 def _pair_speeds(
     transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], device: torch.device
 ) -> dict[int, float]:
-    """GB/s from every other rank of the sequence, while each of them is busy with one peer as well."""
+    """Returns GB/s from every other rank of the sequence, while all ranks exchange in pairs."""
     rank, ranks, size = dist.get_rank(group), len(peers), TIMED_BYTES[device.type]
     into = torch.empty(size, dtype=torch.uint8, device=device)
     speeds = {}
@@ -156,7 +156,7 @@ def _pair_speeds(
 
 
 def _all_gather_speed(world: World) -> float:
-    """GB/s that this rank receives while all ranks gather what each of them holds, as FSDP does."""
+    """Returns the GB/s that this rank receives in an all-gather over all ranks, as in FSDP."""
     size = min(TIMED_BYTES[world.device.type], (1 << 30) // world.size)
     mine = torch.zeros(size, dtype=torch.uint8, device=world.device)
     whole = torch.empty(world.size * size, dtype=torch.uint8, device=world.device)
@@ -168,20 +168,20 @@ def _all_gather_speed(world: World) -> float:
 
 
 def _seconds(act: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Of one call, the fastest of some trials that all ranks begin together."""
+    """Times one call: the fastest of some trials that all ranks begin together."""
     best = float("inf")
     for _ in range(TRIALS):
-        _settle(device)
+        _synchronize(device)
         dist.barrier(group)
-        _settle(device)
+        _synchronize(device)
         begin = time.perf_counter()
         for _ in range(REPEATS):
             act()
-        _settle(device)
+        _synchronize(device)
         best = min(best, (time.perf_counter() - begin) / REPEATS)
     return best
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

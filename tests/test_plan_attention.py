@@ -15,8 +15,7 @@ from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import WORTH_ITS_MEMORY, cheapest
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES, kernel_seconds
-from lightseq.tools.plan.cluster import Cluster, rows
-from lightseq.tools.plan.cluster_command import HEADINGS, gpu_counts
+from lightseq.tools.plan.attention import HEADINGS, Cluster, predictions
 
 WORDS = ["plan", "--attention", "--gpus", "1,3,4,64", "--gpus_per_host", "8", "--length", "128K", "--schedules"]
 
@@ -73,8 +72,9 @@ def test_the_row_that_is_marked_is_what_training_takes() -> None:
     cluster = Cluster(8, RATES)
     for (gpus, length), (heads, kv_heads) in product([(4, 2**17), (4, 2**18), (8, 2**19)], [(32, 8), (24, 8), (16, 8)]):
         shape = AttentionShape(length, heads, kv_heads, 128)
-        (marked,) = [row for row in rows(shape, cluster, [gpus], tuple(SCHEDULES)) if row.fastest]
-        assert marked.choice == cheapest(gpus, shape, RATES["symmetric"], 8)
+        (marked,) = [row for row in predictions(shape, cluster, [gpus], tuple(SCHEDULES)) if row["fastest"]]
+        taken = cheapest(gpus, shape, RATES["symmetric"], 8)
+        assert (marked["schedule"], marked["head_groups"]) == (taken.schedule, taken.head_groups)
 
 
 def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,13 +86,6 @@ def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: p
         ["*", "1", "prefix"], ["*", "3", "prefix"], ["*", "4", "prefix"], ["*", "64", "usp"]
     ]  # fmt: skip
     assert last == f"records  {planned.parent / 'b.jsonl'}"
-
-
-def test_a_memory_limit_leaves_out_what_gathers_more(tmp_path: Path) -> None:
-    assert main([*WORDS, "zigzag,prefix", "--gathered_limit_gib", "0.1", "--output", str(tmp_path / "a")]) == 0
-    skipped = {(r["gpus"], r["schedule"]): r["skipped"] for r in _records(tmp_path / "a")[1:] if r["skipped"]}
-    assert "gathers at least 0." in skipped[3, "zigzag"] and (64, "zigzag") not in skipped
-    assert (3, "prefix") in skipped
 
 
 def test_measured_layers_move_the_prediction(tmp_path: Path) -> None:
@@ -154,7 +147,6 @@ def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
         with pytest.raises(ValueError, match="is no number of tokens"):
             tokens(word)
     assert [shown(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
-    assert gpu_counts("8,1,8,2") == [1, 2, 8]
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------

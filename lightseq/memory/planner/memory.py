@@ -1,0 +1,262 @@
+"""Predicts a rank's memory at each point of a step at which it may peak."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
+from lightseq.memory.offload import layers_in_flight
+from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
+from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, moments_of, saved_bytes
+from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
+from lightseq.memory.planner.rates import (
+    BACKWARD_POINTS,
+    LAST_NORM,
+    POINTS_WITHOUT_REMAT,
+    PROCESS_BYTES,
+    TILE_HIDDEN,
+    TILED_POINTS,
+    UNTILED_MLP_BUFFERS,
+    BackwardPoint,
+    Widths,
+)
+from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.modules.mlp import TILE_TOKENS
+
+TOKEN_BYTES = 3 * 8  # id, position and label
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Memory of one GPU at one point of a step."""
+
+    when: str
+    parts: Breakdown
+
+
+def peak(run: PlannedRun, placement: Placement) -> Snapshot:
+    return max(snapshots(run, placement), key=lambda snapshot: snapshot.parts.total)
+
+
+def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
+    yield _loss(run, placement)
+    last = run.groups - 1
+    # From the second to the last but one, memory changes linearly.
+    for group in sorted({0, 1, last // 2, last - 1, last} & set(range(run.groups))):
+        for name in backward_points(run):
+            yield _backward(run, placement, group, name)
+    yield _end_of_backward(run)
+
+
+def peak_without_activations(run: PlannedRun) -> float:
+    """Returns the most that is taken beside saved activations while all of them are still there."""
+    none_saved, last = Placement((RECOMPUTE,) * run.layers), run.groups - 1
+    found = [_loss(run, none_saved), *(_backward(run, none_saved, last, name) for name in backward_points(run))]
+    return max(snapshot.parts.total - snapshot.parts.kept_activations for snapshot in found)
+
+
+def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
+    if run.config.tile_layers:
+        return TILED_POINTS
+    table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
+    return table[run.config.torch_compile]
+
+
+def in_flight(run: PlannedRun) -> int:
+    """Returns how many offloaded layers have their tensors on the GPU at a time."""
+    return layers_in_flight(run.config.tile_layers)
+
+
+# ---- saved activations ----------------------------------------------------------------------------------------------
+
+
+def saved_by_layer(run: PlannedRun, state: str) -> float:
+    """Returns the bytes that a layer saves from its forward to its backward pass, wherever they wait."""
+    return run.tokens * saved_bytes(run.model, run.config, "full" if state in RECOMPUTED else None)
+
+
+def saved_by_group(run: PlannedRun, state: str) -> float:
+    """Returns the bytes saved for a group of layers: its input, or for a single layer all that it saves."""
+    return saved_by_layer(run, RECOMPUTE if run.group_size > 1 else state)
+
+
+def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
+    return placement.layers[group * run.group_size]
+
+
+def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
+    """Returns what the groups up to `last` have on the GPU: all that stays, and offloaded ones in flight."""
+    resident, offloaded, stayed_since = 0.0, [], 0
+    for group in range(last + 1):
+        state = _group_state(run, placement, group)
+        if state in OFFLOADED:
+            offloaded.append(saved_by_group(run, state))
+            stayed_since = 0
+        else:
+            resident += saved_by_group(run, state)
+            stayed_since += 1
+    moving = max(0, in_flight(run) - stayed_since)  # a layer that stays takes the place of one in flight
+    return resident + sum(offloaded[max(0, len(offloaded) - moving) :])
+
+
+def _saved_by_rerun(run: PlannedRun, placement: Placement) -> float:
+    """Returns what the layers of a group save when they run forward again before their backward pass."""
+    if run.group_size == 1:
+        return 0.0
+    if placement.offloads:
+        return min(run.group_size, in_flight(run)) * saved_by_layer(run, KEEP)
+    return run.group_size * saved_by_layer(run, KEEP) - saved_by_layer(run, RECOMPUTE)  # the group's input is there
+
+
+# ---- points of a step -----------------------------------------------------------------------------------------------
+
+
+def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
+    """Chunks of the loss: everything is saved, the head is gathered and the last layer's weights are still there."""
+    logits, gradients = loss_bytes(run.model, run.config, run.tokens)
+    gathered = (run.architecture.head + run.group_size * run.layer_parameters) * run.itemsize
+    working = gathered + _bytes(run, LAST_NORM[run.config.torch_compile])
+    saved = _saved_on_gpu(run, placement, run.groups - 1)
+    return _snapshot(run, "loss", saved=saved, loss=logits + gradients, working=working)
+
+
+def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Snapshot:
+    point, state = backward_points(run)[name], _group_state(run, placement, group)
+    working = _bytes(run, point.widths) + _weights_and_gradients(run, group)
+    if point.in_mlp:
+        working += _tiled_mlp_bytes(run)
+    if point.in_attention:
+        working += attention_of(run).backward * run.tokens
+    if (point.in_attention or run.config.tile_layers) and state in RECOMPUTED:  # output and log-sum-exp are back
+        working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
+    saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement)
+    was_offloaded = state in OFFLOADED if run.group_size == 1 else placement.offloads
+    if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
+        # The MLP ran backward first and freed gate and up. What came back from the host lives until the layer's end.
+        freed = run.tokens * (_saved_under(run, STORE_MLP) - _saved_under(run, "attention"))
+        saved, rerun = (saved, rerun - freed) if run.group_size > 1 else (saved - freed, rerun)
+    gradients = 0.0 if run.count_adapter_parameters else _finished_gradients(run, group)
+    when = f"backward of layer {group * run.group_size}, {name}"
+    return _snapshot(run, when, saved=saved, working=working + rerun, gradients=gradients)
+
+
+def _end_of_backward(run: PlannedRun) -> Snapshot:
+    """Counts the embeddings' whole gradient, before it is reduced to shards."""
+    working = run.tokens * run.model.hidden_size * run.itemsize
+    if not run.count_adapter_parameters:
+        working += run.architecture.head * (run.itemsize + FLOAT32)
+    return _snapshot(run, "backward of the embeddings", working=working, gradients=FLOAT32 * run.local_trained)
+
+
+def _snapshot(
+    run: PlannedRun, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
+) -> Snapshot:
+    """Adds what every point has: weights, optimizer state, buffers that peers map, tokens and RoPE."""
+    parameters, all_gradients, optimizer = (size * (1 - run.host_share) for size in _state_bytes(run))
+    accumulates = run.config.gradient_accumulation_steps > 1
+    buffers = attention_of(run).buffers * run.tokens
+    rope = 2 * run.architecture.heads.dim * run.itemsize
+    working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
+    parts = Breakdown(
+        parameters=int(parameters),
+        gradients=int(all_gradients if accumulates else min(gradients, all_gradients)),
+        optimizer=int(optimizer),
+        kept_activations=int(saved),
+        loss=int(loss),
+        attention_buffers=int(buffers if run.transport == "symmetric" else 0.0),
+        working=int(working),
+    )
+    return Snapshot(when, parts)
+
+
+def _weights_and_gradients(run: PlannedRun, group: int) -> float:
+    """Returns a group's gathered weights, the prefetched next ones, and gradients that are not reduced yet."""
+    trains = run.count_adapter_parameters == 0  # gradients of adapters are too small to count
+    unit = run.group_size * run.layer_parameters
+    taken = (1 + run.prefetches_weights) * unit * run.itemsize
+    if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
+        taken += (1 + trains) * run.architecture.head * run.itemsize
+    if trains:
+        summed = run.layer_parameters if run.config.tile_layers else 0  # gradients over tiles add up in float32
+        taken += (unit - summed) * run.itemsize + summed * FLOAT32
+        if group < run.groups - 1:
+            taken += unit * FLOAT32  # of the group above, being reduced
+        elif not run.tied:
+            taken += run.architecture.head * FLOAT32
+    return taken
+
+
+def _finished_gradients(run: PlannedRun, group: int) -> float:
+    """Returns the bytes on the GPU of gradients of the layers above a group."""
+    below = (group + 1) * run.group_size
+    if run.state_on_host:
+        return FLOAT32 * max(0, run.layers_with_state_on_gpu - below) * run.layer_parameters / run.shards
+    done = (run.layers - below) * run.layer_parameters + (0 if run.tied else run.architecture.head)
+    return FLOAT32 * min(done / run.shards, run.local_trained)
+
+
+def _tiled_mlp_bytes(run: PlannedRun) -> float:
+    """Returns MLP-wide buffers of a tile and float32 gradients of its weights.
+
+    Adapters have no such gradients, but inputs and weights of the widest product side by side.
+    """
+    hidden, intermediate = run.widths.hidden, run.widths.intermediate
+    untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.torch_compile]
+    if run.config.tile_layers:  # the layer's own MLP, and what is around it
+        return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
+    if run.tokens <= TILE_TOKENS or run.config.fp8:
+        return run.tokens * run.itemsize * untiled
+    if run.count_adapter_parameters:
+        return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
+    return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32
+
+
+def attention_of(run: PlannedRun) -> AttentionMemory:
+    heads, keeps = run.architecture.heads, run.keeps_gathered
+    return attention_memory(
+        run.choice, run.sequence_ranks, heads.query, heads.key_value, heads.dim, run.itemsize, keep_gathered=keeps
+    )
+
+
+def _saved_under(run: PlannedRun, policy: str) -> float:
+    return saved_bytes(run.model, run.config, policy)
+
+
+def _bytes(run: PlannedRun, widths: Widths) -> float:
+    return run.tokens * run.itemsize * widths.dot(run.widths)
+
+
+# ---- host memory ----------------------------------------------------------------------------------------------------
+
+
+def host_bytes(run: PlannedRun, placement: Placement) -> float:
+    """Returns one rank's host memory: its process, offloaded activations, weights, gradients and optimizer state."""
+    states = [_group_state(run, placement, group) for group in range(run.groups)]
+    activations = sum(saved_by_group(run, state) for state in states if state in OFFLOADED)
+    if run.group_size > 1 and placement.offloads:
+        activations += (run.group_size - 1) * saved_by_layer(run, KEEP)  # of a group that runs again
+    return PROCESS_BYTES + activations + state_bytes_on_host(run)
+
+
+def state_bytes_on_host(run: PlannedRun) -> float:
+    """Returns the bytes of weights, gradients and optimizer state that a rank has in host memory."""
+    return run.host_share * (sum(_state_bytes(run)) + _gradient_padding(run))
+
+
+def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
+    """Returns the bytes of parameters, gradients and optimizer state, wherever they are."""
+    gradients = float(FLOAT32 * run.local_trained)
+    return run.weight_bytes, gradients, moments_of(run.config) * gradients
+
+
+def _gradient_padding(run: PlannedRun) -> float:
+    """Returns what torch's pinned allocator adds to gradients, which it rounds up one by one."""
+    if run.count_adapter_parameters:  # small
+        return 0.0
+    shards = [FLOAT32 * ceil(size / run.shards) for size in run.architecture.sizes]
+    return float(sum(pinned_by_torch(size) - size for size in shards))
+
+
+def pinned_by_torch(size: int) -> int:
+    """Returns the bytes that torch's pinned allocator takes for `size`: the next power of two."""
+    return 1 << (size - 1).bit_length()

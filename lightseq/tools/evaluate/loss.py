@@ -1,0 +1,43 @@
+"""The loss of a model by position in the sequence."""
+
+from dataclasses import asdict
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.data.batches import require_target
+from lightseq.distributed.mesh import World
+from lightseq.tools.evaluate.task import Options, Result, Task, inputs_for
+from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
+from lightseq.training.loop import Trainer
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.utils.formatting import aligned, four_significant_digits, plural
+
+
+def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
+    starts = bin_starts(options.bins or POWERS, config.model_max_length)
+    examples = find_examples(config.data_path, model, config, world)
+    require_target(examples, config.data_path)
+    stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
+
+    def run(trainer: Trainer) -> Result:
+        found = trainer.evaluate(starts, shows_progress=True)
+        summary = {"loss": found.loss, "perplexity": found.value, "valid_tokens": found.valid_tokens}
+        rows = [{**asdict(b), "perplexity": perplexity(b.loss)} for b in found.bins]
+        return Result({**summary, "sequences": len(examples)}, rows, _table(found))
+
+    data = f"{config.data_path}, {plural(len(examples), 'example')}"
+    return Task(inputs_for(model, stream, world), {"data": data, "sequence": f"{stream.length:,} tokens"}, run)
+
+
+def _table(found: Perplexity) -> list[str]:
+    rows = [["positions", "tokens", "loss", "perplexity"]]
+    rows += [[_positions(b), f"{b.valid_tokens:,}", *_numbers(b.loss)] for b in found.bins]
+    return aligned([*rows, ["all", f"{found.valid_tokens:,}", *_numbers(found.loss)]])
+
+
+def _positions(b: Bin) -> str:
+    return f"{b.first:,}" if b.first == b.last else f"{b.first:,} to {b.last:,}"
+
+
+def _numbers(loss: float | None) -> list[str]:
+    value = perplexity(loss)
+    return ["-" if loss is None else f"{loss:.4f}", "-" if value is None else four_significant_digits(value)]

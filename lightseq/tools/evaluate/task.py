@@ -1,0 +1,59 @@
+"""The interface of an evaluation's tasks: flags, inputs and results."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightseq.data.batches import BatchStream
+from lightseq.distributed.mesh import World
+from lightseq.training.loop import Trainer
+from lightseq.training.setup import FoundModel, Inputs, fetch
+
+NOWHERE: Final = "nowhere"  # the --data_path of a haystack that is made up
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of this command; None where one was not given."""
+
+    task: str
+    bins: str | None
+    score: str | None
+    depths: str | None
+    lengths: str | None
+    trials: int | None
+    choices: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A summary, one object per bin or cell, and the lines of a table."""
+
+    summary: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """An evaluation whose inputs were found and checked; `run` evaluates a model."""
+
+    inputs: Inputs
+    header: Mapping[str, str]
+    run: Callable[[Trainer], Result]
+
+
+def inputs_for(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
+    """Returns the inputs of a trainer that takes no step."""
+    return Inputs(
+        model_config=model.config,
+        weights=fetch(model, world),
+        stream=stream,
+        eval_stream=stream,
+        total_steps=0,
+        sequence_size=model.sequence_size,
+        data_rank=world.rank // model.sequence_size,
+        resume_from=None,
+        deepspeed=None,
+        notes=stream.examples.notes + model.warnings,
+    )

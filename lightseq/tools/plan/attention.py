@@ -1,0 +1,172 @@
+"""Predicts one attention layer, forward and backward, over clusters of many sizes.
+
+python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightseq.config.lengths import tokens
+from lightseq.config.parser import Parser, answered
+from lightseq.schedule.algorithms import SCHEDULES, ulysses_ranks
+from lightseq.schedule.auto import Choice, Priced, best, choices, priced, refusal
+from lightseq.schedule.calibration import fit_transports, read_points
+from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
+from lightseq.schedule.timing import RATES, Rates, kernel_seconds
+from lightseq.utils.formatting import aligned
+
+PROGRAM = "python3 -m lightseq plan"
+HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of GPUs and the rates of each transport: shared memory inside a host, messages between hosts."""
+
+    gpus_per_host: int
+    rates: Mapping[str, Rates]
+
+    def transport(self, gpus: int) -> str:
+        return "symmetric" if gpus <= self.gpus_per_host else "nccl"
+
+
+def parser() -> Parser:
+    out = Parser(prog=PROGRAM, description="Predicts one attention layer over clusters of many sizes, without a GPU.")
+    out.add_argument("--attention", action="store_true", required=True, help="one attention layer, forward + backward")
+    out.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
+    out.add_argument("--gpus_per_host", type=int, default=8, help="neighbouring ranks of one host (default: 8)")
+    out.add_argument("--length", default="128K", help="tokens of the whole sequence: 131072, 128K, 1M (default: 128K)")
+    out.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
+    out.add_argument("--kv_heads", type=int, default=8, help="key/value heads (default: 8)")
+    out.add_argument("--head_dim", type=int, default=128, help="(default: 128)")
+    out.add_argument("--schedules", default="all", help=f"all, or from {', '.join(SCHEDULES)}")
+    out.add_argument("--calibrate", type=Path, metavar="FILE", help="fit rates to records of benchmarks/attention.py")
+    out.add_argument("--kernel", help="the kernel whose records count, where FILE has several")
+    out.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="JSONL, for python3 -m analysis cluster"
+    )
+    return out
+
+
+def main(words: Sequence[str]) -> int:
+    return answered(lambda: _predict(parser().parse_args(words), f"{PROGRAM} {shlex.join(words)}"))
+
+
+def _predict(asked: argparse.Namespace, command: str) -> None:
+    shape = AttentionShape(tokens(asked.length, "--length"), asked.heads, asked.kv_heads, asked.head_dim)
+    _check_shape(shape)
+    gpus, schedules = _gpu_counts(asked.gpus), _schedule_names(asked.schedules)
+    if asked.gpus_per_host < 1:
+        raise ValueError(f"--gpus_per_host {asked.gpus_per_host} must be at least 1")
+    fitted = fit_transports(read_points(asked.calibrate), RATES, asked.kernel) if asked.calibrate else {}
+    cluster = Cluster(asked.gpus_per_host, {**RATES, **fitted})
+    header = {
+        "plan": "attention",
+        "command": command,
+        **asdict(shape),
+        "gpus_per_host": cluster.gpus_per_host,
+        "rates_from": str(asked.calibrate or "the defaults for H200"),
+        "rates": {name: asdict(value) for name, value in cluster.rates.items()},
+    }
+    records = list(predictions(shape, cluster, gpus, schedules))
+    _write(asked.output, [header, *records])
+    print("\n".join(_table(records)))
+    print(f"records  {asked.output}")
+
+
+def predictions(
+    shape: AttentionShape, cluster: Cluster, gpus: Sequence[int], schedules: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields a record for every number of GPUs and schedule with its best sizes, or with why it is impossible.
+
+    `fastest` marks what training takes. Another may be 0.2% faster: more head groups cost little time and save memory.
+    """
+    for count in gpus:
+        rates = cluster.rates[cluster.transport(count)]
+        options = {
+            name: [
+                Priced(choice, priced(choice, count, shape, rates, cluster.gpus_per_host))
+                for choice in choices(count, shape, Choice(name))
+            ]
+            for name in schedules
+        }
+        possible = [option for of_schedule in options.values() for option in of_schedule]
+        fastest = best(possible, shape.kv_heads).choice if possible else None
+        for name, of_schedule in options.items():
+            found = best(of_schedule, shape.kv_heads) if of_schedule else None
+            record = {"gpus": count, "schedule": name, "transport": cluster.transport(count)}
+            record |= _figures(found, count, shape, rates)
+            skipped = None if found else refusal(Choice(name), count, shape)
+            yield record | {"fastest": found is not None and found.choice == fastest, "skipped": skipped}
+
+
+def _figures(found: Priced | None, gpus: int, shape: AttentionShape, rates: Rates) -> dict[str, Any]:
+    """Returns sizes and times; all are null where a schedule is impossible."""
+    choice, estimate = found or (None, None)
+    flops = (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim  # half is masked
+    return {
+        "head_groups": choice and (choice.head_groups or 1),
+        "ulysses_size": choice and ulysses_ranks(choice.schedule, gpus, choice.ulysses_size),
+        "seconds": estimate and estimate.seconds,
+        "compute_seconds": estimate and estimate.compute_seconds,
+        "exposed_communication_seconds": estimate and estimate.exposed_seconds,
+        "memory_seconds": estimate and estimate.memory_seconds,
+        "tflops_per_gpu": estimate and flops / gpus / estimate.seconds / 1e12,
+        "efficiency": estimate and kernel_seconds(shape, rates) / gpus / estimate.seconds,
+        "gathered_bytes": estimate and estimate.gathered_bytes,
+    }
+
+
+def _table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns aligned lines of what is possible; a star marks the fastest for each number of GPUs."""
+    rows = [_cells(r) for r in records if not r["skipped"]]
+    return aligned([["", *HEADINGS], *rows], left=(0, 2))
+
+
+def _cells(r: Mapping[str, Any]) -> list[str]:
+    return [
+        "*" if r["fastest"] else "",
+        str(r["gpus"]),
+        r["schedule"],
+        str(r["head_groups"]),
+        str(r["ulysses_size"]),
+        f"{1e3 * r['seconds']:,.2f}",
+        f"{r['tflops_per_gpu']:.0f}",
+        f"{r['efficiency']:.1%}",
+        f"{1e3 * r['exposed_communication_seconds']:.2f}",
+    ]
+
+
+def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces an earlier plan. Raises ValueError for any other file."""
+    if path.is_file() and path.stat().st_size and not path.read_text(errors="replace").startswith('{"plan": '):
+        raise ValueError(f"--output {path} is there and is no plan of attention; name another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _schedule_names(text: str) -> list[str]:
+    names = list(SCHEDULES) if text == "all" else text.split(",")
+    for name in names:
+        if name not in SCHEDULES:
+            raise ValueError(f"schedule {name!r} is unknown; choose all or from {', '.join(SCHEDULES)}")
+    return list(dict.fromkeys(names))
+
+
+def _gpu_counts(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"--gpus {text} is no list of numbers of GPUs; write 1,2,4,8")
+    return sorted({int(word) for word in words})
+
+
+def _check_shape(shape: AttentionShape) -> None:
+    if min(shape.heads, shape.kv_heads, shape.head_dim) < 1 or shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{shape.heads} query heads of {shape.head_dim} do not divide among {shape.kv_heads} key/value heads"
+        )
