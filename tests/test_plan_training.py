@@ -200,7 +200,7 @@ def test_a_host_has_what_every_cgroup_leaves_of_it(
 
 
 def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ranks.mesh", "plan.this_run", "verify.machines"):
+    for module in ("distributed.mesh", "memory.planner.of_this_run", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: Bytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")

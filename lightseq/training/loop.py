@@ -35,7 +35,7 @@ from lightseq.models.adapters import adapter_parameters
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.parallelize import techniques_of
 from lightseq.schedule.documents import local_tokens
-from lightseq.training.deepspeed_engine import DeepSpeedEngine
+from lightseq.training.deepspeed import DeepSpeedEngine
 from lightseq.training.engine import Engine, FsdpEngine
 from lightseq.training.errors import explained_data, explained_out_of_memory
 from lightseq.training.evaluation import Perplexity, Shard, measure

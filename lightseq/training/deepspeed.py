@@ -7,8 +7,10 @@ divided by the global number of valid tokens already, so that gradients must add
 import copy
 import copyreg
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +25,13 @@ from lightseq.data.pickles import MALFORMED
 from lightseq.distributed.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
 from lightseq.models import weights
 from lightseq.parallelize import Techniques, transform
-from lightseq.training import deepspeed_nvme, deepspeed_saving
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.optimization import UNNAMED, make_optimizer
 from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"
+PROBE_BYTES = 2**20  # written to a file that failed, to learn why
 DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
     [
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -53,7 +55,7 @@ class DeepSpeedEngine:
         settings: DeepSpeedSettings,
     ) -> None:
         self._deepspeed = _import(world)
-        self._settings, self._world, self._folder = settings, world, ""
+        self._settings, self._world = settings, world
         agree(world, lambda: self._check(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
@@ -89,9 +91,6 @@ class DeepSpeedEngine:
             raise ValueError(
                 f"--deepspeed {self._settings.source}: {where}: {first['msg']}; correct it, or remove it"
             ) from error
-        if self._settings.on_nvme:
-            self._folder = deepspeed_nvme.folder_of(self, self._settings)
-            deepspeed_nvme.check_async_io(self._settings, self._world)
 
     def _materialize(self) -> None:
         """Memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as soon as it is there."""
@@ -122,8 +121,6 @@ class DeepSpeedEngine:
     def _told(self) -> dict[str, Any]:
         """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
         told = copy.deepcopy(self._settings.settings)
-        if self._folder:
-            told["zero_optimization"]["offload_optimizer"]["nvme_path"] = self._folder
         return told if self._world.is_main else told | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
@@ -166,20 +163,21 @@ class DeepSpeedEngine:
         return None
 
     def save_state(self, directory: Path) -> None:
-        deepspeed_saving.save(self._engine, directory, TAG)
+        save_together(self._engine, directory, TAG)
 
     def restore(self, checkpoint_directory: Path) -> None:
-        saved = checkpoint_directory / STATE / TAG
+        if (checkpoint_directory / STATE / TAG / "offloaded_tensors").is_dir():
+            raise ValueError(
+                f"--resume_from_checkpoint {checkpoint_directory} was saved with its optimizer state on nvme, which is "
+                "not supported; start from its weights with --model_name_or_path"
+            )
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed would run what its files ask for
         self._engine.checkpoint_engine.load = load_restricted
-        deepspeed_nvme.check_saved_alike(self._settings, saved, checkpoint_directory)
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
             raise ValueError(
                 f"--resume_from_checkpoint {checkpoint_directory} has lost its {STATE}/; name another checkpoint"
             )
-        if self._settings.on_nvme:
-            deepspeed_nvme.restore(self._engine, saved, self._world)
 
     def facts(self) -> dict[str, Any]:
         return {"engine": self._settings.name}
@@ -223,3 +221,60 @@ def _import(world: World) -> Any:
     if world.device.type == "cpu":  # it would compile sums of its own through shared memory, where gloo has them
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
+
+
+def save_together(engine: Any, directory: Path, tag: str) -> None:
+    """Writes DeepSpeed's checkpoint on every rank; raises what this rank could not write once all are through.
+
+    Inside `save_checkpoint` ranks wait for each other: one that left it with an error would leave the others there.
+    """
+    failures: list[Exception] = []
+    files, scripts = engine.checkpoint_engine, "_copy_recovery_script"
+    parts = ((files, "makedirs"), (files, "save"), (engine, scripts), (shutil, "copytree"))
+    with ExitStack() as stack:
+        for owner, name in parts:
+            stack.enter_context(_failing_later(owner, name, failures))
+        engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    if failures:
+        raise failures[0]
+    if engine.global_rank == 0:
+        (directory / "latest").write_text(tag)  # DeepSpeed would write it while the others wait
+
+
+@contextmanager
+def _failing_later(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
+    """Makes a method leave its failure in a list instead of raising it, and do nothing once there is one."""
+    method = getattr(owner, name)
+
+    def attempt(*arguments: Any, **named: Any) -> None:
+        if failures:
+            return
+        try:
+            method(*arguments, **named)
+        except Exception as failure:
+            paths = [x for x in (*arguments, *named.values()) if isinstance(x, str | Path)]
+            failures.append(_cause(failure, paths[-1]))
+
+    its_own = name in vars(owner)  # or its class's
+    setattr(owner, name, attempt)
+    try:
+        yield
+    finally:
+        if its_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+
+def _cause(failure: Exception, path: Any) -> Exception:
+    """Returns why a file was not written: torch does not say, a write in Python does."""
+    if isinstance(failure, shutil.Error):  # of several files, each with its reason
+        return OSError(failure.args[0][0][-1])
+    if isinstance(failure, OSError):
+        return failure
+    try:
+        with Path(path).open("ab") as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        return error
+    return failure
