@@ -26,7 +26,7 @@ from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
-from lightseq.training import deepspeed, loop
+from lightseq.training import deepspeed
 from lightseq.training.deepspeed import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
@@ -86,7 +86,7 @@ def write_settings(folder: Path, name: str) -> None:
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
-    loop.DeepSpeedEngine = Remembering  # type: ignore[misc]
+    deepspeed.DeepSpeedEngine = Remembering  # type: ignore[misc]
     offload.LEAST_BYTES = 0
     return [program(rank, "llama3", line) for line in runs]
 
@@ -118,7 +118,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
             super().__init__(*arguments)
             engines.append(self)
 
-    loop.DeepSpeedEngine = Kept  # type: ignore[misc]
+    deepspeed.DeepSpeedEngine = Kept  # type: ignore[misc]
     mesh.host_memory = lambda: Bytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []

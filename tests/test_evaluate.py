@@ -471,9 +471,9 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
 OUT_OF_MEMORY = """
 import sys, torch
 from lightseq.tools.evaluate import command as evaluate
-from lightseq.training import trainer
+from lightseq.training import loop
 from lightseq.cli import BOTH
-trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
+loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
 evaluate.main(BOTH, sys.argv[1:])
 """
 

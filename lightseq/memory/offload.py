@@ -28,14 +28,10 @@ def layers_in_flight(tile_layers: bool) -> int:
 
 
 class HostMemory:
-    """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'.
+    """Buffers on the host, made once and used again, `limit_bytes` of them in all; short batches use long ones'."""
 
-    Some hosts take a minute for a hundred GiB of them: where a rehearsal `counts_only`, all buffers of a size are one.
-    """
-
-    def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
+    def __init__(self, limit_bytes: float, pinned: bool) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
-        self.counts_only, self._made = counts_only, dict[int, Tensor]()
         self._make = PinnedMemory().empty if pinned else plain
         self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # rising in size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
@@ -55,11 +51,11 @@ class HostMemory:
         if self.allocated_bytes + size > self.limit_bytes:
             return None
         self.allocated_bytes += size
-        if not self.counts_only:
-            return self._make((elements,), dtype)
-        if size not in self._made:
-            self._made[size] = self._make((size,), torch.uint8)
-        return self._made[size].view(dtype)
+        return self.make(elements, dtype)
+
+    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns a new buffer."""
+        return self._make((elements,), dtype)
 
     def give_back(self, buffer: Tensor) -> None:
         insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)

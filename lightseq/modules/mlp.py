@@ -18,16 +18,9 @@ from lightseq.modules.low_rank import Linear, gradient_of_input, is_linear, line
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
-LEAST_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
-def tile_mlps(
-    layers: Iterable[nn.Module],
-    first_tile_only: bool = False,
-    shrink: float = 1.0,
-    keep: bool = False,
-    ends_layer: bool = False,
-) -> None:
+def tile_mlps(layers: Iterable[nn.Module], keep: bool = False, ends_layer: bool = False) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
     beside them or without; others stay.
 
@@ -35,14 +28,11 @@ def tile_mlps(
     forward. With `keep` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep them;
     then a layer whose MLP is another raises ValueError. With `keep` or `ends_layer` no backward pass may need what the
     MLP gives (`Architecture.mlp_is_last`): where a checkpoint runs the layer again it is not made.
-    `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
-    A run that stands for one `shrink` times as long has tiles so many times smaller.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and is_gated(mlp):
-            mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
-            mlp.keeps_products, mlp.ends_layer = keep, ends_layer
+            mlp.tile_tokens, mlp.keeps_products, mlp.ends_layer = TILE_TOKENS, keep, ends_layer
             mlp.__class__ = _tiled(type(mlp))  # type: ignore[arg-type]
         elif keep:
             raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears, of which to keep gate and up")
@@ -64,23 +54,13 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
         if x.numel() <= self.tile_tokens * x.shape[-1] and not keep:
             return kind.forward(self, x)
         linears = [linear_of(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only, keep, self.ends_layer)
+        return gated_mlp(x, linears, self.tile_tokens, keep, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
 
-def shrunk(tokens: int, shrink: float) -> int:
-    """A tile's size where a run stands for one that is `shrink` times as long."""
-    return max(min(tokens, LEAST_TOKENS), int(tokens / shrink))
-
-
 def gated_mlp(
-    x: Tensor,
-    linears: Sequence[Linear],
-    tile_tokens: int,
-    first_tile_only: bool = False,
-    keep: bool = False,
-    ends_layer: bool = False,
+    x: Tensor, linears: Sequence[Linear], tile_tokens: int, keep: bool = False, ends_layer: bool = False
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
@@ -92,8 +72,8 @@ def gated_mlp(
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
     if keep:
-        return _keeping_gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only)[0].view(x.shape)
-    return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only, ends_layer).view(x.shape)
+        return _keeping_gated_mlp(flat, tensors, scales, tile_tokens)[0].view(x.shape)
+    return _gated_mlp(flat, tensors, scales, tile_tokens, ends_layer).view(x.shape)
 
 
 def _taken_apart(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[Linear]:
@@ -108,14 +88,13 @@ def _gated_mlp(
     tensors: Sequence[Tensor],
     scales: Sequence[float],
     tile_tokens: int,
-    first_tile_only: bool,
     ends_layer: bool,
 ) -> Tensor:
     gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     if ends_layer and runs_again():
         return out
-    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul(gate, up, gate)
         down_HI.forward(gate, out=out[rows])
@@ -129,7 +108,6 @@ def _(
     tensors: Sequence[Tensor],
     scales: Sequence[float],
     tile_tokens: int,
-    first_tile_only: bool,
     ends_layer: bool,
 ) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
@@ -137,7 +115,7 @@ def _(
 
 @torch.library.custom_op("lightseq::keeping_gated_mlp", mutates_args=())
 def _keeping_gated_mlp(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the MLP gives, gate and up. Where a checkpoint kept the latter, the first is left as memory is."""
     gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
@@ -145,7 +123,7 @@ def _keeping_gated_mlp(
 
     def compute() -> tuple[Tensor, Tensor]:
         gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
-        for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+        for rows in tiles(len(x_NH), tile_tokens):
             gate_IH.forward(x_NH[rows], out=gate[rows])
             up_IH.forward(x_NH[rows], out=up[rows])
             act = torch.empty_like(gate[rows])
@@ -160,7 +138,7 @@ def _keeping_gated_mlp(
 
 @_keeping_gated_mlp.register_fake
 def _(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate_IH, up_IH, _ = _taken_apart(tensors, scales)
     gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
@@ -176,7 +154,6 @@ def _gated_mlp_backward(
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
-    first_tile_only: bool,
 ) -> list[Tensor]:
     """The gradient of x, and those of the tensors that train, in order. `kept` are gate and up, or none."""
     linears = _taken_apart(tensors, scales)
@@ -184,7 +161,7 @@ def _gated_mlp_backward(
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     wanted = iter([_Sum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)])
     sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
-    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = (y[rows] for y in kept) if kept else (gate_IH.forward(x), up_IH.forward(x))
         dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if kept else (gate, up)
@@ -206,7 +183,6 @@ def _(
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
-    first_tile_only: bool,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
 
@@ -250,9 +226,9 @@ class _Sum:
         return self._total.to(self._dtype)
 
 
-def tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
-    """Rows of each tile, of the first alone for a rehearsal; the last may reach past the end."""
-    return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Yields the rows of each tile; the last may reach past the end."""
+    return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -279,7 +255,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, tensors, *ctx.others = inputs  # scales, tile_tokens, first_tile_only, and what may follow
+    x, tensors, *ctx.others = inputs  # scales, tile_tokens, and what may follow
     kept = output[1:] if isinstance(output, tuple) else ()
     ctx.set_materialize_grads(False)  # nothing comes back through what is kept
     ctx.save_for_backward(x, *kept, *tensors)
@@ -289,8 +265,8 @@ def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-de
     trains = list(ctx.needs_input_grad[1])
     x, *saved = ctx.saved_tensors
     kept, tensors = saved[: -len(trains)], saved[-len(trains) :]
-    scales, *sizes = ctx.others[:3]
-    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, kept, scales, trains, *sizes)
+    scales, tile_tokens = ctx.others[:2]
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, kept, scales, trains, tile_tokens)
     gradients = iter(found)
     return dx, [next(gradients) if t else None for t in trains], *(None for _ in ctx.others)
 

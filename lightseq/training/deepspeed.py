@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1, 2 and 3 in the place of FSDP2: its engine around our model, our loss, our learning rate.
+"""DeepSpeed's ZeRO-1, 2 and 3 in place of FSDP2: its engine around our model, our loss, our learning rate.
 
 DeepSpeed takes every rank for a data-parallel one and averages gradients over them. Each rank's share of the loss is
 divided by the global number of valid tokens already, so that gradients must add up: a share is multiplied by the ranks.
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.checkpoint.checkpoints import STATE
-from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import MALFORMED
 from lightseq.distributed.mesh import Meshes, World, agree, ready_for_deepspeed, use_host_cores
 from lightseq.models import weights
-from lightseq.parallelize import Techniques, transform
+from lightseq.parallelize import MemoryPlan, transform
 from lightseq.training.engine import Update, fill_weights
-from lightseq.training.optimization import UNNAMED, make_optimizer
+from lightseq.training.metrics import UNNAMED
+from lightseq.training.optimization import make_optimizer
 from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
 
@@ -45,17 +45,12 @@ DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
 class DeepSpeedEngine:
     """One of DeepSpeed's engines, and what it does not do itself: masters from the weights' own precision, exports."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        inputs: Inputs,
-        world: World,
-        meshes: Meshes,
-        techniques: Techniques,
-        settings: DeepSpeedSettings,
-    ) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+        assert inputs.deepspeed is not None
         self._deepspeed = _import(world)
-        self._settings, self._world = settings, world
+        self._settings, self._world = inputs.deepspeed, world
+        self.meshes, self.memory = meshes, memory
+        settings = self._settings
         agree(world, lambda: self._check(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
@@ -63,10 +58,10 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.parameters = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = agree(world, lambda: transform(self.model, meshes, world.device, techniques))
+        inner, self.context = agree(world, lambda: transform(self.model, config, world, meshes, memory))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(techniques.compute_dtype)
+            parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
         self._engine = agree(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
         self.loss_model: nn.Module = self._engine
@@ -145,11 +140,11 @@ class DeepSpeedEngine:
         """DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
         skipped = self._engine.skipped_steps
         self._engine.step()
-        norm, sick = self._engine.get_global_grad_norm(), -1
+        norm, nonfinite = self._engine.get_global_grad_norm(), -1
         if self._engine.skipped_steps > skipped:  # that norm is of a step before, or none
-            norm, sick = float("nan"), UNNAMED
+            norm, nonfinite = float("nan"), UNNAMED
         norm = torch.as_tensor(norm, device=self._world.device)
-        return Update(norm, torch.full_like(norm, sick, dtype=torch.int64))
+        return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
         """The state is there already. The zeros stay, and the first step adds its gradients to them."""

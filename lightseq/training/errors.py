@@ -23,7 +23,9 @@ LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)
 
 
 @contextmanager
-def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[[], Sequence[str]]) -> Iterator[None]:
+def explained_out_of_memory(
+    world: World, terminal: Terminal | None, explain: Callable[[], Sequence[str]]
+) -> Iterator[None]:
     """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
 
     Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
@@ -35,7 +37,8 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         what = _memory_that_ended(error)
         if what is None:
             raise
-        terminal.close()
+        if terminal is not None:
+            terminal.close()
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it

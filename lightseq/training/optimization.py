@@ -160,13 +160,10 @@ def _norm_on_host(x: Tensor) -> Tensor:
     return torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)]).norm()
 
 
-UNNAMED = 2**31  # in the place of a parameter's number: some gradient is not finite, nobody knows whose
-
-
-def first_sick(norms: Tensor) -> Tensor:
-    """The index of the first norm that is not finite, -1 if all are; on the device."""
-    sick = ~torch.isfinite(norms)
-    return torch.where(sick.any(), sick.int().argmax(), -1)
+def first_nonfinite(norms: Tensor) -> Tensor:
+    """Returns the index of the first norm that is not finite, -1 if all are; on the device."""
+    nonfinite = ~torch.isfinite(norms)
+    return torch.where(nonfinite.any(), nonfinite.int().argmax(), -1)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Everything a run can refuse, looked at before any process waits for another and before anything is written."""
+"""The inputs of a run: model, data, tokenizer, checkpoint. Refuses what cannot work before anything is written."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,28 +114,28 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
     directory = fetch(model, world, resume_from)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
     notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
-    notes += unread(config) + ((room,) if room else ()) + never(config, stream, total_steps)
+    notes += warn_unused_lazy(config) + ((room,) if room else ()) + warn_unreached(config, stream, total_steps)
     if resume_from is not None and total_steps == stream.first_step:
         notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
     return Inputs(
-        model.config,
-        directory,
-        stream,
-        eval_stream,
-        total_steps,
-        model.sequence_size,
-        world.rank // model.sequence_size,
-        resume_from,
-        deepspeed,
-        notes + model.warnings,
-        model.lora,
-        tuple(path for path, _ in found.passed_over),
-        tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+        model_config=model.config,
+        weights=directory,
+        stream=stream,
+        eval_stream=eval_stream,
+        total_steps=total_steps,
+        sequence_size=model.sequence_size,
+        data_rank=world.rank // model.sequence_size,
+        resume_from=resume_from,
+        deepspeed=deepspeed,
+        notes=notes + model.warnings,
+        lora=model.lora,
+        passed_over=tuple(path for path, _ in found.passed_over),
+        tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
     )
 
 
-def unread(config: TrainConfig) -> tuple[str, ...]:
-    """What to say of --lazy_preprocess where no text waits to be tokenised; commands that are kept may have it."""
+def warn_unused_lazy(config: TrainConfig) -> tuple[str, ...]:
+    """Returns a note where --lazy_preprocess has no text to tokenise; commands that are kept may have it."""
     rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
     if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
         return ()
@@ -143,8 +143,8 @@ def unread(config: TrainConfig) -> tuple[str, ...]:
     return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
 
 
-def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
-    """What was asked for and will not have come by the last step."""
+def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+    """Returns warnings of what was asked for and does not come before the last step."""
     found, first = [], stream.first_step
     if total_steps == first:
         return ()  # nothing to train, which is said
@@ -164,7 +164,7 @@ def never(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[s
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
-    """The stream from where a checkpoint left it, however many sequences a step had then."""
+    """Returns the stream from where a checkpoint left it, however many sequences a step had then."""
     if resume_from is None:
         return stream, ()
     facts = checkpoints.read_facts(resume_from)
@@ -176,7 +176,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
 
 
 def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
-    """What to say of steps to profile that are past: a run that was started again has the words of the first."""
+    """Returns a warning of steps to profile that are past: a run started again has the flags of the first."""
     if config.profile_steps is None:
         return ()
     if config.profile_memory and device.type != "cuda":
@@ -261,7 +261,7 @@ def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data
 
 
 def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Path | None:
-    """The directory of a model's weights; None if they are drawn from the seed.
+    """Returns the directory of a model's weights; None if they are drawn from the seed.
 
     Raises ValueError where a manifest beside them tells that they are damaged, unless they have been `looked_at`.
     """
@@ -272,7 +272,7 @@ def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Pat
 
 
 def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
-    """Where the tokenizer lies that the model is trained with: with its weights, or where `--tokenizer` says."""
+    """Returns the directory of the tokenizer: with the weights, or where `--tokenizer` says."""
     named = model.tokenizer
     if named == ByteTokenizer.name or named is None:
         return None

@@ -74,17 +74,12 @@ def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
     return [f"by the plan a step takes {asked.step_seconds:.3g} s, and less with {', or with '.join(words)}"]
 
 
-def host_memory_for_layers(
-    run: PlannedRun, world: World, counts_only: bool, deepspeed: DeepSpeedSettings | None = None
-) -> float:
-    """Bytes that layers may hand over on this rank, before there is anything of the model on its host.
-
-    What only counts must not count on what the host does not have.
-    """
-    free, asked = free_host_memory(world, share=1.0), run.config.host_memory_budget
-    if asked is None:
-        return for_layers(free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run))
-    return min(asked * GIB, free if counts_only else math.inf)
+def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSettings | None = None) -> float:
+    """Returns the bytes that layers may hand over on this rank, before anything of the model is on its host."""
+    if (asked := run.config.host_memory_budget) is not None:
+        return asked * GIB
+    state = deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
+    return for_layers(free_host_memory(world, share=1.0), state)
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:

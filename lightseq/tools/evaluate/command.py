@@ -31,10 +31,11 @@ from lightseq.tools.evaluate.tasks import (
     Task,
     lengths_of,
 )  # fmt: skip
+from lightseq.training.engine import build_engine
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
-from lightseq.training.run_facts import describe
+from lightseq.training.run_info import describe
 from lightseq.training.setup import find_model
 from lightseq.utils.masking import masked
 
@@ -59,7 +60,7 @@ def main(family: Family, argv: Sequence[str]) -> int:
         asked, given = agree(world, lambda: flags(words))
         config = _without_training(given)
         task = agree(world, lambda: _prepare(asked, config, family, world))
-        trainer = Trainer(config, task.inputs, world, None)
+        trainer = Trainer(config, task.inputs, world, build_engine(config, task.inputs, world))
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()

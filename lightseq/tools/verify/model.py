@@ -21,7 +21,9 @@ from lightseq.models.weights import part_and_place
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.plain import MOST_SCALINGS, Result, Sample, plain_model, round_weights, run_plain
 from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
+from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
+from lightseq.training.run_info import describe
 from lightseq.training.setup import Inputs
 
 EXACT: Final = 1e-5  # relative error that float32 may have
@@ -33,16 +35,15 @@ def model_rows(
     inputs: Inputs,
     world: World,
     sequences: Sequence[Sequence[Sample]],
-    command: str,
-    stands_for: int,
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
     """Rows on rank 0 (elsewhere some of them), and how the run's ranks talk to each other about attention.
 
-    `sequences` are those of its first step, by place, each as its documents. `stands_for` is the length of the run
-    that was asked for, whose schedule is taken.
+    `sequences` are those of its first step, by place, each as its documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # the product changes the model's own
-    trainer = Trainer(config, inputs, world, command, stands_for=stands_for)
+    trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
+    if world.is_main:
+        trainer.terminal.header(describe(trainer), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), _data_row(trainer, sequences)]
     if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some would wait for what others refuse
@@ -51,7 +52,8 @@ def model_rows(
     plain = plain_model(plain_config, config.seed, world.device) if world.is_main else None
     rows.append(_weights_row(trainer.model, plain, world))
     loss, gradients, scale = _distributed_step(trainer)
-    dtype, rough = trainer.dtype, trainer.dtype is not torch.float32 or config.tf32
+    dtype = getattr(torch, config.compute_dtype)
+    rough = dtype is not torch.float32 or config.tf32
     del trainer
     gc.collect()  # hooks and modules hold each other
     if plain is not None:
@@ -212,7 +214,7 @@ def _distributed_step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float
     trainer.engine.optimizer.register_step_pre_hook(collect)
     for _ in range(MOST_SCALINGS):  # float16 halves its scale until the gradients are finite
         with trainer.explained_out_of_memory():
-            result = trainer._step(0)
+            result = trainer.step(0)
         if taken:
             break
     loss = result.loss.double()
