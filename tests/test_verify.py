@@ -334,7 +334,7 @@ def test_misplaced_tokens_are_counted_by_rank(kind: str) -> None:
         assert "tokens of rank 1 differ" in misplaced(parts, sample, length)[0]
         assert misplaced_positions(parts, length) == []
         parts[2][1] = parts[2][1] - parts[2][1].min()
-        assert "rank 2 begins at 0" in misplaced_positions(shard_batch, length)[0]
+        assert "rank 2 begins at 0" in misplaced_positions(parts, length)[0]
 
 
 def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:

@@ -39,15 +39,18 @@ def tile_mlps(layers: Iterable[nn.Module], keep: bool = False, ends_layer: bool 
 
 
 def is_gated(mlp: Any) -> bool:
-    """Whether it is one that `tile_mlps` replaces."""
+    """Returns whether it is an MLP that `tile_mlps` replaces."""
     linears = [getattr(mlp, name, None) for name in LINEARS]
     return all(map(is_linear, linears)) and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 @cache
 def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class with another forward. To replace that of every module would have the compiler tell each layer from the
-    others by it, compile all of them, and give up after eight."""
+    """Makes a class with another forward.
+
+    With a forward of its own on every module the compiler would tell the layers apart, compile each, and give up after
+    eight.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         keep = self.keeps_products and torch.is_grad_enabled()
@@ -62,7 +65,7 @@ def _tiled(kind: type[nn.Module]) -> type[nn.Module]:
 def gated_mlp(
     x: Tensor, linears: Sequence[Linear], tile_tokens: int, keep: bool = False, ends_layer: bool = False
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
+    """Returns down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
     For the backward pass it keeps x, and with `keep` gate(x) and up(x), which are made again otherwise.
     Of what `ends_layer` memory alone is given where a checkpoint runs the layer again.
@@ -77,7 +80,7 @@ def gated_mlp(
 
 
 def _taken_apart(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[Linear]:
-    """As `gated_mlp` put them together; a scale of 0 stands for no adapter."""
+    """Rebuilds the linears that `gated_mlp` took apart; a scale of 0 stands for no adapter."""
     left = iter(tensors)
     return [Linear(next(left), next(left), next(left), scale) if scale else Linear(next(left)) for scale in scales]
 
@@ -117,7 +120,7 @@ def _(
 def _keeping_gated_mlp(
     x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the MLP gives, gate and up. Where a checkpoint kept the latter, the first is left as memory is."""
+    """Returns the MLP's output, gate and up. Where a checkpoint kept gate and up, the output is left as memory is."""
     gate_IH, up_IH, down_HI = _taken_apart(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
 
@@ -155,7 +158,7 @@ def _gated_mlp_backward(
     trains: Sequence[bool],
     tile_tokens: int,
 ) -> list[Tensor]:
-    """The gradient of x, and those of the tensors that train, in order. `kept` are gate and up, or none."""
+    """Returns the gradient of x, and those of the tensors that train, in order. `kept` are gate and up, or none."""
     linears = _taken_apart(tensors, scales)
     gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
@@ -188,7 +191,7 @@ def _(
 
 
 class _Sums(NamedTuple):
-    """What the gradients of a linear's tensors come to over the tiles; None for one that does not train."""
+    """Sums over the tiles of the gradients of a linear's tensors; None for one that does not train."""
 
     linear: Linear
     weight: "_Sum | None"
@@ -240,7 +243,7 @@ def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """The gradients may go where gate and up are; dact becomes the product."""
+    """Computes both gradients, which may go where gate and up are; dact becomes the product."""
     if fused := fused_kernels(gate, "fused_swiglu"):
         fused.silu_mul_backward(gate, up, dact, dgate, dup)
         return

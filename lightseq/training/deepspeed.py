@@ -43,7 +43,7 @@ DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
 
 
 class DeepSpeedEngine:
-    """One of DeepSpeed's engines, and what it does not do itself: masters from the weights' own precision, exports."""
+    """A DeepSpeed engine, with what it does not do itself: float32 masters from the weights' precision, exports."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
         assert inputs.deepspeed is not None
@@ -88,7 +88,7 @@ class DeepSpeedEngine:
             ) from error
 
     def _materialize(self) -> None:
-        """Memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as soon as it is there."""
+        """Makes memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as it is made."""
         if self._settings.stage < 3:
             weights.materialize(self.model, self._world.device)
             return
@@ -114,12 +114,12 @@ class DeepSpeedEngine:
         return engine
 
     def _told(self) -> dict[str, Any]:
-        """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
+        """Returns a copy of the settings: DeepSpeed writes into them. Only rank 0 speaks."""
         told = copy.deepcopy(self._settings.settings)
         return told if self._world.is_main else told | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """A whole tensor into the float32 masters, which DeepSpeed made from the compute dtype, and the weights."""
+        """Fills a weight and its float32 master, which DeepSpeed made from the compute dtype, from a whole tensor."""
         shape = weights.whole_shape(parameter)
         whole = read(tuple(slice(0, n) for n in shape)).to(parameter.device, torch.float32)
         if self._settings.stage < 3:
@@ -137,7 +137,7 @@ class DeepSpeedEngine:
         self._engine.backward(share * self._world.size, scale_wrt_gas=False)
 
     def update(self) -> Update:
-        """DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
+        """Steps. DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
         skipped = self._engine.skipped_steps
         self._engine.step()
         norm, nonfinite = self._engine.get_global_grad_norm(), -1
@@ -147,7 +147,7 @@ class DeepSpeedEngine:
         return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
-        """The state is there already. The zeros stay, and the first step adds its gradients to them."""
+        """Runs both passes: the state is there already. The zeros stay, and the first step adds its gradients."""
         self.backward(loss(), last=False)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -202,7 +202,7 @@ def check_harmless(state: Path) -> None:
 
 
 def _import(world: World) -> Any:
-    """DeepSpeed, on this device, speaking on rank 0 alone."""
+    """Imports DeepSpeed for this device, speaking on rank 0 alone."""
     ready_for_deepspeed(world)
     import deepspeed
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: one line, or the memory's table, on one rank; and all of them end."""
+"""Ends of runs that cannot go on: one line, or the memory's table, on one rank; and all ranks end."""
 
 import re
 import sys
@@ -55,7 +55,7 @@ def explained_out_of_memory(
 
 
 def _memory_that_ended(error: Exception) -> str | None:
-    """What happened, and for how many bytes; None if it is about something else. torch has no class for the host's."""
+    """Returns what ran out, and for how many bytes; None for other errors. torch has no class for the host's memory."""
     said = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(said.split(". ")[:2])
@@ -68,7 +68,7 @@ def _memory_that_ended(error: Exception) -> str | None:
 
 @contextmanager
 def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
-    """What is wrong with an example shows when it is read: one line, and this rank ends."""
+    """Ends this rank, with one line, on an example that cannot be read."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -80,7 +80,7 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
-    """A disk that takes no more of a file: one line, and this rank ends."""
+    """Ends this rank, with one line, on a disk that takes no more of a file."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
 
 @contextmanager
 def explained_silence() -> Iterator[None]:
-    """A rank did not answer and yet lives, so that the watchdog has nothing to say: one line, and this rank ends."""
+    """Ends this rank, with one line, on a rank that lives but did not answer: the watchdog has nothing to say then."""
     try:
         yield
     except Unanswered as error:

@@ -215,6 +215,7 @@ class TrainingLoop:
         saves = trainer.config.save_strategy != "no"
         self.trainer, self._metrics = trainer, metrics
         self._saving = Saving(trainer) if saves else None
+        self._flops = _flop_counter(trainer)
         self.journal = Journal(trainer, metrics, patience_seconds=launcher_patience() if saves else None)
 
     def run(self) -> None:
@@ -287,18 +288,8 @@ class TrainingLoop:
         return found
 
     def _new_stats(self) -> StepStats:
-        engine, config = self.trainer.engine, self.trainer.config
-        placement = engine.memory.placement
-        flops = FlopCounter(
-            model=self.trainer.inputs.model_config,
-            remat=config.remat_policy,
-            layers_per_checkpoint=config.layers_per_checkpoint,
-            tiled=config.tile_layers,
-            adapters=self.trainer.adapter_parameters,
-            fp8=config.fp8 is not None and not config.fp8_emulate,
-            recomputed_layers=placement.again if placement else 0.0,
-        )
-        return StepStats(self.trainer.world, flops, engine.context.transport, engine.offload)
+        engine = self.trainer.engine
+        return StepStats(self.trainer.world, self._flops, engine.context.transport, engine.offload)
 
     def _due(self, done: int, strategy: str, every: int) -> bool:
         """Returns whether it is time after `done` steps; an epoch ends with the step that reads its last example."""
@@ -306,6 +297,19 @@ class TrainingLoop:
             return done % every == 0
         epochs = self.trainer.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
+
+
+def _flop_counter(trainer: Trainer) -> FlopCounter:
+    config, placement = trainer.config, trainer.engine.memory.placement
+    return FlopCounter(
+        model=trainer.inputs.model_config,
+        remat=config.remat_policy,
+        layers_per_checkpoint=config.layers_per_checkpoint,
+        tiled=config.tile_layers,
+        adapters=trainer.adapter_parameters,
+        fp8=config.fp8 is not None and not config.fp8_emulate,
+        recomputed_layers=placement.again if placement else 0.0,
+    )
 
 
 @contextmanager

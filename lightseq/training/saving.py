@@ -48,7 +48,7 @@ class Saving:
         raise SaveError("a checkpoint could not be saved on another rank")
 
     def before_overwriting(self) -> None:
-        """To be called before weights change: they may still be on their way to the host."""
+        """Waits until weights may change: they may still be on their way to the host."""
         self._saver.before_overwriting()
 
     @property

@@ -67,10 +67,12 @@ class Inputs:
 
 
 def prepare(config: TrainConfig, family: Family, world: World, found: Found = ANEW) -> Inputs:
-    """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
+    """Finds and checks a run's inputs. Raises ValueError with one line for whatever cannot be met.
+
+    Writes nothing, and waits for no other rank.
+    """
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
-    resume_from = found.path
     check_output_dir(Path(config.output_dir), config, found, world)
     model = find_model(config, family, world)
     if model.lora and config.random_init and config.save_strategy != "no":
@@ -78,11 +80,58 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
-    same: tuple[str, ...] = ()
-    if resume_from is not None:
-        checkpoints.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-        same = check_same_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
-    stream = BatchStream(
+    changed = _check_checkpoint(config, world, model, deepspeed, found.path)
+    stream, resumed = _resumed(_training_stream(config, world, model, data_ranks), found.path)
+    eval_stream = None
+    if config.eval_data_path and config.eval_strategy != "no":
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        require_target(eval_examples, config.eval_data_path)
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    total_steps = config.max_steps or stream.steps
+    if found.path is not None and total_steps < stream.first_step:
+        raise ValueError(
+            f"--resume_from_checkpoint {found.path} is after step {stream.first_step}, and this run ends at step "
+            f"{total_steps}; give a larger --max_steps"
+        )
+    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+    room = _check_room(config, model, stream, total_steps)
+    # Last, for it can take hours: everything else has been looked at.
+    directory = fetch(model, world, found.path)
+    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over)
+    notes += changed + resumed + profiled + warn_unused_lazy(config) + room
+    notes += warn_unreached(config, stream, total_steps)
+    if found.path is not None and total_steps == stream.first_step:
+        notes += (f"nothing to train: {found.path} is after step {stream.first_step} of {total_steps}",)
+    return Inputs(
+        model_config=model.config,
+        weights=directory,
+        stream=stream,
+        eval_stream=eval_stream,
+        total_steps=total_steps,
+        sequence_size=model.sequence_size,
+        data_rank=world.rank // model.sequence_size,
+        resume_from=found.path,
+        deepspeed=deepspeed,
+        notes=notes + model.warnings,
+        lora=model.lora,
+        passed_over=tuple(path for path, _ in found.passed_over),
+        tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+    )
+
+
+def _check_checkpoint(
+    config: TrainConfig, world: World, model: "FoundModel", deepspeed: DeepSpeedSettings | None, path: Path | None
+) -> tuple[str, ...]:
+    """Raises ValueError for a checkpoint of another run; returns what to say of flags that are not as they were."""
+    if path is None:
+        return ()
+    checkpoints.check_engine(path, deepspeed.name if deepspeed else None, world.size)
+    return check_same_model(path, config, model.config, model.lora) + check_flags(path, config)
+
+
+def _training_stream(config: TrainConfig, world: World, model: "FoundModel", data_ranks: int) -> BatchStream:
+    return BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,
         config.per_device_train_batch_size,
@@ -92,46 +141,16 @@ def prepare(config: TrainConfig, family: Family, world: World, found: Found = AN
         seed=config.seed,
         packed=config.packing != "none",
     )
-    stream, resumed = _resumed(stream, resume_from)
-    eval_stream = None
-    if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config, world)
-        require_target(eval_examples, config.eval_data_path)
-        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
-    total_steps = config.max_steps or stream.steps
-    if resume_from is not None and total_steps < stream.first_step:
-        raise ValueError(
-            f"--resume_from_checkpoint {resume_from} is after step {stream.first_step}, and this run ends at step "
-            f"{total_steps}; give a larger --max_steps"
-        )
-    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+
+
+def _check_room(config: TrainConfig, model: "FoundModel", stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+    """Raises ValueError where the disk has no room for a checkpoint; returns a warning where not for all."""
     trained = adapter_parameters(model.lora, model.config) or total_parameters(model.config)
-    one_bytes, there = saved_bytes(trained, config), len(checkpoints.listed(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
-    room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
-    # Last, for it can take hours: everything else has been looked at.
-    directory = fetch(model, world, resume_from)
-    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.passed_over) + same + resumed + profiled
-    notes += warn_unused_lazy(config) + ((room,) if room else ()) + warn_unreached(config, stream, total_steps)
-    if resume_from is not None and total_steps == stream.first_step:
-        notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
-    return Inputs(
-        model_config=model.config,
-        weights=directory,
-        stream=stream,
-        eval_stream=eval_stream,
-        total_steps=total_steps,
-        sequence_size=model.sequence_size,
-        data_rank=world.rank // model.sequence_size,
-        resume_from=resume_from,
-        deepspeed=deepspeed,
-        notes=notes + model.warnings,
-        lora=model.lora,
-        passed_over=tuple(path for path, _ in found.passed_over),
-        tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
-    )
+    directory = Path(config.output_dir)
+    room = check_disk(directory, saved_bytes(trained, config), saves, len(checkpoints.listed(directory)), config)
+    return (room,) if room else ()
 
 
 def warn_unused_lazy(config: TrainConfig) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step took in bytes: the peak of the rank that took most, the parts of rank 0.
+    """The bytes that a step took: the peak of the rank that took most, the parts of rank 0.
 
     Without a GPU only what can be counted is known.
     """
@@ -84,7 +84,7 @@ class Rehearsal:
 
 
 def main(family: Family, argv: Sequence[str]) -> int:
-    """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
+    """Runs `python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with start(TrainConfig.step_timeout) as world:
         asked = agree(world, lambda: parse(words, PROGRAM))
