@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, spawn
 
 from benchmarks.saving import costs
-from lightseq.checkpoint import disk, manifest, saver, saving, state_files
+from lightseq.checkpoint import disk, manifest, saver, state_files
 from lightseq.checkpoint.checkpoints import FACTS, STATE, find, read_facts, sweep
 from lightseq.checkpoint.manifest import MANIFEST, File, complaint
 from lightseq.checkpoint.tensor_index import read_index
@@ -36,7 +36,7 @@ from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.training import loop, metrics
+from lightseq.training import loop, metrics, saving
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
