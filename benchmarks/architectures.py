@@ -32,10 +32,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightseq import hf
 from lightseq.attention.context import release
+from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
-from lightseq.parallelize import Techniques, parallelize
+from lightseq.parallelize import MemoryPlan, parallelize
 
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
@@ -315,8 +316,12 @@ def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    techniques = Techniques(length=LENGTH, packed=packed)
-    loss_model, context = parallelize(model, make_meshes(world, world.size, "full_shard"), CPU, techniques)
+    asked = TrainConfig(
+        model_name_or_path="m", data_path="d", output_dir="o", model_max_length=LENGTH,
+        packing="best_fit" if packed else "none",
+    )  # fmt: skip
+    meshes = make_meshes(world, world.size, "full_shard")
+    loss_model, context = parallelize(model, asked, world, meshes, MemoryPlan())
     weights.materialize(model, CPU)
     state = want.state_dict()
     for name, parameter in weights.base_parameters(model).items():

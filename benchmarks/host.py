@@ -37,7 +37,7 @@ from lightseq.config.lengths import length_flag, shown
 from lightseq.distributed.mesh import World
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
-from lightseq.training.gc_control import collected_together
+from lightseq.training.loop import collected_together
 
 WARMUP = 6  # with the two after which a pass is recorded
 AHEAD_CYCLES = 20_000_000  # some ten milliseconds in which the device waits and the host runs ahead of it

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightseq.kernels import KernelSpec
 from lightseq.profiling.trace import account_of, read
-from lightseq.training.gc_control import collected_together
+from lightseq.training.loop import collected_together
 
 T = TypeVar("T")
 UNTRACED, TRACED = 2, 3  # repeats before and in a trace

@@ -16,7 +16,7 @@ from benchmarks.plan import Subject
 from lightseq.comm.transport import plain
 from lightseq.config.lengths import shown
 from lightseq.distributed.mesh import World
-from lightseq.training import git_info
+from lightseq.training import run_info
 from lightseq.training.metrics import hardware, versions
 
 PEER_PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster", "liger-kernel")
@@ -57,7 +57,7 @@ def header(
 
 
 def commit_here() -> str:
-    return git_info.commit() or "unknown"
+    return run_info.commit() or "unknown"
 
 
 def libraries() -> dict[str, str]:

@@ -46,13 +46,14 @@ FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"
 def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
     """Returns how each run ended, and the dtypes of its trained and frozen weights."""
     ends, seen = [], dict[str, str]()
-    evaluate = loop.Trainer._run_steps
+    run = loop.TrainingLoop.run
 
-    def looked(self: loop.Trainer, *args):  # type: ignore[no-untyped-def]
-        seen.update({n: f"{p.dtype} {p.requires_grad}" for n, p in self.model.named_parameters()})
-        return evaluate(self, *args)
+    def looked(self: loop.TrainingLoop) -> None:
+        parameters = self.trainer.model.named_parameters()
+        seen.update({n: f"{p.dtype} {p.requires_grad}" for n, p in parameters})
+        run(self)
 
-    loop.Trainer._run_steps = looked  # type: ignore[method-assign]
+    loop.TrainingLoop.run = looked  # type: ignore[method-assign]
     for words in runs:
         seen.clear()
         ends.append((program(rank, "any", words), dict(seen)))

@@ -18,8 +18,9 @@ import llama3
 from lightseq.config.command_line import parse
 from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
 from lightseq.distributed.mesh import World
-from lightseq.training.loop import Trainer
-from lightseq.training.metrics import read_records
+from lightseq.training.engine import build_engine
+from lightseq.training.loop import Trainer, TrainingLoop
+from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.setup import prepare
 
 LENGTH = 256
@@ -50,7 +51,8 @@ def make_trainer(rank: int, files: Path, output: str, flags: str) -> Trainer:
     words = f"{small.words(files, output)} --model_max_length {LENGTH} --save_strategy no {flags}"
     config, size = parse(words.split(), "test"), dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
-    return Trainer(config, prepare(config, llama3.FAMILY, world), world, "test")
+    inputs = prepare(config, llama3.FAMILY, world)
+    return Trainer(config, inputs, world, build_engine(config, inputs, world))
 
 
 def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
@@ -62,10 +64,13 @@ def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
     trainer.loss_model.register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.sequence_size)
     )
-    trainer.train()
-    records = read_records(trainer.output_dir / "metrics.jsonl") if rank == 0 else []
+    trainer.output_dir.mkdir(exist_ok=True)
+    metrics = MetricsFile(trainer.output_dir, 0) if rank == 0 else None
+    loop = TrainingLoop(trainer, metrics)
+    loop.run()
+    records = read_records(metrics.path) if metrics is not None else []
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
-    return Run(trainer.journal.losses, lengths, evaluated)
+    return Run(loop.journal.losses, lengths, evaluated)
 
 
 def with_and_without(rank: int, files: Path, cases: dict[str, str]) -> dict[str, tuple[Run, Run]]:
@@ -242,7 +247,7 @@ def graphs(rank: int, files: Path) -> tuple[int, list[int]]:
         trainer = make_trainer(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
         for epoch in range(2):
             for step in range(len(SIZES)):
-                lengths.add(trainer._step(epoch * len(SIZES) + step).positions)
+                lengths.add(trainer.step(epoch * len(SIZES) + step).positions)
             trainer.evaluate()
             compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return len(lengths), compiled

@@ -37,7 +37,7 @@ from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.training import journal, loop, saving
+from lightseq.training import loop, metrics, saving
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
@@ -296,7 +296,7 @@ def tensors_saved(output: Path, step: int) -> dict[str, File]:
 
 def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
     """Programs whose files are written once two more steps have been taken, and which say how many there were."""
-    write, step, finish, seen = state_files.write, loop.Trainer._step, staging.Staging.finish, []
+    write, step, finish, seen = state_files.write, loop.Trainer.step, staging.Staging.finish, []
     taken = [0]
     staging.SMALL_BYTES = 0  # all is copied beside the training
 
@@ -319,7 +319,7 @@ def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
         taken[0] += 1
         return found
 
-    state_files.write, loop.Trainer._step = slow, counted  # type: ignore[method-assign, assignment]
+    state_files.write, loop.Trainer.step = slow, counted  # type: ignore[method-assign, assignment]
     staging.Staging.finish = late  # type: ignore[method-assign]
     return [[program(rank, "llama3", run) for run in runs], seen]
 
@@ -354,9 +354,9 @@ def test_saves_closer_together_than_the_disk_writes_are_warned_of_once(files: Pa
 
 def in_order(rank: int, run: str) -> list[str]:
     """The steps recorded and saved, in the order in which the training came to them."""
-    seen, record, save = [], journal.Journal.record, saving.Saving.save
+    seen, record, save = [], metrics.Journal.record, saving.Saving.save
 
-    def recorded(self: journal.Journal, closed: Any) -> None:
+    def recorded(self: metrics.Journal, closed: Any) -> None:
         seen.extend([f"record {closed.step}"] if closed is not None else [])
         record(self, closed)
 
@@ -364,7 +364,7 @@ def in_order(rank: int, run: str) -> list[str]:
         seen.append(f"save {step}")
         return save(self, step, eval_loss)
 
-    journal.Journal.record, saving.Saving.save = recorded, saved  # type: ignore[method-assign]
+    metrics.Journal.record, saving.Saving.save = recorded, saved  # type: ignore[method-assign]
     assert program(rank, "llama3", run).status == 0
     return seen
 
@@ -561,13 +561,13 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
 
 def draws(rank: int, runs: list[str]) -> list[Any]:
     """Returns what every random generator draws at each step of each program; the last starts from other states."""
-    step, drawn = loop.Trainer._step, []
+    step, drawn = loop.Trainer.step, []
 
     def drawing(self: loop.Trainer, index: int) -> Any:
         drawn[-1].append([torch.rand(()).item(), random.random(), np.random.rand()])
         return step(self, index)
 
-    loop.Trainer._step = drawing  # type: ignore[method-assign]
+    loop.Trainer.step = drawing  # type: ignore[method-assign]
     for run in runs:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(rank + 10 * (run is runs[-1]))

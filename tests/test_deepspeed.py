@@ -1,39 +1,33 @@
 """DeepSpeed's ZeRO in the place of FSDP2: the same losses and weights, resumed and offloaded too."""
 
 import json
-import os
 import shutil
 import socket
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import forked
-import numpy as np
 import pytest
 import torch
 from programs import Ended, program
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small import CONFIG, losses, words, write_inputs
-from torch import nn
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import read_trainer_state
-from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed import mesh
 from lightseq.distributed.host_memory import MemoryBytes
-from lightseq.distributed.mesh import World
 from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
-from lightseq.training import deepspeed_nvme, deepspeed_saving, loop
-from lightseq.training.deepspeed_engine import DeepSpeedEngine
+from lightseq.training import deepspeed
+from lightseq.training.deepspeed import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
 STAGES = (1, 2, 3)
@@ -43,7 +37,7 @@ HOST_BUFFERS = (  # of DeepSpeed's optimizers
     *("single_partition_of_fp32_groups", "param_buffer_of_bit16_for_cpu_offload_groups"),
     *("temp_grad_buffer_for_cpu_offload", "accumulated_grads_in_cpu"),
     *("fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "param_groups_fp16_flat_cpu_memory"),
-)  # and what is on its way to files and back
+)
 FILES: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2}},
@@ -69,20 +63,8 @@ FILES: dict[str, dict[str, Any]] = {
             "stage3_param_persistence_threshold": 0,
         }
     },
-    # Norms are too small for files of their own.
-    "nvme3": {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER/nvme", "pin_memory": False},
-            "stage3_param_persistence_threshold": 0,
-        },
-        "aio": {"block_size": 1024},
-    },
 }
-# Weights that decay and those that do not, several files of each.
-FILES["parts3"] = {"zero_optimization": {**FILES["nvme3"]["zero_optimization"], "sub_group_size": 20_000}}
-FILES["parts3"]["aio"] = {"block_size": 256}
-SAVED = "zero1", "zero2", "zero3", "nvme3", "parts3"  # and resumed
+SAVED = "zero1", "zero2", "zero3"  # and resumed
 STEPS = 3
 # Two data-parallel ranks, three passes a step: sequences of which a third are short, and a norm that is clipped.
 COMMON = f"--max_steps {STEPS} --save_steps 2 --sequence_parallel_size 1 --gradient_accumulation_steps 3"
@@ -99,54 +81,13 @@ class Remembering(DeepSpeedEngine):
             save_file({name: tensor.clone() for name, tensor in masters.items()}, f"{config.output_dir}.masters")
 
 
-class FileHandle:
-    """What DeepSpeed compiles to read and write with, by numpy."""
-
-    locked: ClassVar[list[torch.Tensor]] = []
-
-    def __init__(self, **_: Any) -> None:
-        self.done = 0
-
-    def new_cpu_locked_tensor(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        self.locked.append(torch.empty(size, dtype=like.dtype))
-        return self.locked[-1]
-
-    def is_pinned(self, x: torch.Tensor) -> bool:
-        return any(0 <= x.data_ptr() - y.data_ptr() < y.nbytes for y in self.locked)
-
-    def async_pwrite(self, x: torch.Tensor, path: str, _offset: int) -> int:
-        x.detach().numpy().tofile(path)
-        self.done += 1
-        return 0
-
-    def async_pread(self, x: torch.Tensor, path: str, _offset: int) -> int:
-        x.detach().copy_(torch.from_numpy(np.fromfile(path, np.float32, x.numel())))
-        self.done += 1
-        return 0
-
-    def wait(self) -> int:
-        done, self.done = self.done, 0
-        return done
-
-
-def with_files() -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.runtime.swap_tensor import optimizer_utils
-
-    AsyncIOBuilder.is_compatible = lambda *_, **__: True
-    AsyncIOBuilder.load = lambda *_, **__: SimpleNamespace(aio_handle=FileHandle)
-    optimizer_utils.MIN_AIO_BYTES = 1
-
-
 def write_settings(folder: Path, name: str) -> None:
-    (folder / f"{name}.json").write_text(json.dumps(FILES[name]).replace("FOLDER", str(folder)))
+    (folder / f"{name}.json").write_text(json.dumps(FILES[name]))
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
-    loop.DeepSpeedEngine = Remembering  # type: ignore[misc]
+    deepspeed.DeepSpeedEngine = Remembering  # type: ignore[misc]
     offload.MIN_BYTES = 0
-    with_files()
     return [program(rank, "llama3", line) for line in runs]
 
 
@@ -177,8 +118,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
             super().__init__(*arguments)
             engines.append(self)
 
-    loop.DeepSpeedEngine = Kept  # type: ignore[misc]
-    with_files()
+    deepspeed.DeepSpeedEngine = Kept  # type: ignore[misc]
     mesh.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []
@@ -189,8 +129,6 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
         limit = json.loads((files / name / "run.json").read_text())["host_memory_bytes"]
         optimizer = engines[-1].optimizer
         held = [getattr(optimizer, buffers, None) for buffers in HOST_BUFFERS]
-        if swapper := getattr(optimizer, "optimizer_swapper", None):
-            held += swapper.swap_buffer_manager.all_buffers
         found.append((HOST_BYTES / 2 - limit / mesh.FREE_SHARE, storage([*held, dict(optimizer.optimizer.state)])))
     return found
 
@@ -234,8 +172,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in SAVED:
             lines[f"resumed-{name}"] = f"{CLIPPED} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
             lines[f"bf16-{name}"] = f"--bf16 {engine}"
-    from_two = f"--resume_from_checkpoint {folder}/bf16-nvme3/checkpoint-2"
-    lines["resumed-bf16-nvme3"] = f"--bf16 --deepspeed {folder}/nvme3.json {from_two}"
     start = f"--model_name_or_path {folder}/fsdp2/checkpoint-{STEPS} --random_init False --max_steps 1"
     lines |= {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
     ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in lines.items()])
@@ -266,7 +202,6 @@ def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     offloaded = {
         "offload2": ", offload_optimizer cpu",
         "offload3": ", offload_optimizer cpu, offload_param cpu",
-        **dict.fromkeys(("nvme3", "parts3"), ", offload_optimizer nvme"),
     }
     said = f"DeepSpeed ZeRO-{stage} over all ranks{offloaded.get(name, '')}"
     assert f"{said}\n" in (files / name / "said.txt").read_text()
@@ -274,65 +209,13 @@ def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     assert facts["parameters"] == said and facts["deepspeed"]["gradient_clipping"] == 0.5
 
 
-@pytest.mark.parametrize("name", [*SAVED, "bf16-nvme3"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> None:
     assert losses(files, f"resumed-{name}") == losses(files, name)[2:]  # to the bit
     whole, resumed = (
         load_file(files / output / f"checkpoint-{STEPS}" / "model.safetensors") for output in (name, f"resumed-{name}")
     )
     assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
-
-
-def test_states_on_nvme_are_in_files_but_for_those_too_small(files: Path) -> None:
-    state = files / "nvme3" / "checkpoint-2" / "state" / "deepspeed"
-    (swapped,) = (state / "offloaded_tensors" / "rank01").glob("exp_avg_sq*")
-    saved = torch.load(state / "zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
-    sizes = [states["exp_avg_sq"].numel() for states in saved["optimizer_state_dict"]["state"].values()]
-    assert 0 in sizes and max(sizes) > 0 and np.fromfile(swapped, np.float32).any()
-
-
-def test_every_run_has_a_folder_of_its_own_that_goes_with_it(tmp_path: Path) -> None:
-    told = DeepSpeedSettings("ds.json", 3, {"zero_optimization": {"offload_optimizer": {"nvme_path": str(tmp_path)}}})
-    one, other = nn.Identity(), nn.Identity()
-    folders = [Path(deepspeed_nvme.folder_of(engine, told)) for engine in (one, other)]
-    assert folders[0] != folders[1] and all(folder.parent == tmp_path and folder.is_dir() for folder in folders)
-    (folders[0] / "0_1.tensor.swp").write_bytes(b"0")
-    del one
-    assert [folder.exists() for folder in folders] == [False, True]
-
-
-def test_what_a_killed_run_left_goes_with_the_next_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
-    told = DeepSpeedSettings("ds.json", 3, {"zero_optimization": {"offload_optimizer": {"nvme_path": str(tmp_path)}}})
-    living = nn.Identity()
-    has = Path(deepspeed_nvme.folder_of(living, told))
-    left, others = tmp_path / "lightseq-killed", tmp_path / "of-others"
-    for folder in (left, others):
-        folder.mkdir()
-        (folder / "lock").touch()
-    next_one = nn.Identity()
-    assert Path(deepspeed_nvme.folder_of(next_one, told)).is_dir()
-    assert has.is_dir() and others.is_dir() and not left.exists()
-
-
-def test_folders_that_only_begin_their_names_like_a_run_s_stay(tmp_path: Path) -> None:
-    told = DeepSpeedSettings("ds.json", 3, {"zero_optimization": {"offload_optimizer": {"nvme_path": str(tmp_path)}}})
-    files = ["lightseq-data/tokens.bin", "lightseq-run/lock", "lightseq-run/checkpoint-3/manifest.json"]
-    files += ["lightseq-mine/lock", "lightseq-mine/notes.txt", "lightseq-empty/lock"]
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("" if "mine/lock" in name else "process 3 on host")
-    engine = nn.Identity()
-    assert Path(deepspeed_nvme.folder_of(engine, told)).is_dir()
-    assert [name for name in files if not (tmp_path / name).exists()] == []
-    assert not (tmp_path / "lightseq-data" / "lock").exists()
-
-
-def test_parts_of_another_size_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "0_3.tensor.swp").touch()
-    swapper = SimpleNamespace(swap_folder=str(tmp_path))
-    of = SimpleNamespace(optimizer_swapper=swapper, fp32_partitioned_groups_flat=[], _swappable_optimizer_subgroup=bool)
-    with pytest.raises(ValueError, match=r"has 1 parts .*, and sub_group_size makes 0; resume with the file"):
-        deepspeed_nvme._rename(of, tmp_path)
 
 
 def test_a_full_disk_under_files_of_states_is_raised_when_all_are_through() -> None:
@@ -349,60 +232,18 @@ def test_a_full_disk_under_files_of_states_is_raised_when_all_are_through() -> N
     engine = kind()
     engine.checkpoint_engine, engine.global_rank, engine.save_checkpoint = kind(), 1, save_checkpoint
     with patch.object(shutil, "copytree", full), pytest.raises(OSError, match="No space left on device"):
-        deepspeed_saving.save(engine, Path("nowhere"), "tag")
+        deepspeed.save_together(engine, Path("nowhere"), "tag")
     assert through and shutil.copytree is copy
 
 
-def test_what_nvme_needs_and_is_not_there_is_one_line(tmp_path: Path) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    told, world = DeepSpeedSettings("ds.json", 3, {}), World(1, 2, 1, 2, torch.device("cpu"))
-    with patch.object(AsyncIOBuilder, "is_compatible", lambda *_: False):
-        with pytest.raises(
-            ValueError, match=r"ds.json: offload_optimizer goes to 'nvme'.*install libaio-dev.*or give cpu"
-        ):
-            deepspeed_nvme.check_async_io(told, world)
-    broken = RuntimeError("Error building extension 'async_io'\nninja: stopped")
-    with patch.object(AsyncIOBuilder, "is_compatible", lambda *_: True), patch.object(
-        AsyncIOBuilder, "load", side_effect=broken
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"cannot be compiled \(Error building extension 'async_io'\); give cpu"):
-            deepspeed_nvme.check_async_io(told, world)
-
-
-@pytest.mark.parametrize("saved", ["cpu", "nvme"])
-def test_a_checkpoint_whose_states_were_elsewhere_is_refused(saved: str, tmp_path: Path) -> None:
-    zero = {name: {"zero_optimization": {"offload_optimizer": {"device": name}}} for name in ("cpu", "nvme")}
-    if saved == "nvme":
-        (tmp_path / "offloaded_tensors").mkdir()
-    for name, content in zero.items():
-        told = DeepSpeedSettings("ds.json", 3, content)
-        if name == saved:
-            deepspeed_nvme.check_saved_alike(told, tmp_path, Path("checkpoint-2"))
-        else:
-            with pytest.raises(ValueError, match=r"checkpoint-2 has .* resume with the file that it was saved with"):
-                deepspeed_nvme.check_saved_alike(told, tmp_path, Path("checkpoint-2"))
-
-
-@pytest.mark.slow
-def test_states_on_nvme_through_libaio(tmp_path: Path) -> None:
-    """A model whose states are larger than what DeepSpeed leaves in memory; it compiles for minutes."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        pytest.skip("libaio-dev is not installed")
-    write_inputs(tmp_path)
-    (tmp_path / "wide").mkdir()
-    wide = {**CONFIG.to_dict(), "hidden_size": 512, "intermediate_size": 1024}
-    (tmp_path / "wide" / "config.json").write_text(json.dumps(wide))
-    for name in ("zero3", "nvme3"):
-        write_settings(tmp_path, name)
-        line = words(
-            tmp_path, name, f"--model_name_or_path {tmp_path}/wide --max_steps 3 --deepspeed {tmp_path}/{name}.json"
-        )
-        ends = forked.World(2, f"llama3/train.py {line}", tmp_path).end(600)
-        assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
-    assert_equal_runs(tmp_path, "nvme3", "zero3")
+def test_a_checkpoint_with_its_states_on_nvme_is_refused(files: Path, tmp_path: Path) -> None:
+    saved = shutil.copytree(files / "zero3" / "checkpoint-2", tmp_path / "checkpoint-2")
+    (saved / "state" / "deepspeed" / "offloaded_tensors").mkdir()
+    line = words(files, "nvme", f"{COMMON} --deepspeed {files}/zero3.json --resume_from_checkpoint {saved}")
+    ends = spawn(2, run, [line])
+    assert [end.status for (end,) in ends] == [2, 2]
+    why = "was saved with its optimizer state on nvme, which is not supported; start from its weights with"
+    assert f"error: --resume_from_checkpoint {saved} {why} --model_name_or_path" in ends[0][0].err
 
 
 def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
@@ -446,7 +287,7 @@ def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files:
 
 
 def test_layers_leave_what_deepspeed_will_hold_in_host_memory(tmp_path: Path) -> None:
-    runs = ["offload2", "offload3", "nvme3"]
+    runs = ["offload2", "offload3"]
     write_inputs(tmp_path)
     for name in runs:
         write_settings(tmp_path, name)

@@ -16,7 +16,7 @@ from lightseq.models.flops import (
     recompute_flops,
     total_parameters,
 )
-from lightseq.training.step_stats import Work
+from lightseq.training.step_stats import FlopCounter
 
 LENGTH = 16
 
@@ -98,14 +98,16 @@ def test_recompute_by_hand() -> None:
     forward -= 2 * 3 * small_config().hidden_size * small_config().intermediate_size * 16  # of two layers, the last MLP
     assert recompute_flops(small_config(), 16, 3, "attention", group=2) == 3 * (linears + forward)
     assert recompute_flops(small_config(), 16, 3, "full", group=2) == 3 * (linears + forward + 6144)  # nor attention
-    mixed = Work(
-        small_config(), "attention", again=Placement((RECOMPUTE, KEEP, RECOMPUTE_OFFLOAD, OFFLOAD)).recomputed_share
+    mixed = FlopCounter(
+        small_config(),
+        "attention",
+        recomputed_layers=Placement((RECOMPUTE, KEEP, RECOMPUTE_OFFLOAD, OFFLOAD)).recomputed_share,
     )
     assert mixed.recomputed(3 * 16, 3 * 16**2) == 3 * (linears + 2 * 6144 / 2)
 
 
 def test_a_step_counts_tokens_and_the_squares_of_what_attends_to_itself() -> None:
-    work = Work(small_config(), "attention")
+    work = FlopCounter(small_config(), "attention")
     assert work.flops(3 * 16, 3 * 16**2) == model_flops(small_config(), 16, 3)
     assert work.flops(12 + 4, 12**2 + 4**2) == model_flops(small_config(), 12, 1) + model_flops(small_config(), 4, 1)
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import parallelize
+from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
@@ -76,7 +77,8 @@ def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: b
 def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> list[tuple[str, float]]:
     """Returns the relative L2 distance of each gradient of a compiled, recomputed step from that of an eager one."""
     device = torch.device(kind)
-    meshes, found = make_meshes(World(0, 1, 0, 1, device), 1, "full_shard"), []
+    world = World(0, 1, 0, 1, device)
+    meshes, found = make_meshes(world, 1, "full_shard"), []
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64, vocab_size=512,
@@ -84,10 +86,11 @@ def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> li
     for compiled in (False, True):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device)
-        techniques = parallelize.Techniques(
-            tokens, compute_dtype=torch.bfloat16, fp8=recipe, fp8_emulate=kind == "cpu", compile=compiled
-        )
-        loss_model, _ = parallelize.parallelize(model, meshes, device, techniques)
+        asked = TrainConfig(
+            model_name_or_path="m", data_path="d", output_dir="o", model_max_length=tokens, bf16=True, fp8=recipe,
+            fp8_emulate=kind == "cpu", torch_compile=compiled,
+        )  # fmt: skip
+        loss_model, _ = parallelize.parallelize(model, asked, world, meshes, parallelize.MemoryPlan())
         ids = torch.randint(0, 512, (1, tokens), device=device)
         (loss_model(ids, torch.arange(tokens, device=device)[None], ids.roll(-1, 1)) / tokens).backward()
         found.append({name: p.grad.to_local() for name, p in model.named_parameters()})  # type: ignore[union-attr]

@@ -37,13 +37,14 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.memory import offload
 from lightseq.models import weights
 from lightseq.modules import mlp
-from lightseq.parallelize import LossModel, Techniques, parallelize
+from lightseq.parallelize import LossModel, MemoryPlan, parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
@@ -584,12 +585,15 @@ def counted_attention() -> Iterator[list[int]]:
         yield ran
 
 
-def prepared(remat: str, **techniques: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
+def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     """A model as the trainer makes it, over all ranks, and one batch for it."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-    model = weights.build_on_meta(LlamaConfig(**SIZES | techniques.pop("config", {})))
+    model = weights.build_on_meta(LlamaConfig(**SIZES | flags.pop("config", {})))
     meshes = make_meshes(world, world.size, "full_shard")
-    loss_model, context = parallelize(model, meshes, CPU, Techniques(length=LENGTH, remat=remat, **techniques))
+    asked = {"model_name_or_path": "m", "data_path": "d", "output_dir": "o", "model_max_length": LENGTH}
+    config = TrainConfig(**asked, remat=remat, **flags)  # type: ignore[arg-type]
+    memory = MemoryPlan(state_on_host=config.state_on_host)
+    loss_model, context = parallelize(model, config, world, meshes, memory)
     weights.materialize(model, CPU)
     weights.initialize(model, seed=3)
     batch = hf.shard_batch(context, ids(), ids())
@@ -651,9 +655,9 @@ def test_attention_is_recomputed_only_under_full_and_a_layer_gathered_once_a_pas
     ("techniques", "units"),
     [
         ({}, []),
-        ({"state_on_host": True}, [SIZES["num_hidden_layers"]]),
-        ({"state_on_host": True, "layers_per_checkpoint": SIZES["num_hidden_layers"]}, [1]),
-        ({"state_on_host": True, "tile_layers": True}, []),
+        ({"offload": "optimizer"}, [SIZES["num_hidden_layers"]]),
+        ({"offload": "optimizer", "layers_per_checkpoint": SIZES["num_hidden_layers"]}, [1]),
+        ({"offload": "optimizer", "tile_layers": True}, []),
     ],
 )
 def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
@@ -665,7 +669,7 @@ def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
     assert come == units
 
 
-@pytest.mark.parametrize("techniques", [{}, {"tile_layers": True}, {"offload": "activations"}, {"compile": True}])
+@pytest.mark.parametrize("techniques", [{}, {"tile_layers": True}, {"offload": "activations"}, {"torch_compile": True}])
 @pytest.mark.parametrize(("policy", "again"), [("attention", 5), ("full", 5 + 3)])  # of 5 layers 2 end a group
 def test_of_a_group_that_runs_again_the_last_layer_keeps_what_attention_gives(
     alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
@@ -697,7 +701,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 def test_a_compiled_layer_runs_attention_once(alone: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, batch = prepared("none", config={"num_hidden_layers": 1})
-    compiled, _ = prepared("attention", config={"num_hidden_layers": 1}, compile=True)
+    compiled, _ = prepared("attention", config={"num_hidden_layers": 1}, torch_compile=True)
     plain(*batch).backward()
     with counted_attention() as ran:
         compiled(*batch).backward()

@@ -184,12 +184,12 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
     tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3
     with torch.no_grad():
-        stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, 7, False)[1:]
+        stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, 7)[1:]
     for operator, words, most in (
-        (tiled._gated_mlp, (flat, tensors, scales, 7, False, False), 2),
-        (tiled._gated_mlp_stored, (flat, tensors, scales, 7, False), 1),  # gate and up are whole
-        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains, 7, False), 3),
-        (tiled._gated_mlp_backward, (dout, flat, tensors, stored, scales, trains, 7, False), 3),
+        (tiled._gated_mlp, (flat, tensors, scales, 7, False), 2),
+        (tiled._gated_mlp_stored, (flat, tensors, scales, 7), 1),  # gate and up are whole
+        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains, 7), 3),
+        (tiled._gated_mlp_backward, (dout, flat, tensors, stored, scales, trains, 7), 3),
     ):
         with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
             operator._init_fn(*words)
@@ -334,7 +334,7 @@ def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
         getattr(torch.ops.lightseq, name).default,
-        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, *[False] * (2 if name == "gated_mlp" else 1)),
+        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, *[False] * (name == "gated_mlp")),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

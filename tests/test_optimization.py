@@ -26,7 +26,7 @@ from lightseq.training.optimization import (
     LocalAdamW,
     LossScaler,
     clip,
-    first_sick,
+    first_nonfinite,
     gradient_norms,
     make_optimizer,
     step_if_finite,
@@ -178,9 +178,9 @@ def test_a_step_without_a_finite_gradient_changes_nothing(name: str) -> None:
     assert not torch.equal(step(0.5)[0], before[0])
 
 
-def test_the_first_sick_parameter_is_found() -> None:
-    assert first_sick(torch.tensor([1.0, 2.0, 0.0])) == -1
-    assert first_sick(torch.tensor([1.0, float("inf"), float("nan")])) == 1
+def test_the_first_nonfinite_parameter_is_found() -> None:
+    assert first_nonfinite(torch.tensor([1.0, 2.0, 0.0])) == -1
+    assert first_nonfinite(torch.tensor([1.0, float("inf"), float("nan")])) == 1
 
 
 def test_an_overflow_halves_the_scale_and_forbids_the_step() -> None:

@@ -20,7 +20,7 @@ from lightseq.checkpoint.checkpoints import (
     remove_leftovers,
 )
 from lightseq.checkpoint.manifest import MANIFEST, find_damage
-from lightseq.training import loop
+from lightseq.training import train as training
 from lightseq.training.metrics import MetricsFile, damaged_lines, read_records
 from lightseq.training.output_directory import clear
 
@@ -171,14 +171,14 @@ def test_a_file_called_lock_that_no_run_wrote_is_not_emptied(files: Path, tmp_pa
 @pytest.fixture
 def meanwhile(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory into which another run saves after a program has looked, and before it holds the lock."""
-    take = loop.lock
+    take = training.lock
 
     def late(output_dir: Path, *rest: Any) -> Any:
         shutil.copytree(files / "whole", output_dir, dirs_exist_ok=True)
-        monkeypatch.setattr(loop, "lock", take)
+        monkeypatch.setattr(training, "lock", take)
         return take(output_dir, *rest)
 
-    monkeypatch.setattr(loop, "lock", late)
+    monkeypatch.setattr(training, "lock", late)
     yield tmp_path / "run"
 
 

@@ -26,6 +26,7 @@ from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
+from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import prepare
 
@@ -275,10 +276,11 @@ def _train(rank: int, folder: str, cases: list[dict[str, Any]], steps: int) -> l
             lr_scheduler_type="constant", **case,
         )  # fmt: skip
         world = World(rank, size, rank, size, CPU)
-        trainer = Trainer(config, prepare(config, llama3.FAMILY, world), world, None)
+        inputs = prepare(config, llama3.FAMILY, world)
+        trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
         losses = []
         for step in range(steps):
-            loss = trainer._step(step).loss.clone()
+            loss = trainer.step(step).loss.clone()
             dist.all_reduce(loss)
             losses.append(loss.item())
         want = _reference(folder, trainer.inputs.stream.sequences_per_step, steps)

@@ -21,7 +21,6 @@ from worlds import NCCL_WORLDS, gpu_of, spawn
 
 import llama2
 import llama3
-from lightseq import parallelize
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.distributed.mesh import World
@@ -30,7 +29,7 @@ from lightseq.models import adapters, weights
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
 from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.training.engine import Update
+from lightseq.training.engine import Update, build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import prepare
 
@@ -130,11 +129,12 @@ def make_trainer(
     )  # fmt: skip
     world_size = dist.get_world_size()
     world = World(rank, world_size, rank, world_size, device)
-    return Trainer(config, prepare(config, FAMILIES.get(model, llama2.FAMILY), world), world, "test")
+    inputs = prepare(config, FAMILIES.get(model, llama2.FAMILY), world)
+    return Trainer(config, inputs, world, build_engine(config, inputs, world))
 
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
-    mlp.TILE_TOKENS, parallelize.CHUNK_TOKENS, offload.MIN_BYTES = case.tile_tokens, case.chunk_tokens, 0
+    mlp.TILE_TOKENS, loss.CHUNK_TOKENS, offload.MIN_BYTES = case.tile_tokens, case.chunk_tokens, 0
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
         patch.setattr(torch, "compile", lambda f, **words: TORCH_COMPILE(f, backend="aot_eager"))
@@ -162,7 +162,7 @@ def _train(rank: int, folder: str, case: Case, steps: int, device: torch.device)
     trainer.engine.update = remember  # type: ignore[method-assign]
     losses, norms = [], []
     for step in range(steps):
-        result = trainer._step(step)
+        result = trainer.step(step)
         total = result.loss.clone()
         dist.all_reduce(total)
         losses.append(total.item())
@@ -312,11 +312,11 @@ def step_without_waiting(rank: int, folder: str) -> float:
         optim="adamw_torch_fused", save_strategy="no",
     )  # fmt: skip
     for step in range(2):  # kernels are compiled, the optimizer's state is made, positions are looked at once
-        trainer._step(step)
+        trainer.step(step)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        result = trainer._step(2)
+        result = trainer.step(2)
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):  # it would have been seen
             result.loss.item()
     finally:

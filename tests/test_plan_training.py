@@ -37,8 +37,9 @@ from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.run import planned_run as run_on_this_machine
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
+from lightseq.tools.plan.rehearsal import within_free_memory
 from lightseq.tools.verify.machines import machine
-from lightseq.training import loop
+from lightseq.training import train
 from lightseq.training.setup import warn_unreached
 
 LAYERS = 8
@@ -209,9 +210,10 @@ def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: 
 
 
 def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bytes_of(flags: str, counts_only: bool = False) -> float:
-        world = World(0, 4, 0, 4, torch.device("cpu"))
-        return host_memory_for_layers(planned_run(model, flags, 4), world, counts_only)
+    world = World(0, 4, 0, 4, torch.device("cpu"))
+
+    def bytes_of(flags: str) -> float:
+        return host_memory_for_layers(planned_run(model, flags, 4), world)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
@@ -221,7 +223,8 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))
     assert bytes_of("--offload both --host_memory_budget 20") == 20 * GIB
-    assert bytes_of("--offload both --host_memory_budget 20", counts_only=True) == 16 * GIB
+    rehearsed = within_free_memory(planned_run(model, "--offload both --host_memory_budget 20", 4).config, world)
+    assert rehearsed.host_memory_budget == 16
 
 
 @pytest.mark.parametrize("pins", [True, False])
@@ -246,7 +249,7 @@ def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
 
     def bytes_of(flags: str) -> float:
         run = planned_run(model, f"--bf16 --deepspeed ds.json --offload activations {flags}", 4)
-        return host_memory_for_layers(run, World(0, 4, 0, 4, torch.device("cpu")), False, settings)
+        return host_memory_for_layers(run, World(0, 4, 0, 4, torch.device("cpu")), settings)
 
     taken = 16 * GIB - bytes_of("") / FREE_SHARE
     least = bytes_of_a_weight * total_parameters(model) / 4
@@ -274,7 +277,7 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
 
 def _hinted(rank: int, command: str) -> tuple[int, str]:
     size = dist.get_world_size()
-    with patch.object(loop, "faster_notes", side_effect=ValueError("that has no plan")):
+    with patch.object(train, "faster_notes", side_effect=ValueError("that has no plan")):
         ended = run_in(World(rank, size, rank, size, torch.device("cpu")), "llama3", command)
     return ended.status, ended.err
 

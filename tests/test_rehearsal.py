@@ -1,6 +1,5 @@
 """Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
 
-import dataclasses
 import io
 import json
 import pickle
@@ -15,20 +14,29 @@ import torch
 import torch.distributed as dist
 from worlds import spawn
 
-from lightseq.attention.context import AttentionConfig, make_context
+from lightseq import hf
+from lightseq.attention.context import make_context
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
-from lightseq.kernels import Selection
-from lightseq.kernels.elided import Elided
+from lightseq.kernels import KernelSpec
+from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.models.family import preset_config
+from lightseq.modules import loss, mlp
 from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.mlp import LinearWeights, gated_mlp
 from lightseq.schedule.cost import AttentionShape
-from lightseq.tools.plan.rehearsal import STAGES
+from lightseq.tools.plan.rehearsal import (
+    MOST_WHOLE_TOKENS,
+    STAGES,
+    CountedMemory,
+    leave_out_attention,
+    rehearsal_patches,
+    scaled_down,
+)
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
@@ -62,10 +70,10 @@ def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_
 def _elided(rank: int) -> None:
     world = dist.get_world_size()
     shape = AttentionShape(64, 4, 2, 8)
-    config = AttentionConfig(dtype=torch.float32, device=torch.device("cpu"))
+    spec = KernelSpec("cpu", (0, 0), torch.float32, 8)
     for schedule in ("zigzag", "prefix", "ulysses"):
-        context = make_context(dist.group.WORLD, shape, dataclasses.replace(config, schedule=schedule))
-        object.__setattr__(context, "selection", Selection(Elided(context.selection.kernel)))
+        context = make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, schedule)
+        leave_out_attention(context)
         q, kv = (torch.randn(1, 64 // world, n, 8, requires_grad=True) for n in (4, 2))
         before = context.transport.bytes_sent
         out, _ = attention(q, kv, kv, context)
@@ -84,13 +92,37 @@ def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
         torch.randn(2, 6, 4).double(),
         torch.randn(4, 6).double(),
     )
-    whole, first = (
-        gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], 3, only) for only in (False, True)
-    )
-    assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
     hidden, head, labels = torch.randn(10, 4), torch.randn(7, 4), torch.arange(10) % 7
-    part = cross_entropy_sum(hidden, head, labels, 4, first_chunk_only=True)
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        out = gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], 3)
+        return out, cross_entropy_sum(hidden, head, labels, 4)
+
+    whole, total = results()
+    with rehearsal_patches(2 * MOST_WHOLE_TOKENS + 1, 2):
+        first, part = results()
+    assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
     torch.testing.assert_close(part, cross_entropy_sum(hidden[:4], head, labels[:4], 4))
+    with rehearsal_patches(2 * MOST_WHOLE_TOKENS, 2):  # short sequences run whole
+        again = results()
+    assert torch.equal(again[0], whole) and torch.equal(again[1], total)
+
+
+def test_counted_host_memory_takes_one_buffer_and_the_limit_holds() -> None:
+    for kind, places in ((CountedMemory, 1), (HostBufferPool, 10)):
+        memory = kind(10 * 4096, pinned=False)
+        taken = [memory.take(1024, torch.float32) for _ in range(11)]
+        assert [x is None for x in taken] == [False] * 10 + [True]
+        assert len({x.data_ptr() for x in taken if x is not None}) == places
+        assert memory.allocated_bytes == 10 * 4096
+
+
+def test_a_short_run_has_the_schedule_and_the_shrunk_tiles_of_the_long_one() -> None:
+    before = (hf.enable, mlp.TILE_TOKENS, loss.CHUNK_TOKENS)
+    with scaled_down(1000, 64_000):
+        assert (mlp.TILE_TOKENS, loss.CHUNK_TOKENS) == (128, 64)
+        assert hf.enable is not before[0]
+    assert (hf.enable, mlp.TILE_TOKENS, loss.CHUNK_TOKENS) == before
 
 
 def test_what_layers_keep_by_hand() -> None:
@@ -130,13 +162,13 @@ def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: di
 OUT_OF_MEMORY = """
 import sys, torch
 import llama3
-from lightseq.training import errors as endings
-from lightseq.training import loop as trainer
+from lightseq.training import errors
+from lightseq.training import loop
 from lightseq.training import command
-endings.RANK_0_SECONDS = 1.0
+errors.RANK_0_SECONDS = 1.0
 def fail(self, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
-trainer.Trainer._step = fail
+loop.Trainer.step = fail
 command.main(llama3.FAMILY, sys.argv[1:])
 """
 

@@ -38,14 +38,14 @@ from lightseq.distributed.mesh import World, make_meshes
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
-from lightseq.training import journal, loop
+from lightseq.training import loop, metrics
 from lightseq.training import train as training
 from lightseq.training.engine import FsdpEngine, Update
-from lightseq.training.git_info import commit
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import after_restart, begin, lock
 from lightseq.training.profiler import StepProfile
-from lightseq.training.setup import FoundModel, tokenizer_directory, unread
+from lightseq.training.run_info import commit
+from lightseq.training.setup import FoundModel, tokenizer_directory, warn_unused_lazy
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,14 +158,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Pat
 
 def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
     """A program that is gone after some step, as if its processes had been killed."""
-    step = loop.Trainer._step
+    step = loop.Trainer.step
 
     def last(self: loop.Trainer, index: int) -> Any:
         if index == last_step:
             raise SystemExit(9)
         return step(self, index)
 
-    loop.Trainer._step = last  # type: ignore[method-assign]
+    loop.Trainer.step = last  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -220,7 +220,7 @@ def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
         return update(self)
 
     FsdpEngine.update = planted  # type: ignore[method-assign]
-    journal.MOST_SKIPPED = 3
+    metrics.MOST_SKIPPED = 3
     return program(rank, family, words)
 
 
@@ -309,14 +309,14 @@ def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None
 
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
     """A program whose second rank gets a signal in its third step."""
-    step = loop.Trainer._step
+    step = loop.Trainer.step
 
     def signalled(self: loop.Trainer, index: int) -> Any:
         if rank == 1 and index == 2:
             signal.raise_signal(number)
         return step(self, index)
 
-    loop.Trainer._step = signalled  # type: ignore[method-assign]
+    loop.Trainer.step = signalled  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -486,14 +486,14 @@ def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: 
 KILLED = """
 import os, signal, sys
 import llama2
-from lightseq.training import loop as trainer
+from lightseq.training import loop
 from lightseq.training import command
-step = trainer.Trainer._step
+step = loop.Trainer.step
 def dying(self, index):
     if index == 3 and self.world.rank == 1 and not self.world.restarts:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, index)
-trainer.Trainer._step = dying
+loop.Trainer.step = dying
 command.main(llama2.FAMILY, sys.argv[1:])
 """
 
@@ -650,7 +650,7 @@ def test_lazy_preprocess_is_said_not_to_be_used_where_no_text_waits_to_be_tokeni
     words = f"--model_name_or_path m --output_dir o --lazy_preprocess True --data_path {tmp_path}"
 
     def said(more: str) -> tuple[str, ...]:
-        return unread(parse(f"{words}/{more}".split(), ""))
+        return warn_unused_lazy(parse(f"{words}/{more}".split(), ""))
 
     assert said("tokens") == (f"--lazy_preprocess True is not used: {tmp_path}/tokens holds tokens already",)
     assert said("text.jsonl") == said(f"tokens --eval_strategy steps --eval_data_path {tmp_path}/text.jsonl") == ()

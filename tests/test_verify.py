@@ -43,7 +43,7 @@ from lightseq.tools.verify.machines import differences
 from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
 from lightseq.tools.verify.transport import slow_ranks
-from lightseq.training import loop, sharding
+from lightseq.training import loop
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -146,20 +146,20 @@ def _drop_move_unproven(rank: int) -> Iterator[None]:
 
 
 def _shift_labels(rank: int) -> Any:
-    right = sharding.Sharding.__call__
+    right = loop.Sharding.__call__
 
-    def wrong(self: sharding.Sharding, batch: Any) -> Any:
+    def wrong(self: loop.Sharding, batch: Any) -> Any:
         mine = right(self, batch)
         return mine._replace(labels=mine.labels.roll(-1, 1))  # once more, inside the shard
 
-    return mock.patch.object(sharding.Sharding, "__call__", wrong)
+    return mock.patch.object(loop.Sharding, "__call__", wrong)
 
 
 def _restart_positions(rank: int) -> Any:
     def wrong(context: SequenceContext, length: int, device: torch.device) -> Tensor:
         return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
 
-    return mock.patch.object(sharding, "local_positions", wrong)
+    return mock.patch.object(loop, "local_positions", wrong)
 
 
 def _run_documents_together(rank: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 import llama2
 from lightseq.checkpoint import state_files
-from lightseq.training import journal, loop
+from lightseq.training import loop, metrics
 from lightseq.training.command import main as train_family
 from lightseq.training.engine import FsdpEngine, Update
 
@@ -21,13 +21,13 @@ def train(command: list[str]) -> None:
 
 def slow(rank: int, seconds: float) -> None:
     """Every step takes longer, so that a moment can be chosen."""
-    step = loop.Trainer._step
+    step = loop.Trainer.step
 
     def slower(self: loop.Trainer, index: int) -> Any:
         time.sleep(seconds)
         return step(self, index)
 
-    loop.Trainer._step = slower  # type: ignore
+    loop.Trainer.step = slower  # type: ignore
 
 
 def slow_disk(rank: int, seconds: float) -> None:
@@ -47,7 +47,7 @@ def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
     """One rank fails in a step, as a bug or a broken library would make it."""
     if rank != culprit:
         return
-    step = loop.Trainer._step
+    step = loop.Trainer.step
 
     def failing(self: loop.Trainer, index: int) -> Any:
         saving = any(thread.name == "saving" for thread in threading.enumerate())
@@ -55,13 +55,13 @@ def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
             raise RuntimeError("planted")
         return step(self, index)
 
-    loop.Trainer._step = failing  # type: ignore
+    loop.Trainer.step = failing  # type: ignore
 
 
 def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
     """One rank's gradient of one parameter is not a number from one step to another."""
     update, seen = FsdpEngine.update, [0]
-    journal.MOST_SKIPPED = most
+    metrics.MOST_SKIPPED = most
 
     def planted(self: FsdpEngine) -> Update:
         seen[0] += 1

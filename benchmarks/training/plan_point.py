@@ -33,6 +33,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.step_stats import DeviceTimestamp, StepResult
 
@@ -44,17 +45,17 @@ class MeasuredTrainer(Trainer):
     losses: list[Tensor]  # this rank's share
     peaks: dict[str, int] | None = None
 
-    def _step(self, step: int) -> StepResult:
-        result = super()._step(step)
+    def step(self, step: int) -> StepResult:
+        result = super().step(step)
         self.losses.append(result.loss)
         return result
 
     @contextmanager
-    def _phase(self, step: int, name: str) -> Iterator[None]:
+    def phase(self, step: int, name: str) -> Iterator[None]:
         self.moments.append((name, DeviceTimestamp(self.world.device)))
         if self.peaks is not None:
             torch.cuda.reset_peak_memory_stats()
-        with super()._phase(step, name):
+        with super().phase(step, name):
             yield
         if self.peaks is not None:  # the allocator's time is the host's
             self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
@@ -70,7 +71,7 @@ def main(words: Sequence[str]) -> None:
         try:
             config = without_traces(asked, folder)
             inputs = on_all_ranks(world, lambda: made_up_inputs(config, BOTH, world, folder))
-            trainer = MeasuredTrainer(config, inputs, world, None)
+            trainer = MeasuredTrainer(config, inputs, world, build_engine(config, inputs, world))
             trainer.moments, trainer.losses = [], []
             measured = measure(trainer, int(warmup), int(steps))
             if world.is_main:
@@ -87,7 +88,7 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
     taken = TakenByForward(trainer.loss_model, on_gpu)
     with trainer.explained_out_of_memory():
         for step in range(warmup):
-            trainer._step(step)
+            trainer.step(step)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -95,7 +96,7 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
         parts = trainer.memory_parts(taken.bytes if on_gpu else None)
         memory = memory_facts(trainer)
         peaks, spent = profiled(trainer, warmup + steps) if on_gpu else ({}, {})
-    offload = trainer.engine.offload
+    offload, plan = trainer.engine.offload, trainer.engine.memory
     host = {
         "offloaded_bytes": offload.memory.allocated_bytes if offload else 0,
         "host_rss_bytes": psutil.Process().memory_info().rss,
@@ -111,11 +112,11 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> dict[str, Any]
         **worst({**memory, **host}, world),
         "peak_by_phase_bytes": worst(peaks, world),
         "spent_ms": spent,
-        "state_on_host": trainer.state_on_host,
-        "layers_with_state_on_gpu": trainer.state_stays
-        if trainer.state_on_host
+        "state_on_host": plan.state_on_host,
+        "layers_with_state_on_gpu": plan.layers_with_state_on_gpu
+        if plan.state_on_host
         else trainer.model.config.num_hidden_layers,
-        "placement": trainer.placement.layers if trainer.placement else None,
+        "placement": plan.placement.layers if plan.placement else None,
         "tokens": trainer.inputs.stream.sequences_per_step * trainer.config.model_max_length,
         "schedule": trainer.context.schedule.name,
         "head_groups": trainer.context.schedule.turns,
@@ -129,7 +130,7 @@ def timed(trainer: MeasuredTrainer, warmup: int, steps: int) -> tuple[list[float
     """Seconds of every step on the slowest rank, and medians of its phases; the host runs one step ahead at most."""
     trainer.moments.clear()
     for step in range(steps):
-        trainer._step(warmup + step)
+        trainer.step(warmup + step)
         begun = [moment for name, moment in trainer.moments if name == "forward"]
         if step:
             begun[0].seconds_until(begun[-1])
@@ -175,7 +176,7 @@ def profiled(trainer: MeasuredTrainer, step: int) -> tuple[dict[str, int], dict[
     torch.cuda.synchronize()
     peaks = trainer.peaks = {}
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        trainer._step(step)
+        trainer.step(step)
         torch.cuda.synchronize()
     trainer.peaks = None
     if not trainer.world.is_main:

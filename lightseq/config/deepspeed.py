@@ -12,7 +12,7 @@ from lightseq.config.train_config import TrainConfig
 READ: Final = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler", "aio"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {
@@ -26,7 +26,6 @@ INSTEAD: Final[Mapping[str, str]] = {
 }
 ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 ADAMW_PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode")
-LEAST_BUFFERS: Final = 4  # for masters, gradients and two moments on their way from NVMe; and what DeepSpeed makes
 TALKS: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 
 
@@ -44,11 +43,6 @@ class DeepSpeedSettings:
 
     def on_cpu(self, part: str) -> bool:
         return self.device_of(part) == "cpu"
-
-    @property
-    def on_nvme(self) -> bool:
-        """Whether the optimizer's state is in files."""
-        return self.device_of("offload_optimizer") == "nvme"
 
     def device_of(self, part: str) -> str:
         return _device(self.settings["zero_optimization"], part)
@@ -101,7 +95,7 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
             raise ValueError(
                 f"{source}: {key} is not read here; {INSTEAD.get(key, 'it reaches nothing')}, so remove it"
             )
-    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "aio"):
+    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types"):
         if not isinstance(settings.get(key, {}), dict):
             raise ValueError(f"{source}: {key} is {json.dumps(settings[key])}; give an object")
     zero = settings.get("zero_optimization", {})
@@ -120,22 +114,14 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
 
 
 def _check_devices(zero: Mapping[str, Any], source: str) -> None:
-    stage, here = zero["stage"], f"{source}: offload_optimizer"
-    for part, devices in (("offload_optimizer", "cpu, nvme, or none"), ("offload_param", "cpu, or none")):
-        if _device(zero, part) not in devices.replace(",", "").split():
-            raise ValueError(f"{source}: {part} goes to {_device(zero, part)!r}; give {devices}")
-    if _device(zero, "offload_param") == "cpu" and stage != 3:
-        raise ValueError(f"{source}: offload_param works with stage 3, not stage {stage}; give 3, or remove it")
-    if _device(zero, "offload_optimizer") != "nvme":
-        return
-    if stage != 3:
-        raise ValueError(f"{here} goes to 'nvme', which works with stage 3, not stage {stage}; give 3, or cpu")
-    path = zero["offload_optimizer"].get("nvme_path")
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"{here} goes to 'nvme', but nvme_path is {json.dumps(path)}; give a folder on that disk")
-    count = zero["offload_optimizer"].get("buffer_count", LEAST_BUFFERS)
-    if isinstance(count, int) and count < LEAST_BUFFERS:
-        raise ValueError(f"{here} has buffer_count {count}; give at least {LEAST_BUFFERS}: AdamW has as many tensors")
+    for part in ("offload_optimizer", "offload_param"):
+        device = _device(zero, part)
+        if device == "nvme":
+            raise ValueError(f"{source}: {part} goes to 'nvme', which is not supported; give cpu, or use --offload")
+        if device not in ("cpu", "none"):
+            raise ValueError(f"{source}: {part} goes to {device!r}; give cpu, or none")
+    if _device(zero, "offload_param") == "cpu" and zero["stage"] != 3:
+        raise ValueError(f"{source}: offload_param works with stage 3, not stage {zero['stage']}; give 3, or remove it")
 
 
 def _device(zero: Mapping[str, Any], part: str) -> str:

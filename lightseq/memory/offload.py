@@ -31,15 +31,10 @@ def layers_in_flight(tile_layers: bool) -> int:
 
 
 class HostBufferPool:
-    """Reusable host buffers of at most `limit_bytes` in all; shorter batches reuse longer ones' buffers.
+    """Reusable host buffers of at most `limit_bytes` in all; shorter batches reuse longer ones' buffers."""
 
-    Some hosts take a minute to page-lock a hundred GiB: with `counts_only`, for rehearsals, all buffers of a size are
-    one.
-    """
-
-    def __init__(self, limit_bytes: float, pinned: bool, counts_only: bool = False) -> None:
+    def __init__(self, limit_bytes: float, pinned: bool) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
-        self.counts_only, self._made = counts_only, dict[int, Tensor]()
         self._make = PinnedMemory().empty if pinned else empty_pageable
         self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # in rising size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
@@ -59,11 +54,11 @@ class HostBufferPool:
         if self.allocated_bytes + size > self.limit_bytes:
             return None
         self.allocated_bytes += size
-        if not self.counts_only:
-            return self._make((elements,), dtype)
-        if size not in self._made:
-            self._made[size] = self._make((size,), torch.uint8)
-        return self._made[size].view(dtype)
+        return self.make(elements, dtype)
+
+    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns a new buffer."""
+        return self._make((elements,), dtype)
 
     def release(self, buffer: Tensor) -> None:
         """Makes a buffer available again."""

@@ -1,5 +1,7 @@
 """Cross entropy of a language model head over chunks of tokens, so that the logits never exist whole."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,19 +13,21 @@ IGNORE_INDEX = -100  # a label without a target, as in torch
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 
-def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS, first_chunk_only: bool = False
-) -> Tensor:
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
     hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
     sum over no valid label is 0, with zero gradients. Whatever divides it, and any upstream gradient, comes after.
-    `first_chunk_only` is for rehearsals: all memory is taken, and what lies past the first chunk is left as it was.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    computed = chunk_tokens if first_chunk_only else len(rows)
-    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), chunk_tokens, computed, with_gradient)
+    size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
+    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), size, with_gradient)
+
+
+def chunks(tokens: int, size: int) -> Iterator[slice]:
+    """Yields the rows of each chunk; the last may reach past the end."""
+    return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 @torch.no_grad()
@@ -33,10 +37,11 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
     Shaped as the labels, float32 (float64 for float64 inputs).
     """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    chunks = [slice(start, start + chunk_tokens) for start in range(0, len(rows), chunk_tokens)]
-    return torch.cat(
-        [_cross_entropy_(F.linear(rows[chunk], weight), targets[chunk], with_gradient=False) for chunk in chunks]
-    ).view(labels.shape)
+    losses = [
+        _cross_entropy_(F.linear(rows[chunk], weight), targets[chunk], with_gradient=False)
+        for chunk in chunks(len(rows), chunk_tokens)
+    ]
+    return torch.cat(losses).view(labels.shape)
 
 
 @torch.no_grad()
@@ -61,7 +66,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_N: Tensor,
         chunk_tokens: int,
-        computed: int,
         with_gradient: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -69,8 +73,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_ND) if with_gradient and ctx.needs_input_grad[0] else None
         # The sum over chunks stays in float32.
         dweight = torch.zeros_like(weight_VD, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
-        for start in range(0, computed, chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for chunk in chunks(len(hidden_ND), chunk_tokens):
             logits = F.linear(hidden_ND[chunk], weight_VD)
             total += _cross_entropy_(logits, labels_N[chunk], with_gradient).sum()
             if dhidden is not None:
@@ -88,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dhidden = _scaled(dhidden, dloss, dhidden.dtype)
         if dweight is not None:
             dweight = _scaled(dweight, dloss, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None, None
+        return dhidden, dweight, None, None, None
 
 
 def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:

@@ -18,31 +18,21 @@ from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, 
 
 TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
 LINEARS = ("gate_proj", "up_proj", "down_proj")
-MIN_TILE_TOKENS = 64  # of a tile in a short run that stands for a longer one
 
 
-def tile_mlps(
-    layers: Iterable[nn.Module],
-    first_tile_only: bool = False,
-    shrink: float = 1.0,
-    store: bool = False,
-    ends_layer: bool = False,
-) -> None:
+def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
     """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
     beside them or without; others stay.
 
     The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
     forward. With `store` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep
     them; then a layer whose MLP is another raises ValueError. With `store` or `ends_layer` no backward pass may need
-    what the MLP gives (`Architecture.mlp_is_last`): where a checkpoint runs the layer again it is not made.
-    `first_tile_only` is for rehearsals: all memory is taken, and what lies past the first tile is left as it was.
-    A run that stands for one `shrink` times as long has tiles so many times smaller.
+    what the MLP returns (`Architecture.mlp_is_last`), which is not computed where a checkpoint runs the layer again.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if mlp is not None and is_gated(mlp):
-            mlp.tile_tokens, mlp.first_tile_only = shrunk(TILE_TOKENS, shrink), first_tile_only
-            mlp.stores_products, mlp.ends_layer = store, ends_layer
+            mlp.tile_tokens, mlp.stores_products, mlp.ends_layer = TILE_TOKENS, store, ends_layer
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
         elif store:
             raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears, of which to keep gate and up")
@@ -67,23 +57,13 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         if x.numel() <= self.tile_tokens * x.shape[-1] and not store:
             return kind.forward(self, x)
         linears = [linear_weights(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.tile_tokens, self.first_tile_only, store, self.ends_layer)
+        return gated_mlp(x, linears, self.tile_tokens, store, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
 
-def shrunk(tokens: int, shrink: float) -> int:
-    """Returns a tile's size where a run stands for one that is `shrink` times as long."""
-    return max(min(tokens, MIN_TILE_TOKENS), int(tokens / shrink))
-
-
 def gated_mlp(
-    x: Tensor,
-    linears: Sequence[LinearWeights],
-    tile_tokens: int,
-    first_tile_only: bool = False,
-    store: bool = False,
-    ends_layer: bool = False,
+    x: Tensor, linears: Sequence[LinearWeights], tile_tokens: int, store: bool = False, ends_layer: bool = False
 ) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
@@ -95,8 +75,8 @@ def gated_mlp(
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
     if store:
-        return _gated_mlp_stored(flat, tensors, scales, tile_tokens, first_tile_only)[0].view(x.shape)
-    return _gated_mlp(flat, tensors, scales, tile_tokens, first_tile_only, ends_layer).view(x.shape)
+        return _gated_mlp_stored(flat, tensors, scales, tile_tokens)[0].view(x.shape)
+    return _gated_mlp(flat, tensors, scales, tile_tokens, ends_layer).view(x.shape)
 
 
 def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
@@ -114,14 +94,13 @@ def _gated_mlp(
     tensors: Sequence[Tensor],
     scales: Sequence[float],
     tile_tokens: int,
-    first_tile_only: bool,
     ends_layer: bool,
 ) -> Tensor:
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     if ends_layer and runs_again():
         return out
-    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul(gate, up, gate)
         down_HI.forward(gate, out=out[rows])
@@ -135,7 +114,6 @@ def _(
     tensors: Sequence[Tensor],
     scales: Sequence[float],
     tile_tokens: int,
-    first_tile_only: bool,
     ends_layer: bool,
 ) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
@@ -143,7 +121,7 @@ def _(
 
 @torch.library.custom_op("lightseq::gated_mlp_stored", mutates_args=())
 def _gated_mlp_stored(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the output, gate and up. If a checkpoint stored the latter two, the output is uninitialized memory."""
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
@@ -151,7 +129,7 @@ def _gated_mlp_stored(
 
     def compute() -> tuple[Tensor, Tensor]:
         gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
-        for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+        for rows in tiles(len(x_NH), tile_tokens):
             gate_IH.forward(x_NH[rows], out=gate[rows])
             up_IH.forward(x_NH[rows], out=up[rows])
             act = torch.empty_like(gate[rows])
@@ -166,7 +144,7 @@ def _gated_mlp_stored(
 
 @_gated_mlp_stored.register_fake
 def _(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int, first_tile_only: bool
+    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate_IH, up_IH, _ = _unflatten_linears(tensors, scales)
     gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
@@ -182,7 +160,6 @@ def _gated_mlp_backward(
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
-    first_tile_only: bool,
 ) -> list[Tensor]:
     """Returns the gradient of x and those of the tensors that train, in order. `stored` is gate and up, or empty."""
     linears = _unflatten_linears(tensors, scales)
@@ -190,7 +167,7 @@ def _gated_mlp_backward(
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     wanted = iter([_Sum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)])
     sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
-    for rows in tiles(len(x_NH), tile_tokens, first_tile_only):
+    for rows in tiles(len(x_NH), tile_tokens):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
         dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if stored else (gate, up)
@@ -212,7 +189,6 @@ def _(
     scales: Sequence[float],
     trains: Sequence[bool],
     tile_tokens: int,
-    first_tile_only: bool,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
 
@@ -256,9 +232,9 @@ class _Sum:
         return self._total.to(self._dtype)
 
 
-def tiles(tokens: int, size: int, first_only: bool) -> Iterator[slice]:
-    """Yields the rows of each tile, of the first alone for a rehearsal; the last may reach past the end."""
-    return (slice(start, start + size) for start in range(0, size if first_only else tokens, size))
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Yields the rows of each tile; the last may reach past the end."""
+    return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -285,7 +261,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, tensors, *ctx.others = inputs  # scales, tile_tokens, first_tile_only, and what may follow
+    x, tensors, *ctx.others = inputs  # scales, tile_tokens, and what may follow
     stored = output[1:] if isinstance(output, tuple) else ()
     ctx.set_materialize_grads(False)  # nothing comes back through what is kept
     ctx.save_for_backward(x, *stored, *tensors)
@@ -295,8 +271,8 @@ def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-de
     trains = list(ctx.needs_input_grad[1])
     x, *saved = ctx.saved_tensors
     stored, tensors = saved[: -len(trains)], saved[-len(trains) :]
-    scales, *sizes = ctx.others[:3]
-    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, stored, scales, trains, *sizes)
+    scales, tile_tokens = ctx.others[:2]
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, stored, scales, trains, tile_tokens)
     gradients = iter(found)
     return dx, [next(gradients) if t else None for t in trains], *(None for _ in ctx.others)
 

@@ -33,16 +33,14 @@ def tile_layers(
     layers: Iterable[nn.Module],
     store_attention: bool = True,
     compiled: bool = False,
-    first_tile_only: bool = False,
-    shrink: float = 1.0,
     options: dict[str, Any] | None = None,
 ) -> None:
     """Replaces the forward of every layer. Raises ValueError for layers that are put together in another way.
 
-    `first_tile_only` and `shrink` are for rehearsals, as in `tile_mlps`; `options` are the compiler's.
+    `options` are the compiler's.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-    tiled = _Tiled(step(project), step(finish), mlp.shrunk(mlp.TILE_TOKENS, shrink), store_attention, first_tile_only)
+    tiled = _Tiled(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
     for layer in layers:
         check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
@@ -80,7 +78,6 @@ class _Tiled:
     finish: Callable[..., Tensor]
     tile_tokens: int
     store_attention: bool
-    first_tile_only: bool
     layer: Any = None
     cos_sin: Pair = None  # type: ignore[assignment]
     others: Any = None  # arguments that attention is passed
@@ -88,7 +85,7 @@ class _Tiled:
     def tiles(self, x: Tensor) -> Iterator[slice]:
         size = max(1, self.tile_tokens // x.shape[0])
         size -= size % MULTIPLE if size > MULTIPLE else 0  # which FP8's products want
-        return mlp.tiles(x.shape[1], size, self.first_tile_only)
+        return mlp.tiles(x.shape[1], size)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole local sequence."""

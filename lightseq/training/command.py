@@ -1,4 +1,4 @@
-"""The program that trains, from its words on: help comes at once, torch and transformers for a run alone."""
+"""The training program's entry: help comes at once, and torch and transformers are imported for a run alone."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from lightseq.models.presets import ModelFamily
 
 
 def main(family: ModelFamily, argv: Sequence[str] | None = None, program: str = "") -> int:
-    """The program behind `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
+    """Runs `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
 
     Exits 2, with one line, on input that it refuses.
     """

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: one line, or the memory's table, on one rank; and all of them end."""
+"""Ends of runs that cannot go on: one line, or the memory's table, on one rank; and all ranks end."""
 
 import re
 import sys
@@ -23,7 +23,9 @@ LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)
 
 
 @contextmanager
-def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[[], Sequence[str]]) -> Iterator[None]:
+def explained_out_of_memory(
+    world: World, terminal: Terminal | None, explain: Callable[[], Sequence[str]]
+) -> Iterator[None]:
     """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
 
     Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
@@ -35,7 +37,8 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
         what = _memory_that_ended(error)
         if what is None:
             raise
-        terminal.close()
+        if terminal is not None:
+            terminal.close()
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it
@@ -52,7 +55,7 @@ def explained_out_of_memory(world: World, terminal: Terminal, explain: Callable[
 
 
 def _memory_that_ended(error: Exception) -> str | None:
-    """What happened, and for how many bytes; None if it is about something else. torch has no class for the host's."""
+    """Returns what ran out, and for how many bytes; None for other errors. torch has no class for the host's memory."""
     said = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(said.split(". ")[:2])
@@ -65,7 +68,7 @@ def _memory_that_ended(error: Exception) -> str | None:
 
 @contextmanager
 def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
-    """What is wrong with an example shows when it is read: one line, and this rank ends."""
+    """Ends this rank, with one line, on an example that cannot be read."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -77,7 +80,7 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
-    """A disk that takes no more of a file: one line, and this rank ends."""
+    """Ends this rank, with one line, on a disk that takes no more of a file."""
     try:
         yield
     except OSError as error:
@@ -89,7 +92,7 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
 
 @contextmanager
 def explained_silence() -> Iterator[None]:
-    """A rank did not answer and yet lives, so that the watchdog has nothing to say: one line, and this rank ends."""
+    """Ends this rank, with one line, on a rank that lives but did not answer: the watchdog has nothing to say then."""
     try:
         yield
     except RankNotResponding as error:

@@ -51,12 +51,12 @@ class Perplexity:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp(loss); None where there is none, or none that a float can hold."""
+    """Returns exp(loss); None where there is none, or none that a float can hold."""
     return None if loss is None or loss > math.log(1e308) else math.exp(loss)
 
 
 def bin_starts(bins: str, length: int) -> tuple[int, ...]:
-    """The first position of each bin: `powers` (contexts of 1, 2, 3-4, 5-8, … tokens), or a number of equal widths."""
+    """Returns the first position of each bin: `powers` (contexts of 1, 2, 3-4, 5-8, … tokens), or equal widths."""
     if bins == POWERS:
         return (0, *(2**power for power in range((length - 1).bit_length())))
     if not bins.isdecimal() or not 1 <= int(bins) <= length:
@@ -90,7 +90,7 @@ def measure(
 
 @contextmanager
 def evaluating(loss_model: nn.Module) -> Iterator[None]:
-    """The model as it is evaluated; in the end it is one that trains again."""
+    """Puts the model into evaluation within the block, and back into training after it."""
     loss_model.eval()
     try:
         with torch.no_grad():

@@ -1,298 +1,74 @@
-"""One training run on one rank: its steps, what they are measured by, and when it evaluates and saves."""
+"""The trainer, which takes steps and evaluates on one rank, and the loop that runs, logs and saves to the last step."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq.checkpoint import checkpoints, resume
-from lightseq.checkpoint.resume import ResumePoint
+from lightseq.attention.context import SequenceContext
+from lightseq.checkpoint import checkpoints
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.distributed.environment import launcher_note, launcher_shutdown_seconds, secrets
-from lightseq.distributed.mesh import Meshes, World, make_deterministic, make_meshes, on_all_ranks
+from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.distributed.environment import launcher_shutdown_seconds
+from lightseq.distributed.mesh import World
 from lightseq.distributed.preemption import StopRequest
 from lightseq.distributed.watchdog import Watchdog
-from lightseq.memory.planner.advice import auto_notes, faster_notes, out_of_memory
-from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.memory.planner.plan import host_memory_for_layers, plan_of_layers
-from lightseq.memory.planner.run import planned_run
+from lightseq.memory.planner.advice import out_of_memory
+from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.modules.fp8 import MULTIPLE
-from lightseq.parallelize import techniques_of
-from lightseq.schedule.documents import local_tokens
-from lightseq.training.deepspeed_engine import DeepSpeedEngine
-from lightseq.training.engine import Engine, FsdpEngine
+from lightseq.training.engine import Engine, memory_parts, tokens_per_forward
 from lightseq.training.errors import explained_data, explained_out_of_memory
 from lightseq.training.evaluation import Perplexity, Shard, measure
-from lightseq.training.gc_control import collected_together
-from lightseq.training.journal import Journal
-from lightseq.training.metrics import MIRRORS, MetricsFile, scalar, write_run
+from lightseq.training.metrics import Journal, MetricsFile, scalar
 from lightseq.training.optimization import LearningRate
-from lightseq.training.output_directory import begin, clear, continues, is_as_found, lock, set_earlier_aside
 from lightseq.training.profiler import StepProfile
-from lightseq.training.run_facts import describe, facts
 from lightseq.training.saving import Saving
 from lightseq.training.setup import Inputs
-from lightseq.training.sharding import Sharding
-from lightseq.training.step_stats import StepResult, Window, Work
+from lightseq.training.step_stats import FlopCounter, StepResult, StepStats
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
 
+COLLECT_STEPS = 50  # between two garbage collections; a step leaves some hundred objects in cycles, none a tensor
+
 
 class Trainer:
-    """One run on one rank. Without a command, which is for evaluations, it says nothing and leaves no files."""
+    """Takes optimizer steps and evaluates, on one rank. Says nothing by itself and leaves no files."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        inputs: Inputs,
-        world: World,
-        command: str | None,
-        rehearses: bool = False,
-        stands_for: int | None = None,  # the length of a longer run, whose schedule and tiles are taken
-        watchdog: Watchdog | None = None,  # None: nobody waits for its steps
-        look_again: Callable[[], Inputs] | None = None,  # finds the inputs anew
+        self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, watchdog: Watchdog | None = None
     ) -> None:
-        self.config, self.inputs, self.world = config, inputs, world
+        """`watchdog` is told of every phase of a step, where somebody waits for them."""
+        self.config, self.inputs, self.world, self.engine = config, inputs, world, engine
+        self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
         self.output_dir = Path(config.output_dir)
-        self.dtype = getattr(torch, config.compute_dtype)
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        if config.deterministic:
-            make_deterministic()
-        self.meshes: Meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
-        plan = plan_of_layers(config, inputs.model_config, world)
-        self.placement = plan.placement if plan else None
-        placed = self.placement.layers if self.placement else None
-        run = plan.run if plan else planned_run(config, inputs.model_config, world)
-        self._planned, self._rehearses = run, rehearses
-        host = host_memory_for_layers(run, world, rehearses, inputs.deepspeed)
-        self.state_on_host, self.state_stays = run.state_on_host, run.layers_with_state_on_gpu
-        where = (placed, self.state_on_host, self.state_stays, host)
-        techniques = techniques_of(config, *where, world.local_size, rehearses, stands_for)
-        parts = (config, inputs, world, self.meshes, techniques)
-        self.terminal = Terminal(inputs.total_steps, 0)
-        self._measured: Callable[[], Breakdown | None] = lambda: None
-        with self.explained_out_of_memory():
-            self.engine: Engine = DeepSpeedEngine(*parts, inputs.deepspeed) if inputs.deepspeed else FsdpEngine(*parts)
-        self.model, self.loss_model, self.context = self.engine.model, self.engine.loss_model, self.engine.context
+        self.first_step = inputs.stream.first_step
+        self.lengths, length_notes = _batch_lengths(config, inputs, engine)
+        self.notes = (*inputs.notes, *engine.memory.notes, *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
-        self._measured = self.memory_parts
-        with self.explained_out_of_memory():
-            on_all_ranks(world, self._resume)
-        self._lock = on_all_ranks(world, self._take_directory) if command is not None else None
-        if look_again is not None and self._others_wrote():
-            self.inputs = inputs = look_again()
-            with self.explained_out_of_memory():
-                on_all_ranks(world, self._resume)
-        self.notes = (*inputs.notes, *(auto_notes(plan) if plan else ()))
-        self.lengths = self._lengths()
         self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.first_step = inputs.stream.first_step
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.metrics = on_all_ranks(world, lambda: self._open_output(command)) if command is not None else None
-        saves = command is not None and config.save_strategy != "no"
-        self.saving = Saving(config, inputs, world, self.engine, self.terminal) if saves else None
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self.journal = Journal(
-            self.metrics, self.terminal, world, self.output_dir, trained, config.fp16, inputs.total_steps,
-            names_packing=len(self.lengths) > 1, patience_seconds=launcher_shutdown_seconds() if saves else None,
-        )  # fmt: skip
+        self.before_update: list[Callable[[], None]] = []  # called when gradients are there and weights still old
         self._watchdog = watchdog
         if watchdog is not None:
             watchdog.follow_progress(lambda: self.context.progress.passes)
-        self._stop: StopRequest | None = None  # while it trains
 
-    def _lengths(self) -> tuple[int, ...]:
-        """Returns the lengths that batches are padded to. Packed sequences are full and have one."""
-        longest = self.config.model_max_length
-        if self.config.packing != "none":
-            return (longest,)
-        if self.model.length_dependent_rope:
-            self.notes += (
-                "all batches are padded to --model_max_length, for the model's RoPE scales with their length",
-            )
-            return (longest,)
-        # A rank's part is then a multiple of what FP8 takes.
-        multiple = math.lcm(MULTIPLE * self.inputs.sequence_size, self.context.layout.chunk_count)
-        return bucket_lengths(longest, multiple)
+    def step(self, step: int) -> StepResult:
+        """Takes optimizer step `step`, counted from 0.
 
-    def _resume(self) -> None:
-        if self.inputs.resume_from is not None:
-            self.engine.restore(self.inputs.resume_from)
-            resume.restore_rng_state(self.inputs.resume_from, self.world)
-
-    def _take_directory(self) -> TextIO | None:
-        return lock(self.output_dir, self.world) if self.world.is_main else None
-
-    def _others_wrote(self) -> bool:
-        """Returns whether another run wrote here before this one held the lock; the same on all ranks."""
-        found = ResumePoint(self.inputs.resume_from, tuple((path, "") for path in self.inputs.passed_over))
-        wrote = [self._lock is not None and not is_as_found(self.output_dir, self.config, found, self.world)]
-        dist.broadcast_object_list(wrote)
-        return bool(wrote[0])
-
-    def _open_output(self, command: str) -> MetricsFile | None:
-        if self._lock is None:
-            return None
-        goes_on = continues(self.inputs.resume_from, self.output_dir)
-        if not goes_on:
-            self.notes += (clear if self.config.overwrite_output_dir else set_earlier_aside)(self.output_dir)
-        begin(self._lock, self.output_dir, self.world)
-        checkpoints.remove_leftovers(self.output_dir, checkpoints.PARTIAL)
-        for broken in self.inputs.passed_over:
-            checkpoints.set_aside(broken, checkpoints.BROKEN)
-        sinks = (MIRRORS[self.config.report_to](self.output_dir),) if self.config.report_to != "none" else ()
-        metrics = MetricsFile(self.output_dir, self.first_step, sinks, goes_on)
-        self.notes += metrics.notes + self._hints()
-        self.notes += launcher_note() if self.config.save_strategy != "no" else ()
-        write_run(self.output_dir, facts(self, command), secrets())
-        self.terminal.header(describe(self), self.notes)
-        return metrics
-
-    def _hints(self) -> tuple[str, ...]:
-        if self._rehearses or self.inputs.deepspeed:  # too short to gain from it; an engine that the plan does not know
-            return ()
-        return tuple(faster_notes(self._planned, self.world, self.inputs.total_steps - self.first_step))
-
-    def train(self) -> None:
-        """Runs to the last step, or to the one after which a signal ends it."""
-        around = self.saving.around() if self.saving is not None else nullcontext()
-        with StopRequest() as self._stop, self.explained_out_of_memory(), around, collected_together() as collect:
-            try:
-                saved, stopped_by = self._run_steps(self._stop, collect)
-            finally:
-                self._mark(None, "saving")
-        self.terminal.close()
-        if self.metrics is not None:
-            best = checkpoints.best_checkpoint(self.output_dir) if self.config.keep_best else None
-            self.terminal.summary(saved, self.metrics.path, self.journal.losses, best, stopped_by)
-        if self._lock is not None:
-            self._lock.close()
-
-    def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
-        """Steps, logging, evaluating and saving on the way; the newest checkpoint, and the signal that ended it."""
-        saved, last = self.inputs.resume_from, self.inputs.total_steps
-        if self.first_step < last:
-            self._try_longest()
-        profile = StepProfile(self.config, self.output_dir, self.world, self.memory_parts)
-        window, closed, stopped_by = self._window(), None, None
-        for done in range(self.first_step + 1, last + 1):
-            profile.before(done)
-            with record_function(f"step {done}"):
-                window.results.append(self._step(done - 1))
-            profile.after(done)
-            collect(done)
-            stopped_by, save_failed = stop.poll_result()
-            ends = done == last or stopped_by is not None
-            if done % self.config.logging_steps == 0 or ends:
-                self.journal.record(closed)  # a step late: the device is busy with this one while the host reads
-                own_seconds = self.engine.stopwatch.seconds()
-                closed = window.close(done, self._work(), self.context.rank == 0, own_seconds)
-                window = self._window()
-            evaluates = self._due(done, self.config.eval_strategy, self.config.eval_steps)
-            saves = self._due(done, self.config.save_strategy, self.config.save_steps)
-            saves |= ends and self.saving is not None
-            evaluates |= saves and self.config.keep_best
-            if evaluates or ends:
-                self.journal.record(closed)
-                closed = None
-            if self.saving is not None and save_failed:
-                self.saving.fail()
-            if self.saving is not None and self.saving.can_prepare:
-                with window.paused():
-                    self.saving.prepare()
-            found = self._evaluated(done, window) if evaluates else None
-            if saves and self.saving is not None:
-                self._mark(done, "saving")
-                with window.paused(saves=True):
-                    saved = self.saving.save(done, found.loss if found is not None else None)
-                self.journal.record(closed)  # only now: the device knows its copies, and has not waited for them
-                closed = None
-            if ends:
-                break
-        profile.close()
-        return saved, stopped_by
-
-    def _evaluated(self, done: int, window: Window) -> Perplexity:
-        with window.paused():
-            found = self.evaluate()
-            self.journal.log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
-        return found
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a forward pass on one rank."""
-        c = self.config
-        tokens = local_tokens(self.context.schedule, c.model_max_length, c.packing != "none")
-        return tokens * c.per_device_train_batch_size
-
-    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
-        """What the peak so far was made of. `taken_by_forward` is what a forward pass left taken, where measured."""
-        c, model, device = self.config, self.inputs.model_config, self.world.device
-        states = state_bytes(self.model, c, self.state_on_host)
-        logits, gradients = loss_bytes(model, c, self.local_tokens)
-        kept = kept_activations(model, c, self.local_tokens)
-        if taken_by_forward is not None:
-            kept = max(0, taken_by_forward - gradients)
-        elif self.engine.offload is not None:
-            kept = max(0, kept - self.engine.offload.memory.allocated_bytes)
-        transport = self.context.transport
-        buffers, held = transport.buffer_bytes, transport.buffer_bytes + transport.recorded_bytes
-        peak = torch.cuda.max_memory_allocated(device) + held if device.type == "cuda" else 0
-        working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
-        return Breakdown(*states, kept, logits + gradients, buffers, working)
-
-    def explained_out_of_memory(self) -> AbstractContextManager[None]:
-        model = self.inputs.model_config
-
-        def explain() -> list[str]:
-            return out_of_memory(self.config, model, self.world, self._measured())
-
-        return explained_out_of_memory(self.world, self.terminal, explain)
-
-    def _window(self) -> Window:
-        return Window(self.world, self.context.transport, self.engine.offload)
-
-    def _work(self) -> Work:
-        c = self.config
-        on_fp8_cores = c.fp8 is not None and not c.fp8_emulate
-        again = self.placement.recomputed_share if self.placement else 0.0
-        remat = (c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
-        return Work(self.inputs.model_config, *remat, self.adapter_parameters, on_fp8_cores, again)
-
-    def _try_longest(self) -> None:
-        """Takes the memory of the longest batch once before the first step, unless that step has such a batch.
-
-        A run that does not fit ends here, and no buffer grows later.
+        Waits for the device under float16 and with an optimizer that is not fused.
         """
-        self._mark(self.first_step, "data")  # a step before the first one
-        if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
-            self._mark(self.first_step, "forward")
-            blank = padding_batch(self.config.per_device_train_batch_size, self.lengths[-1])
-            self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
-
-    def _batches(self, step: int) -> list[Batch]:
-        """This rank's batches of a step, as long as those of the other data ranks."""
-        with explained_data(self.world, self.terminal):
-            batches = [
-                self.inputs.stream.batch(step, a, self.inputs.data_rank)
-                for a in range(self.config.gradient_accumulation_steps)
-            ]
-        return trim_padding(batches, self.lengths, self.meshes.data_ranks)
-
-    def _step(self, step: int) -> StepResult:
-        """Optimizer step `step`, counted from 0. Waits for the device under float16 and with an optimizer not fused."""
         begin = time.perf_counter()
-        self._mark(step + 1, "data")
+        self.mark(step + 1, "data")
         batches = self._batches(step)
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
@@ -300,25 +76,23 @@ class Trainer:
         divisor = targets.clamp_min(1)
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
-            with self._phase(step, "forward"):
+            with self.phase(step, "forward"):
                 mine = self.shard(batch)
                 imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
                 share = self.loss_model(*mine) / divisor
-            with self._phase(step, "backward"):
+            with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
-        with self._phase(step, "update"):
-            if self.saving is not None:
-                self.saving.wait_before_update()
-            if self._stop is not None:  # the ranks agree while the host launches the update
-                self._stop.begin_poll(self.saving is not None and self.saving.failed)
-            norm, sick = self.engine.update()
+        with self.phase(step, "update"):
+            for call in self.before_update:
+                call()
+            update = self.engine.update()
         return StepResult(
-            loss,
-            norm,
-            sick,
-            rate,
+            loss=loss,
+            grad_norm=update.norm,
+            nonfinite=update.nonfinite,
+            learning_rate=rate,
             valid_tokens=valid,
             targets=targets,
             positions=sum(batch.input_ids.numel() for batch in batches),
@@ -328,40 +102,234 @@ class Trainer:
             data_seconds=data_seconds,
         )
 
-    @contextmanager
-    def _phase(self, step: int, name: str) -> Iterator[None]:
-        """For the trace of a profile, and for whoever looks for a rank that does not go on."""
-        self._mark(step + 1, name)
-        with record_function(name):
-            yield
+    def try_longest(self) -> None:
+        """Takes the memory of the longest batch once before the first step, unless that step has such a batch.
 
-    def _mark(self, step: int | None, phase: str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.mark(step, phase)
+        A run that does not fit ends here, and no buffer grows later.
+        """
+        self.mark(self.first_step, "data")  # a step before the first one
+        if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
+            self.mark(self.first_step, "forward")
+            blank = padding_batch(self.config.per_device_train_batch_size, self.lengths[-1])
+            self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
-        """Mean loss over every valid token of the evaluation data, whole and by position."""
+        """Returns the mean loss over every valid token of the evaluation data, whole and by position."""
         stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
         assert stream is not None, "evaluation was refused without data"
 
         def shards() -> Iterator[Shard]:
             for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
-                self._mark(None, "evaluation")
+                self.mark(None, "evaluation")
                 yield self.shard(*trim_padding([stream.batch(step, 0, data_rank)], self.lengths, stream.data_ranks))
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
+    def mark(self, step: int | None, phase: str) -> None:
+        """Tells the watchdog, if there is one, what this rank begins."""
+        if self._watchdog is not None:
+            self._watchdog.mark(step, phase)
+
+    @contextmanager
+    def phase(self, step: int, name: str) -> Iterator[None]:
+        """Names a part of a step in the trace of a profile, and for whoever looks for a rank that does not go on."""
+        self.mark(step + 1, name)
+        with record_function(name):
+            yield
+
+    @property
+    def local_tokens(self) -> int:
+        return tokens_per_forward(self.config, self.context)
+
+    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
+        """Returns what the peak of device memory so far was made of."""
+        return memory_parts(self.config, self.engine, self.world.device, taken_by_forward)
+
+    def explained_out_of_memory(self) -> AbstractContextManager[None]:
+        def explain() -> list[str]:
+            return out_of_memory(self.config, self.inputs.model_config, self.world, self.memory_parts())
+
+        return explained_out_of_memory(self.world, self.terminal, explain)
+
+    def _batches(self, step: int) -> list[Batch]:
+        """Returns this rank's batches of a step, as long as those of the other data ranks."""
+        with explained_data(self.world, self.terminal):
+            batches = [
+                self.inputs.stream.batch(step, a, self.inputs.data_rank)
+                for a in range(self.config.gradient_accumulation_steps)
+            ]
+        return trim_padding(batches, self.lengths, self.engine.meshes.data_ranks)
+
     def _over_data_ranks(self, count: int) -> Tensor:
-        """A count of one sequence-parallel group summed over all of them, on the device."""
-        if self.meshes.data_ranks == 1:
+        """Sums a count of one sequence-parallel group over all of them, on the device."""
+        if self.engine.meshes.data_ranks == 1:
             return scalar(count, torch.int64, self.world.device)
         total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
         dist.all_reduce(total)
         return total
 
+
+def _batch_lengths(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the lengths that batches are padded to, and what to say of them."""
+    longest = config.model_max_length
+    if config.packing != "none":  # packed sequences are full
+        return (longest,), ()
+    if engine.model.length_dependent_rope:
+        note = "all batches are padded to --model_max_length, for the model's RoPE scales with their length"
+        return (longest,), (note,)
+    # A rank's part is then a multiple of what FP8 takes.
+    multiple = math.lcm(MULTIPLE * inputs.sequence_size, engine.context.layout.chunk_count)
+    return bucket_lengths(longest, multiple), ()
+
+
+class Sharding:
+    """Cuts a rank's part out of a whole batch and brings it to the device, without the host waiting for that."""
+
+    def __init__(self, context: SequenceContext, device: torch.device) -> None:
+        self._context, self._device = context, device
+        self._positions: dict[int, Tensor] = {}  # by length: alike for every batch without documents
+
+    def __call__(self, batch: Batch) -> Shard:
+        ids, labels, documents = local_batch(self._context, batch.input_ids, batch.labels, batch.boundaries)
+        if documents is not None:
+            positions = self._to_device(packed_positions(self._context, documents))
+        else:
+            positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)
+        return Shard(self._to_device(ids), positions, self._to_device(labels), documents)
+
+    def _global_positions(self, length: int) -> Tensor:
+        if length not in self._positions:
+            self._positions[length] = local_positions(self._context, length, self._device)
+        return self._positions[length]
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
+
+
+class TrainingLoop:
+    """Runs a trainer's steps to the end of a run: logs, evaluates and saves on the way."""
+
+    def __init__(self, trainer: Trainer, metrics: MetricsFile | None) -> None:
+        """`metrics` is there on rank 0."""
+        saves = trainer.config.save_strategy != "no"
+        self.trainer, self._metrics = trainer, metrics
+        self._saving = Saving(trainer) if saves else None
+        self._flops = _flop_counter(trainer)
+        self.journal = Journal(trainer, metrics, patience_seconds=launcher_shutdown_seconds() if saves else None)
+
+    def run(self) -> None:
+        """Runs to the last step, or to the one after which a signal ends it."""
+        trainer, config = self.trainer, self.trainer.config
+        around = self._saving.around() if self._saving is not None else nullcontext()
+        with StopRequest() as stop, trainer.explained_out_of_memory(), around, collected_together() as collect:
+            try:
+                saved, stopped_by = self._run_steps(stop, collect)
+            finally:
+                trainer.mark(None, "saving")
+        trainer.terminal.close()
+        if self._metrics is not None:
+            best = checkpoints.best_checkpoint(trainer.output_dir) if config.keep_best else None
+            trainer.terminal.summary(saved, self._metrics.path, self.journal.losses, best, stopped_by)
+
+    def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
+        """Returns the newest checkpoint, and the signal that ended the steps, if one did."""
+        trainer, config, saving = self.trainer, self.trainer.config, self._saving
+        saved, last = trainer.inputs.resume_from, trainer.inputs.total_steps
+
+        def before_update() -> None:
+            if saving is not None:
+                saving.wait_before_update()
+            stop.begin_poll(saving is not None and saving.failed)  # the ranks agree while the host launches the update
+
+        trainer.before_update.append(before_update)
+        if trainer.first_step < last:
+            trainer.try_longest()
+        profile = StepProfile(config, trainer.output_dir, trainer.world, trainer.memory_parts)
+        stats, pending, stopped_by = self._new_stats(), None, None
+        for done in range(trainer.first_step + 1, last + 1):
+            profile.before(done)
+            with record_function(f"step {done}"):
+                stats.results.append(trainer.step(done - 1))
+            profile.after(done)
+            collect(done)
+            stopped_by, save_failed = stop.poll_result()
+            ends = done == last or stopped_by is not None
+            if done % config.logging_steps == 0 or ends:
+                self.journal.record(pending)  # a step late: the device is busy with this one while the host reads
+                pending = stats.close(done, trainer.context.rank == 0, trainer.engine.stopwatch.seconds())
+                stats = self._new_stats()
+            saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
+            evaluates = self._due(done, config.eval_strategy, config.eval_steps) or (saves and config.keep_best)
+            if evaluates or ends:
+                self.journal.record(pending)
+                pending = None
+            if saving is not None and save_failed:
+                saving.fail()
+            if saving is not None and saving.can_prepare:
+                with stats.paused():
+                    saving.prepare()
+            found = self._evaluated(done, stats) if evaluates else None
+            if saves and saving is not None:
+                trainer.mark(done, "saving")
+                with stats.paused(saves=True):
+                    saved = saving.save(done, found.loss if found is not None else None)
+                self.journal.record(pending)  # only now: the device knows its copies, and has not waited for them
+                pending = None
+            if ends:
+                break
+        profile.close()
+        return saved, stopped_by
+
+    def _evaluated(self, done: int, stats: StepStats) -> Perplexity:
+        with stats.paused():
+            found = self.trainer.evaluate()
+            self.journal.log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
+        return found
+
+    def _new_stats(self) -> StepStats:
+        engine = self.trainer.engine
+        return StepStats(self.trainer.world, self._flops, engine.context.transport, engine.offload)
+
     def _due(self, done: int, strategy: str, every: int) -> bool:
-        """Whether something happens after `done` steps; an epoch ends with the step that reads its last example."""
+        """Returns whether it is time after `done` steps; an epoch ends with the step that reads its last example."""
         if strategy == "steps":
             return done % every == 0
-        epochs = self.inputs.stream.epochs_after
+        epochs = self.trainer.inputs.stream.epochs_after
         return strategy == "epoch" and int(epochs(done)) > int(epochs(done - 1))
+
+
+def _flop_counter(trainer: Trainer) -> FlopCounter:
+    config, placement = trainer.config, trainer.engine.memory.placement
+    return FlopCounter(
+        model=trainer.inputs.model_config,
+        remat=config.remat_policy,
+        layers_per_checkpoint=config.layers_per_checkpoint,
+        tiled=config.tile_layers,
+        adapters=trainer.adapter_parameters,
+        fp8=config.fp8 is not None and not config.fp8_emulate,
+        recomputed_layers=placement.recomputed_share if placement else 0.0,
+    )
+
+
+@contextmanager
+def collected_together() -> Iterator[Callable[[int], None]]:
+    """Collects garbage on all ranks at once: a rank that stops for it by itself makes all others wait.
+
+    Nothing is collected but by the function that this yields, which is called after every step. What is there at the
+    beginning, a model's modules among it, is not looked through again.
+    """
+
+    def collect(step: int) -> None:
+        if step % COLLECT_STEPS == 0:
+            gc.collect()
+
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

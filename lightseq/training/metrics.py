@@ -1,23 +1,36 @@
-"""What a run leaves behind to be read: run.json, metrics.jsonl, and mirrors of the latter."""
+"""The records of a run: run.json, metrics.jsonl and its mirrors, and the journal that writes them step by step."""
+
+from __future__ import annotations
 
 import json
 import math
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightseq.data.batches import PADDING_WARNING_SHARE
+from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
+from lightseq.training.errors import end_for_skipped_steps, explained_writing
+from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
+
+if TYPE_CHECKING:
+    from lightseq.training.loop import Trainer
+    from lightseq.training.step_stats import PendingRecord
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 DAMAGED = ".damaged"  # after the name of a file that holds what is no record
+UNNAMED = 2**31  # in place of a parameter's number: some gradient is not finite, nobody knows whose
+MOST_SKIPPED = 20  # steps in a row without a finite gradient
+TELLING_STEPS = 10  # whose padding is taken for that of the run
 EVENTS = ".lightseq"  # ends the names of the files for tensorboard: in runs/ other programs have theirs
 PACKAGES: Final = (
     *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
@@ -173,8 +186,85 @@ def check_mirror(name: str) -> None:
         raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
 
 
+class Journal:
+    """Reports steps in the metrics and on the terminal; ends a run that learns from none any more.
+
+    Every rank reads the same figures, for they end together; the one with `metrics` writes and shows them.
+    """
+
+    def __init__(self, trainer: Trainer, metrics: MetricsFile | None, patience_seconds: float | None = None) -> None:
+        """`patience_seconds` is how long a launcher waits for the ranks to save and end after a signal."""
+        self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
+        self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
+        self._patience_seconds = patience_seconds
+        self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        self._scales_loss = trainer.config.fp16  # the scale is halved after each step that it made overflow
+        self._suggests_packing = len(trainer.lengths) > 1
+        self.losses: list[float] = []
+        self._skipped = 0  # steps in a row, up to the last record
+        self._steps = self._positions = 0  # recorded
+        self._padding = 0.0  # of the positions
+
+    def record(self, pending: PendingRecord | None) -> None:
+        """Waits for the device to finish the steps of a record, if there is one, and reports them."""
+        if pending is None:
+            return
+        record = pending.record()
+        if record.loss is not None:
+            self.losses.append(record.loss)
+        self.log(asdict(record))
+        self._compare_with_patience(record.step_seconds)
+        if record.steps_without_target:
+            which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
+            self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
+        self._note_padding(record, pending.steps)
+        nonfinite = pending.nonfinite_parameters()
+        for step in range(record.step - pending.steps + 1, record.step + 1):
+            self._skipped = self._skipped + 1 if step in nonfinite else 0
+            too_high_a_scale = self._scales_loss and self._skipped < MOST_SKIPPED
+            if step not in nonfinite or too_high_a_scale:
+                continue
+            whose = "a gradient" if nonfinite[step] == UNNAMED else f"the gradient of {self._trained[nonfinite[step]]}"
+            what = f"{whose} is not finite"
+            self._note(f"step {step}: {what}; the step was skipped")
+            if self._skipped >= MOST_SKIPPED:
+                end_for_skipped_steps(step, self._skipped, what, self._output_dir, self._world, self._terminal)
+
+    def _note_padding(self, record: StepRecord, steps: int) -> None:
+        """Notes once, when enough steps tell it or the run ends, that much of it is padding."""
+        self._steps += steps
+        self._positions += steps * record.tokens
+        self._padding += steps * record.tokens * record.padding_percent / 100
+        tells = self._steps >= TELLING_STEPS or record.step == self._last_step
+        if self._suggests_packing and tells and self._padding >= PADDING_WARNING_SHARE * self._positions:
+            self._suggests_packing = False
+            share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
+            self._note(f"{share}; --packing best_fit, with a batch size of 1, fills sequences with whole documents")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            with explained_writing(self._metrics.path, self._world, self._terminal):
+                self._metrics.write(record)
+            self._terminal.show(record)
+
+    def _compare_with_patience(self, step_seconds: float) -> None:
+        """Warns once of steps that take longer than a launcher waits for their end."""
+        patience = self._patience_seconds
+        if patience is None or step_seconds <= patience:
+            return
+        self._patience_seconds = None
+        self._note(
+            f"warning: a step takes {step_seconds:.0f} s, and torch's launcher kills the ranks {patience:.0f} s after "
+            f"SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
+        )
+
+    def _note(self, line: str) -> None:
+        if self._world.is_main:
+            self._terminal.note(line)
+
+
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
-    """run.json, whole or not at all, without `secrets` and whatever else looks like one."""
+    """Writes run.json, whole or not at all, without `secrets` and whatever else looks like one."""
     partial = directory / f"{RUN}.partial"
     partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
     partial.rename(directory / RUN)
@@ -198,7 +288,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
-    """Peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
+    """Returns peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
 
     `outside_bytes` of device memory are held that torch's allocator does not know of: buffers that peers map. Of what
     it has reserved, recordings hold `recorded_bytes`, which do not count as allocated.
@@ -211,7 +301,7 @@ def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tup
 
 
 def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums and maxima over all ranks, float64 on the device: two collectives, and the host waits for nothing."""
+    """Returns sums and maxima over all ranks, float64 on the device, by two collectives; the host waits for nothing."""
     total = torch.stack([x.double() if isinstance(x, Tensor) else scalar(x, torch.float64, device) for x in sums])
     highest = torch.stack([scalar(x, torch.float64, device) for x in worst])
     dist.all_reduce(total)
@@ -220,5 +310,5 @@ def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: to
 
 
 def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number on the device by way of a kernel: to copy it there, the host would wait for all work before it."""
+    """Makes a number on the device by a kernel: to copy it there, the host would wait for all work before it."""
     return torch.full((), x, dtype=dtype, device=device)

@@ -32,7 +32,7 @@ def check_optimizer(name: str, device: torch.device) -> None:
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile would need on this device and does not find."""
+    """Returns what torch.compile needs on this device and does not find."""
     from torch._inductor import cpp_builder, exc  # takes a second to import
     from torch.utils._triton import has_triton
 
@@ -46,7 +46,7 @@ def _missing_compiler(device: torch.device) -> str | None:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101), its states in 8 bits (arXiv 2110.02861) or not, or SGD.
+    """Makes AdamW (arXiv 1711.05101), its states in 8 bits (arXiv 2110.02861) or not, or SGD.
 
     Weight decay on matrices alone, not on norms and biases.
     """
@@ -131,12 +131,12 @@ class LearningRate:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of every gradient, as plain tensors that share its memory."""
+    """Returns this rank's part of every gradient, as plain tensors that share its memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
-    """L2 norm of every parameter's gradient over all ranks; their own norm is the global one.
+    """Returns the L2 norm of every parameter's gradient over all ranks; the norm of these is the global one.
 
     On the device, or on the host if some gradients wait there.
     """
@@ -152,21 +152,21 @@ def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
 
 
 def _norm_on_host(x: Tensor) -> Tensor:
-    """Row by row: of a whole tensor torch adds the squares with one thread, and so many to one float32 that it is off
-    by half a per cent for 60 million values."""
+    """Returns the L2 norm, added row by row.
+
+    For a whole tensor torch adds the squares with one thread, into a float32 that is off by half a per cent at 60
+    million values.
+    """
     flat = x.reshape(-1)
     whole = len(flat) - len(flat) % NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
     return torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)]).norm()
 
 
-UNNAMED = 2**31  # in the place of a parameter's number: some gradient is not finite, nobody knows whose
-
-
-def first_sick(norms: Tensor) -> Tensor:
-    """The index of the first norm that is not finite, -1 if all are; on the device."""
-    sick = ~torch.isfinite(norms)
-    return torch.where(sick.any(), sick.int().argmax(), -1)
+def first_nonfinite(norms: Tensor) -> Tensor:
+    """Returns the index of the first norm that is not finite, -1 if all are; on the device."""
+    nonfinite = ~torch.isfinite(norms)
+    return torch.where(nonfinite.any(), nonfinite.int().argmax(), -1)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
@@ -202,7 +202,7 @@ class LossScaler:
     growth_interval: int = 2000
 
     def unscale(self, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
-        """The true norm, and whether the step may be taken. Waits for the device."""
+        """Returns the true norm, and whether the step may be taken. Waits for the device."""
         norm = norm / self.scale
         finite = bool(torch.isfinite(norm))
         if finite:

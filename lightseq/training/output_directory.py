@@ -1,4 +1,6 @@
-"""The directory that a run writes into: whose it is, whether it may be used, and what a restart goes on with there."""
+"""The directory that a run writes into: who holds it, whether it may be used, and what a restart goes on with."""
+
+from __future__ import annotations
 
 import fcntl
 import json
@@ -8,13 +10,18 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TextIO, TypeGuard
+from typing import TYPE_CHECKING, Final, TextIO, TypeGuard
+
+import torch.distributed as dist
 
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
+
+if TYPE_CHECKING:
+    from lightseq.training.setup import Inputs
 
 LOCK = "lock"  # of the run that writes there
 EARLIER = ".earlier"  # after the name of a file that is not of this run
@@ -52,11 +59,19 @@ def check_output_dir(output_dir: Path, config: TrainConfig, found: ResumePoint, 
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
-    """Whether a run goes on in the directory of the one that it resumes."""
+    """Returns whether a run goes on in the directory of the one that it resumes."""
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
-def is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> bool:
+def another_run_wrote(held: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
+    """Returns whether another run wrote here before rank 0 `held` the lock; the same on all ranks."""
+    found = ResumePoint(inputs.resume_from, tuple((path, "") for path in inputs.passed_over))
+    wrote = [held is not None and not _is_as_found(Path(config.output_dir), config, found, world)]
+    dist.broadcast_object_list(wrote)
+    return bool(wrote[0])
+
+
+def _is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> bool:
     """Returns whether no other run has written there since this one looked. To be asked under the lock."""
     newest = checkpoints.list_checkpoints(output_dir)[-1:]
     try:
@@ -69,7 +84,7 @@ def is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """What a run does that its launcher started again (--max_restarts): goes on from its newest checkpoint, if any.
+    """Resumes from the newest checkpoint, if any, where the launcher started the run again (--max_restarts).
 
     A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
     """
@@ -125,7 +140,7 @@ def _check_lock(held: TextIO, output_dir: Path) -> None:
 
 
 def begin(held: TextIO, output_dir: Path, world: World) -> None:
-    """What lies in the directory is of this launch from now on: where it is started again, it goes on with that."""
+    """Marks the directory as this launch's: where it is started again, it goes on with what lies there."""
     if not _begun_by(output_dir, world):
         held.write(_launch(world))
         held.flush()

@@ -65,7 +65,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _memory(self) -> dict[str, Any]:
-        """Bytes on this rank's GPU: the peak by what it was for, what this process holds, what all hold together."""
+        """Returns bytes on this rank's GPU: the peak by category, what this process holds, what all hold together."""
         if self._device.type != "cuda" or self._parts is None:
             return {}
         parts, (free, size) = self._parts(), torch.cuda.mem_get_info(self._device)

@@ -1,23 +1,25 @@
-"""What a checkpoint of a run is made of, and how the run waits for one that is being written when it ends."""
+"""The contents of a run's checkpoints, and the wait for one that is being written when the run ends."""
+
+from __future__ import annotations
 
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
-from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import report_error, secrets
-from lightseq.distributed.mesh import World, exit_process
+from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
-from lightseq.training.engine import Engine
-from lightseq.training.setup import Inputs
-from lightseq.training.terminal import Terminal
 from lightseq.utils.masking import mask_secrets
+
+if TYPE_CHECKING:
+    from lightseq.training.loop import Trainer
 
 NOTED_SECONDS = 1.0  # of waiting for the save before
 PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
@@ -26,17 +28,20 @@ PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being writte
 class Saving:
     """The checkpoints of one run, on one rank."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, terminal: Terminal) -> None:
-        self._config, self._inputs, self._world, self._engine = config, inputs, world, engine
-        self._terminal, self._dtype = terminal, getattr(torch, config.compute_dtype)
-        kept = (config.save_total_limit, config.keep_best)
-        self._saver = CheckpointSaver(Path(config.output_dir), world, *kept, config.async_save, 2 * config.step_timeout)
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
+        self._config, self._inputs, self._world, self._engine = config, trainer.inputs, trainer.world, trainer.engine
+        self._terminal, self._dtype = trainer.terminal, getattr(torch, config.compute_dtype)
+        limits = (config.save_total_limit, config.keep_best)
+        self._saver = CheckpointSaver(
+            trainer.output_dir, trainer.world, *limits, config.async_save, 2 * config.step_timeout
+        )
         self._prepared = False
         self._warned = False  # of saves that follow each other too closely
 
     @property
     def failed(self) -> bool:
-        """Whether a save that was begun has failed here; the others will know once they have been asked."""
+        """True once a save that was begun has failed here; the others know after they have been asked."""
         return self._saver.failed
 
     def fail(self) -> None:
@@ -45,13 +50,15 @@ class Saving:
         raise SaveError("a checkpoint could not be saved on another rank")
 
     def wait_before_update(self) -> None:
-        """To be called before weights change: they may still be on their way to the host."""
+        """Waits until weights may change: they may still be on their way to the host."""
         self._saver.wait_before_update()
 
     @property
     def can_prepare(self) -> bool:
-        """Whether what a save will copy is known, and was not before: where float16 overflows, the first steps are
-        skipped, and the optimizer has no state yet."""
+        """True once what a save will copy is known, until it is prepared.
+
+        Where float16 overflows, the first steps are skipped, and the optimizer has no state yet.
+        """
         always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
         return not self._prepared and (always_known or bool(self._engine.optimizer.state))
 
@@ -73,7 +80,7 @@ class Saving:
         return self._saver.save(step, facts, tensors, self._write_model)
 
     def _wait_for_the_one_before(self, step: int) -> None:
-        """There is room for one save's copies; whoever saves faster than the disk writes is told so, once."""
+        """Waits: there is room for one save's copies. Warns once of saves that come faster than the disk writes."""
         begin = time.monotonic()
         self._saver.wait()
         waited = time.monotonic() - begin
@@ -104,7 +111,7 @@ class Saving:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The steps: what is being saved at their end is saved, and if that fails all ranks say so and end."""
+        """Encloses the steps: finishes what is being saved at their end; if that fails, all ranks say so and end."""
         try:
             yield
             self._saver.wait()

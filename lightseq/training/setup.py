@@ -1,4 +1,4 @@
-"""Everything a run can refuse, looked at before any process waits for another and before anything is written."""
+"""The inputs of a run: model, data, tokenizer, checkpoint. Refuses what cannot work before anything is written."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +37,12 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class
-from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
+
+UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,12 @@ class Inputs:
 
 
 def prepare(config: TrainConfig, family: ModelFamily, world: World, found: ResumePoint = FRESH_START) -> Inputs:
-    """Raises ValueError with one line for whatever cannot be met. Writes nothing, and waits for no other rank."""
+    """Finds and checks a run's inputs. Raises ValueError with one line for whatever cannot be met.
+
+    Writes nothing, and waits for no other rank.
+    """
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
-    resume_from = found.path
     check_output_dir(Path(config.output_dir), config, found, world)
     model = find_model(config, family, world)
     if model.lora and config.random_init and config.save_strategy != "no":
@@ -75,11 +78,58 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
     data_ranks = world.size // model.sequence_size
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
-    same: tuple[str, ...] = ()
-    if resume_from is not None:
-        resume.check_engine(resume_from, deepspeed.name if deepspeed else None, world.size)
-        same = check_model(resume_from, config, model.config, model.lora) + check_flags(resume_from, config)
-    stream = BatchStream(
+    changed = _check_checkpoint(config, world, model, deepspeed, found.path)
+    stream, resumed = _resumed(_training_stream(config, world, model, data_ranks), found.path)
+    eval_stream = None
+    if config.eval_data_path and config.eval_strategy != "no":
+        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        require_target(eval_examples, config.eval_data_path)
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    total_steps = config.max_steps or stream.steps
+    if found.path is not None and total_steps < stream.first_step:
+        raise ValueError(
+            f"--resume_from_checkpoint {found.path} is after step {stream.first_step}, and this run ends at step "
+            f"{total_steps}; give a larger --max_steps"
+        )
+    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+    room = _check_room(config, model, stream, total_steps)
+    # Last, for it can take hours: everything else has been looked at.
+    directory = fetch(model, world, found.path)
+    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
+    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.damaged)
+    notes += changed + resumed + profiled + warn_unused_lazy(config) + room
+    notes += warn_unreached(config, stream, total_steps)
+    if found.path is not None and total_steps == stream.first_step:
+        notes += (f"nothing to train: {found.path} is after step {stream.first_step} of {total_steps}",)
+    return Inputs(
+        model_config=model.config,
+        weights=directory,
+        stream=stream,
+        eval_stream=eval_stream,
+        total_steps=total_steps,
+        sequence_size=model.sequence_size,
+        data_rank=world.rank // model.sequence_size,
+        resume_from=found.path,
+        deepspeed=deepspeed,
+        notes=notes + model.warnings,
+        lora=model.lora,
+        passed_over=tuple(path for path, _ in found.damaged),
+        tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+    )
+
+
+def _check_checkpoint(
+    config: TrainConfig, world: World, model: "FoundModel", deepspeed: DeepSpeedSettings | None, path: Path | None
+) -> tuple[str, ...]:
+    """Raises ValueError for a checkpoint of another run; returns what to say of flags that are not as they were."""
+    if path is None:
+        return ()
+    resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
+    return check_model(path, config, model.config, model.lora) + check_flags(path, config)
+
+
+def _training_stream(config: TrainConfig, world: World, model: "FoundModel", data_ranks: int) -> BatchStream:
+    return BatchStream(
         find_examples(config.data_path, model, config, world),
         config.model_max_length,
         config.per_device_train_batch_size,
@@ -89,50 +139,22 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         seed=config.seed,
         packed=config.packing != "none",
     )
-    stream, resumed = _resumed(stream, resume_from)
-    eval_stream = None
-    if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config, world)
-        require_target(eval_examples, config.eval_data_path)
-        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
-    total_steps = config.max_steps or stream.steps
-    if resume_from is not None and total_steps < stream.first_step:
-        raise ValueError(
-            f"--resume_from_checkpoint {resume_from} is after step {stream.first_step}, and this run ends at step "
-            f"{total_steps}; give a larger --max_steps"
-        )
-    profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
+
+
+def _check_room(config: TrainConfig, model: "FoundModel", stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+    """Raises ValueError where the disk has no room for a checkpoint; returns a warning where not for all."""
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
-    one_bytes, there = saved_bytes(trained, config), len(checkpoints.list_checkpoints(Path(config.output_dir)))
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
-    room = check_disk(Path(config.output_dir), one_bytes, saves, there, config)
-    # Last, for it can take hours: everything else has been looked at.
-    directory = fetch(model, world, resume_from)
-    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.damaged) + same + resumed + profiled
-    notes += unread(config) + ((room,) if room else ()) + warn_unreached(config, stream, total_steps)
-    if resume_from is not None and total_steps == stream.first_step:
-        notes += (f"nothing to train: {resume_from} is after step {stream.first_step} of {total_steps}",)
-    return Inputs(
-        model.config,
-        directory,
-        stream,
-        eval_stream,
-        total_steps,
-        model.sequence_size,
-        world.rank // model.sequence_size,
-        resume_from,
-        deepspeed,
-        notes + model.warnings,
-        model.lora,
-        tuple(path for path, _ in found.damaged),
-        tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+    directory = Path(config.output_dir)
+    room = check_disk(
+        directory, saved_bytes(trained, config), saves, len(checkpoints.list_checkpoints(directory)), config
     )
+    return (room,) if room else ()
 
 
-def unread(config: TrainConfig) -> tuple[str, ...]:
-    """What to say of --lazy_preprocess where no text waits to be tokenised; commands that are kept may have it."""
+def warn_unused_lazy(config: TrainConfig) -> tuple[str, ...]:
+    """Returns a note where --lazy_preprocess has no text to tokenise; commands that are kept may have it."""
     rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
     if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
         return ()
@@ -141,7 +163,7 @@ def unread(config: TrainConfig) -> tuple[str, ...]:
 
 
 def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
-    """What was asked for and will not have come by the last step."""
+    """Returns warnings of what was asked for and does not come before the last step."""
     found, first = [], stream.first_step
     if total_steps == first:
         return ()  # nothing to train, which is said
@@ -161,7 +183,7 @@ def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
-    """The stream from where a checkpoint left it, however many sequences a step had then."""
+    """Returns the stream from where a checkpoint left it, however many sequences a step had then."""
     if resume_from is None:
         return stream, ()
     facts = checkpoints.read_trainer_state(resume_from)
@@ -173,7 +195,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
 
 
 def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
-    """What to say of steps to profile that are past: a run that was started again has the words of the first."""
+    """Returns a warning of steps to profile that are past: a run started again has the flags of the first."""
     if config.profile_steps is None:
         return ()
     if config.profile_memory and device.type != "cuda":
@@ -232,10 +254,7 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
-    algorithm = SCHEDULES.get(config.schedule)  # None: auto
-    uneven = (
-        config.packing != "none" and sequence_size > 1 and algorithm is not None and algorithm.packed_work == "uneven"
-    )
+    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
     areas = (
         f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
         "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
@@ -261,7 +280,7 @@ def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data
 
 
 def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Path | None:
-    """The directory of a model's weights; None if they are drawn from the seed.
+    """Returns the directory of a model's weights; None if they are drawn from the seed.
 
     Raises ValueError where a manifest beside them tells that they are damaged, unless they have been `looked_at`.
     """
@@ -272,7 +291,7 @@ def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Pat
 
 
 def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
-    """Where the tokenizer lies that the model is trained with: with its weights, or where `--tokenizer` says."""
+    """Returns the directory of the tokenizer: with the weights, or where `--tokenizer` says."""
     named = model.tokenizer
     if named == ByteTokenizer.name or named is None:
         return None

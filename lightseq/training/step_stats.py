@@ -1,4 +1,4 @@
-"""The steps between two records: collected, reduced over the ranks and read without the device ever waiting."""
+"""Statistics of the steps between two records: collected, reduced over ranks, read without the device waiting."""
 
 import math
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from lightseq.training.metrics import StepRecord, hardware, memory, reduce_over_
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank knows of one optimizer step; the tensors stay on the device."""
+    """Facts of one optimizer step that one rank knows; the tensors stay on the device."""
 
     loss: Tensor  # this rank's share: the sum over ranks is the loss
     grad_norm: Tensor
-    sick: Tensor  # the first parameter without a finite gradient, or -1
+    nonfinite: Tensor  # the first parameter without a finite gradient, or -1
     learning_rate: float
     valid_tokens: int  # of this rank's sequence-parallel group
     targets: Tensor  # of all groups, as the device counted them
@@ -35,33 +35,41 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What tokens cost, the same in every step of a run. Padding does not count as work."""
+class FlopCounter:
+    """FLOPs of tokens, the same in every step of a run. Padding does not count as work."""
 
     model: PreTrainedConfig
     remat: str
-    group: int = 1  # layers under one checkpoint
+    layers_per_checkpoint: int = 1
     tiled: bool = False  # layers run over tiles
     adapters: int = 0  # weights of adapters, where these alone train
-    fp8: bool = False  # the linear layers ran on FP8 cores, whose peak is then what counts
-    again: float = 0.0  # the share of layers that keep their input alone, whatever `remat` says
+    fp8: bool = False  # the linear layers run on FP8 cores, whose peak is then what counts
+    recomputed_layers: float = 0.0  # share of layers that keep their input alone, whatever `remat` says
 
     def flops(self, tokens: int, squares: int) -> int:
-        """FLOPs of steps of so many tokens. `squares` is the sum of the squared lengths of what attends to itself."""
+        """Returns the FLOPs of steps of so many tokens.
+
+        `squares` is the sum of the squared lengths of what attends to itself.
+        """
         return model_flops(self.model, tokens, 1, self.adapters, squares / max(1, tokens) ** 2)
 
     def recomputed(self, tokens: int, squares: int) -> float:
-        """FLOPs that the backward passes of such steps repeat."""
-        how = (self.group, self.tiled, squares / max(1, tokens) ** 2)
-        layers, others = (recompute_flops(self.model, tokens, 1, remat, *how) for remat in ("full", self.remat))
-        return self.again * layers + (1 - self.again) * others
+        """Returns the FLOPs that the backward passes of such steps repeat."""
+        whole, by_policy = (
+            recompute_flops(
+                self.model, tokens, 1, remat, self.layers_per_checkpoint, self.tiled, squares / max(1, tokens) ** 2
+            )
+            for remat in ("full", self.remat)
+        )
+        return self.recomputed_layers * whole + (1 - self.recomputed_layers) * by_policy
 
 
 @dataclass
-class Window:
+class StepStats:
     """Collects steps, from the moment it is made."""
 
     world: World
+    flops: FlopCounter
     transport: Transport
     offload: Offload | None = None
     results: list[StepResult] = field(default_factory=list)
@@ -70,109 +78,116 @@ class Window:
         self._bytes_before = self.transport.bytes_sent
         self._begin = DeviceTimestamp(self.world.device)
         self._pauses: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []
-        self.saving: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []  # what of the pauses was for a checkpoint
+        self._saving: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []  # the pauses for checkpoints
 
     @contextmanager
     def paused(self, saves: bool = False) -> Iterator[None]:
-        """Evaluation and saving do not count as step time."""
+        """Keeps evaluation and saving out of the step time."""
         begin = DeviceTimestamp(self.world.device)
         yield
         pause = begin, DeviceTimestamp(self.world.device)
-        (self.saving if saves else self._pauses).append(pause)
+        (self._saving if saves else self._pauses).append(pause)
 
-    def close(self, step: int, work: Work, speaks_for_group: bool, own_seconds: float) -> "Closed":
-        """Ends with `step`. Every rank closes its window; the device has yet to come this far.
+    def close(self, step: int, speaks_for_group: bool, own_seconds: float) -> "PendingRecord":
+        """Ends with `step`. Every rank closes its stats; the device has yet to come this far.
 
         `own_seconds` is what this rank took for work that is the same on every rank and waits for nobody.
         """
-        device, end = self.world.device, DeviceTimestamp(self.world.device)
-        loss = torch.stack([result.loss for result in self.results]).sum()
-        speaking = self.results if speaks_for_group else []
-        valid = sum(result.valid_tokens for result in speaking)
-        positions, tokens = sum(result.positions for result in speaking), sum(result.tokens for result in speaking)
-        squares = sum(result.squares for result in speaking)
-        data_seconds = sum(result.data_seconds for result in self.results)
-        sent = self.transport.bytes_sent - self._bytes_before
-        offloaded = self.offload.memory.allocated_bytes if self.offload else 0
-        imbalance = max(result.imbalance for result in self.results)
-        slowest = math.floor(own_seconds * 1e9) * self.world.size + self.world.rank  # the time, and whose it is
-        taken = memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
-        worst = [data_seconds, *taken, offloaded, imbalance, slowest]
-        sums: list[float | Tensor] = [loss, valid, positions, tokens, squares, sent, own_seconds]
-        reduced = reduce_over_ranks(sums, worst, device)
-        norm = self.results[-1].grad_norm.to(device, torch.float64, non_blocking=True)
-        sick = torch.stack([result.sick for result in self.results]).to(device, torch.float64, non_blocking=True)
-        learnt = torch.stack([result.targets for result in self.results]) > 0
-        numbers = torch.cat([*reduced, norm.reshape(1), learnt.sum(dtype=torch.float64).reshape(1), sick])
+        device, end, results = self.world.device, DeviceTimestamp(self.world.device), self.results
+        speaking = results if speaks_for_group else []
+        allocated, reserved, rss = memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
+        sums: dict[str, float | Tensor] = {
+            "loss": torch.stack([result.loss for result in results]).sum(),
+            "valid_tokens": sum(result.valid_tokens for result in speaking),
+            "positions": sum(result.positions for result in speaking),
+            "tokens": sum(result.tokens for result in speaking),
+            "squares": sum(result.squares for result in speaking),
+            "sent_bytes": self.transport.bytes_sent - self._bytes_before,
+            "own_seconds": own_seconds,
+        }
+        worst: dict[str, float] = {
+            "data_seconds": sum(result.data_seconds for result in results),
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "rss_bytes": rss,
+            "offloaded_bytes": self.offload.memory.allocated_bytes if self.offload else 0,
+            "imbalance": max(result.imbalance for result in results),
+            # the time, and the rank that took it
+            "slowest": math.floor(own_seconds * 1e9) * self.world.size + self.world.rank,
+        }
+        reduced = reduce_over_ranks([*sums.values()], [*worst.values()], device)
+        norm = results[-1].grad_norm.to(device, torch.float64, non_blocking=True).reshape(1)
+        learnt = (torch.stack([result.targets for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
+        nonfinite = torch.stack([result.nonfinite for result in results]).to(device, torch.float64, non_blocking=True)
+        numbers = torch.cat([*reduced, norm, learnt, nonfinite])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-        pauses, saving = tuple(self._pauses), tuple(self.saving)
-        rate = self.results[-1].learning_rate
-        return Closed(
-            step,
-            work,
-            self.world,
-            len(self.results),
-            rate,
-            numbers,
-            self._begin,
-            end,
-            pauses,
-            saving,
-            DeviceTimestamp(device),
+        return PendingRecord(
+            step=step,
+            steps=len(results),
+            learning_rate=results[-1].learning_rate,
+            world=self.world,
+            flops=self.flops,
+            names=(*sums, *worst, "grad_norm", "steps_with_target"),
+            numbers=numbers,
+            begin=self._begin,
+            end=end,
+            pauses=tuple(self._pauses),
+            saving=tuple(self._saving),
+            arrived=DeviceTimestamp(device),
         )
 
 
 @dataclass(frozen=True)
-class Closed:
-    """A window whose figures are on their way to the host; `arrived` is when they are there."""
+class PendingRecord:
+    """A record whose figures are on their way to the host; they are there once `arrived` has passed."""
 
     step: int
-    work: Work
-    world: World
     steps: int
     learning_rate: float
-    numbers: Tensor
+    world: World
+    flops: FlopCounter
+    names: tuple[str, ...]
+    numbers: Tensor  # by name, and then of each step the first parameter without a finite gradient
     begin: DeviceTimestamp
     end: DeviceTimestamp
     pauses: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
     saving: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
     arrived: DeviceTimestamp
 
-    def sick_parameters(self) -> dict[int, int]:
-        """Of every skipped step, the first parameter whose gradient was not finite. Once the figures are there."""
+    def nonfinite_parameters(self) -> dict[int, int]:
+        """Returns, by skipped step, the first parameter whose gradient was not finite. Once the figures are there."""
         first, found = self.step - self.steps + 1, self.numbers[-self.steps :].tolist()
         return {first + i: int(parameter) for i, parameter in enumerate(found) if parameter >= 0}
 
     def record(self) -> StepRecord:
-        """The record of the last step, alike on every rank. Waits for the device to have finished it."""
+        """Returns the record of the last step, alike on every rank. Waits for the device to have finished it."""
         self.begin.seconds_until(self.arrived)
-        loss, valid, positions, tokens, squares, sent, own_seconds, data_seconds, *rest = self.numbers.tolist()
-        allocated, reserved, rss, offloaded, imbalance, slowest, norm, learnt, *_ = rest
+        x = dict(zip(self.names, self.numbers.tolist(), strict=False))
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
-        seconds = (self.begin.seconds_until(self.end) - paused) / self.steps
-        longest, slowest_rank = divmod(int(slowest), self.world.size)
-        lost = max(0.0, 1 - own_seconds / self.world.size / (longest / 1e9)) if longest else None
-        work, ranks = self.work, self.world.size
-        flops = work.flops(round(tokens), round(squares)) / self.steps
-        again = work.recomputed(round(tokens), round(squares)) / self.steps
-        per_second = tokens / self.steps / seconds
-        peak = peak_flops_per_second(hardware(self.world.device)["device"], work.fp8)
+        seconds, ranks = (self.begin.seconds_until(self.end) - paused) / self.steps, self.world.size
+        longest, slowest_rank = divmod(int(x["slowest"]), ranks)
+        lost = max(0.0, 1 - x["own_seconds"] / ranks / (longest / 1e9)) if longest else None
+        tokens, squares = round(x["tokens"]), round(x["squares"])
+        flops = self.flops.flops(tokens, squares) / self.steps
+        again = self.flops.recomputed(tokens, squares) / self.steps
+        per_second = x["tokens"] / self.steps / seconds
+        peak = peak_flops_per_second(hardware(self.world.device)["device"], self.flops.fp8)
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
             step=self.step,
-            loss=loss / learnt if learnt else None,
-            grad_norm=norm,
-            skipped_steps=len(self.sick_parameters()),
-            steps_without_target=self.steps - round(learnt),
+            loss=x["loss"] / x["steps_with_target"] if x["steps_with_target"] else None,
+            grad_norm=x["grad_norm"],
+            skipped_steps=len(self.nonfinite_parameters()),
+            steps_without_target=self.steps - round(x["steps_with_target"]),
             learning_rate=self.learning_rate,
-            tokens=round(positions / self.steps),
-            padding_percent=100 * (1 - tokens / positions),
-            valid_tokens=round(valid / self.steps),
-            training_tokens_percent=100 * valid / positions,
+            tokens=round(x["positions"] / self.steps),
+            padding_percent=100 * (1 - x["tokens"] / x["positions"]),
+            valid_tokens=round(x["valid_tokens"] / self.steps),
+            training_tokens_percent=100 * x["valid_tokens"] / x["positions"],
             step_seconds=seconds,
-            data_seconds=data_seconds / self.steps,
+            data_seconds=x["data_seconds"] / self.steps,
             saving_seconds=saving,
             slowest_rank=slowest_rank if longest else None,
             slowest_rank_share=lost,
@@ -181,10 +196,10 @@ class Closed:
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,
             mfu=mfu(flops, seconds, ranks, peak),
             hfu=mfu(flops + again, seconds, ranks, peak),
-            peak_memory_allocated_bytes=int(allocated) if on_gpu else None,
-            peak_memory_reserved_bytes=int(reserved) if on_gpu else None,
-            host_rss_bytes=int(rss),
-            offloaded_bytes=int(offloaded),
-            comm_bytes=round(sent / self.steps),
-            attention_balance=1 / imbalance if imbalance else None,
+            peak_memory_allocated_bytes=int(x["allocated_bytes"]) if on_gpu else None,
+            peak_memory_reserved_bytes=int(x["reserved_bytes"]) if on_gpu else None,
+            host_rss_bytes=int(x["rss_bytes"]),
+            offloaded_bytes=int(x["offloaded_bytes"]),
+            comm_bytes=round(x["sent_bytes"] / self.steps),
+            attention_balance=1 / x["imbalance"] if x["imbalance"] else None,
         )

@@ -1,4 +1,4 @@
-"""What a person sees of a run: what was chosen, a progress bar with loss and tokens/s, and where everything is."""
+"""A run on the terminal: what was chosen, a progress bar with loss and tokens/s, and where everything is."""
 
 import sys
 import time
@@ -62,7 +62,7 @@ class Terminal:
             self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")
 
     def note(self, line: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self._console.print(line, markup=False)
 
     def close(self) -> None:

@@ -1,38 +1,60 @@
-"""A training run on every rank, from the words of a command line to its last step, which is watched."""
+"""A training run on every rank, from its command line to its last step."""
 
 import shlex
 from pathlib import Path
+from typing import TextIO
 
-from lightseq.checkpoint import resume
+from lightseq.checkpoint import checkpoints, resume
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.environment import launcher_note, secrets
 from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.memory.planner.advice import faster_notes
 from lightseq.models.presets import ModelFamily
+from lightseq.training.engine import build_engine, resume_engine
 from lightseq.training.errors import explained_silence
-from lightseq.training.loop import Trainer
-from lightseq.training.output_directory import after_restart
+from lightseq.training.loop import Trainer, TrainingLoop
+from lightseq.training.metrics import MIRRORS, MetricsFile, write_run
+from lightseq.training.output_directory import (
+    after_restart,
+    another_run_wrote,
+    begin,
+    clear,
+    continues,
+    lock,
+    set_earlier_aside,
+)
+from lightseq.training.run_info import describe, facts
 from lightseq.training.setup import Inputs, prepare
 
 
 def train(family: ModelFamily, words: list[str], program: str) -> None:
-    """Exits 2, with one line, on input that it refuses."""
+    """Trains as the words of a command line say. Exits 2, with one line, on input that it refuses."""
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
     timeout, stacks = _watched(words, program)
-    with init_distributed(2 * timeout) as world, explained_silence():
-        with Watchdog(world, timeout, stacks) as watchdog:
-            config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
+    with init_distributed(2 * timeout) as world, explained_silence(), Watchdog(world, timeout, stacks) as watchdog:
+        config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
 
-            def look() -> Inputs:
-                found = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
-                return on_all_ranks(world, lambda: prepare(config, family, world, found))
+        def find_inputs() -> Inputs:
+            found = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
+            return on_all_ranks(world, lambda: prepare(config, family, world, found))
 
-            command = f"{program} {shlex.join(words)}"
-            Trainer(config, look(), world, command, watchdog=watchdog, look_again=look).train()
+        inputs = find_inputs()
+        engine = build_engine(config, inputs, world)
+        held = on_all_ranks(world, lambda: lock(Path(config.output_dir), world) if world.is_main else None)
+        if another_run_wrote(held, config, inputs, world):
+            inputs = find_inputs()
+            resume_engine(engine, config, inputs, world)
+        trainer = Trainer(config, inputs, world, engine, watchdog)
+        metrics = open_output(trainer, held, f"{program} {shlex.join(words)}")
+        TrainingLoop(trainer, metrics).run()
+        if held is not None:
+            held.close()
 
 
 def _watched(words: list[str], program: str) -> tuple[float, Path]:
-    """The watchdog's timeout and folder, needed before the ranks can agree on anything.
+    """Returns the watchdog's timeout and folder, needed before the ranks can agree on anything.
 
     What is wrong with the words is said once they can.
     """
@@ -41,3 +63,33 @@ def _watched(words: list[str], program: str) -> tuple[float, Path]:
     except ValueError:
         return TrainConfig.step_timeout, Path("hang")
     return config.step_timeout, Path(config.output_dir) / "hang"
+
+
+def open_output(trainer: Trainer, held: TextIO | None, command: str) -> MetricsFile | None:
+    """Begins the run in its directory, which rank 0 holds: run.json, metrics.jsonl and the lines on the terminal."""
+    return on_all_ranks(trainer.world, lambda: _open(trainer, held, command) if held is not None else None)
+
+
+def _open(trainer: Trainer, held: TextIO, command: str) -> MetricsFile:
+    config, inputs, directory = trainer.config, trainer.inputs, trainer.output_dir
+    goes_on, notes = continues(inputs.resume_from, directory), trainer.notes
+    if not goes_on:
+        notes += clear(directory) if config.overwrite_output_dir else set_earlier_aside(directory)
+    begin(held, directory, trainer.world)
+    checkpoints.remove_leftovers(directory, checkpoints.PARTIAL)
+    for broken in inputs.passed_over:
+        checkpoints.set_aside(broken, checkpoints.BROKEN)
+    mirrors = (MIRRORS[config.report_to](directory),) if config.report_to != "none" else ()
+    metrics = MetricsFile(directory, trainer.first_step, mirrors, goes_on)
+    notes += metrics.notes + _faster(trainer) + (launcher_note() if config.save_strategy != "no" else ())
+    write_run(directory, facts(trainer, command, notes), secrets())
+    trainer.terminal.header(describe(trainer), notes)
+    return metrics
+
+
+def _faster(trainer: Trainer) -> tuple[str, ...]:
+    """Returns flags that would end the run minutes earlier. The planner does not know DeepSpeed."""
+    run = trainer.engine.memory.run
+    if run is None or trainer.inputs.deepspeed:
+        return ()
+    return tuple(faster_notes(run, trainer.world, trainer.inputs.total_steps - trainer.first_step))

@@ -5,7 +5,7 @@ Counted after DeepSpeed 0.19.8, which by default pins with torch; freed pieces s
 
 from math import ceil
 
-from lightseq.config.deepspeed import LEAST_BUFFERS, DeepSpeedSettings
+from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.memory.planner.breakdown import moments_of
 from lightseq.memory.planner.memory import pinned_by_torch
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
@@ -16,8 +16,6 @@ SUB_GROUP = 10**9  # weights of a rank that ZeRO-3 updates at a time, where the 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
     """Returns the bytes that `offload_optimizer` and `offload_param` will take of a rank's host memory."""
     taken = 0.0
-    if settings.on_nvme:
-        taken += _on_their_way(run, settings)
     if settings.on_cpu("offload_optimizer"):
         taken += moments_of(run.config) * FLOAT32 * run.local_parameters
         taken += _masters_of_shards(run, settings) if settings.stage == 3 else _masters_of_partition(run, settings)
@@ -44,14 +42,6 @@ def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
     group = _sub_group(run, settings)
     by_group = weights / group * _taken(FLOAT32 * group, pins)
     return FLOAT32 * weights + by_group + _taken(FLOAT32 * weights, pins)
-
-
-def _on_their_way(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """stage3.py with states on NVMe: gradients all together (`grad_partitions_flat_buffer`), and buffers as large as a
-    sub-group (swap_tensor/optimizer_utils.py), which it locks by itself."""
-    gradients = _taken(FLOAT32 * run.local_parameters, _pins(settings, "offload_optimizer"))
-    count = settings.settings["zero_optimization"]["offload_optimizer"].get("buffer_count", LEAST_BUFFERS)
-    return gradients + int(count) * FLOAT32 * _sub_group(run, settings)
 
 
 def _sub_group(run: PlannedRun, settings: DeepSpeedSettings) -> int:

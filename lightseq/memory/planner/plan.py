@@ -4,7 +4,6 @@ Nothing is built and nothing runs. Sizes follow from the model's config and the 
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -230,16 +229,9 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
     return found[0]
 
 
-def host_memory_for_layers(
-    run: PlannedRun, world: World, counts_only: bool, deepspeed: DeepSpeedSettings | None = None
-) -> float:
-    """Returns the bytes that this rank's layers may offload, before the model has taken host memory.
-
-    A rehearsal (`counts_only`) counts no more than the host has.
-    """
-    free, budget = free_host_memory(world, share=1.0), run.config.host_memory_budget
-    if budget is None:
-        return host_bytes_for_layers(
-            free, deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
-        )
-    return min(budget * GIB, free if counts_only else math.inf)
+def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSettings | None = None) -> float:
+    """Returns the bytes that this rank's layers may offload, before the model has taken host memory."""
+    if (budget := run.config.host_memory_budget) is not None:
+        return budget * GIB
+    state = deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
+    return host_bytes_for_layers(free_host_memory(world, share=1.0), state)

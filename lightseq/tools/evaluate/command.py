@@ -22,10 +22,11 @@ from lightseq.models.presets import ModelFamily
 from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import CHOICES, DEPTHS, SCORES, TRIALS, lengths_of, needle_task
 from lightseq.tools.evaluate.task import NOWHERE, Options, Task
+from lightseq.training.engine import build_engine
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
-from lightseq.training.run_facts import describe
+from lightseq.training.run_info import describe
 from lightseq.training.setup import find_model
 from lightseq.utils.masking import mask_secrets
 
@@ -52,7 +53,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
         options, given = on_all_ranks(world, lambda: flags(words))
         config = _without_training(given)
         task = on_all_ranks(world, lambda: _prepare(options, config, family, world))
-        trainer = Trainer(config, task.inputs, world, None)
+        trainer = Trainer(config, task.inputs, world, build_engine(config, task.inputs, world))
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()

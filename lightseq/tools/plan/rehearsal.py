@@ -1,4 +1,4 @@
-"""A training step with everything but attention's arithmetic: whether a length fits is known in a minute or two.
+"""A training step with everything but attention's arithmetic, which tells in a minute or two if a length fits.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq rehearse --model_name_or_path llama3-8b --random_init \\
     --bf16 --model_max_length 1000000 --offload activations
@@ -6,43 +6,52 @@ python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq rehearse --model
 
 import dataclasses
 import json
-import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from lightseq import hf, parallelize
+from lightseq.attention.context import SequenceContext
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.distributed.mesh import World, free_host_memory, init_distributed, on_all_ranks
+from lightseq.kernels.elided import Elided
+from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
 from lightseq.models.presets import ModelFamily
-from lightseq.parallelize import MOST_WHOLE_TOKENS
+from lightseq.modules import loss, mlp
+from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.optimization import make_state
+from lightseq.training.run_info import describe
 from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.masking import mask_secrets
 
 LEAST_VOCABULARY = 32  # token ids that every model has
+MOST_WHOLE_TOKENS = 2**18  # of a rank; past them one tile stands for all, and host memory is counted, not made
+LEAST_TILE_TOKENS = 64  # of a short run with the tiles of a longer one
 STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step took in bytes: the peak of the rank that took most, the parts of rank 0.
+    """The bytes that a step took: the peak of the rank that took most, the parts of rank 0.
 
     Without a GPU only what can be counted is known.
     """
@@ -75,20 +84,25 @@ class Rehearsal:
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """`python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
+    """Runs `python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with init_distributed(TrainConfig.step_timeout) as world:
         asked = on_all_ranks(world, lambda: parse(words, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
-            config = without_traces(asked, folder)
+            config = within_free_memory(without_traces(asked, folder), world)
             inputs = on_all_ranks(world, lambda: made_up_inputs(config, family, world, folder))
-            trainer = Trainer(config, inputs, world, f"{PROGRAM} {shlex.join(argv)}", rehearses=True)
-            dist.barrier()  # every rank has opened what it reads, and what runs out of memory ends at once
+            dist.barrier()  # every rank has opened what it reads
         finally:
             if world.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-        result = rehearse(trainer)
+        with rehearsal_patches(config.model_max_length, inputs.sequence_size):
+            engine = build_engine(config, inputs, world)
+            leave_out_attention(engine.context)
+            trainer = Trainer(config, inputs, world, engine)
+            if world.is_main:
+                trainer.terminal.header(describe(trainer), trainer.notes)
+            result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines(asked)), flush=True)
             if asked.output_dir != NOWHERE:
@@ -97,10 +111,11 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
 
 
 def rehearse(trainer: Trainer) -> Rehearsal:
-    """One step as all will be once the optimizer has its state. What runs out of memory ends as in training."""
+    """Takes one step as all are once the optimizer has its state. What runs out of memory ends as in training."""
     times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
     # DeepSpeed makes its state with its engine; state on the host, which the update makes, leaves the GPU as it is.
-    if trainer.inputs.deepspeed is None and (trainer.state_stays or not trainer.state_on_host):
+    memory = trainer.engine.memory
+    if trainer.inputs.deepspeed is None and (memory.layers_with_state_on_gpu or not memory.state_on_host):
         with trainer.explained_out_of_memory():
             make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
@@ -110,7 +125,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         with trainer.explained_out_of_memory():
-            trainer._step(step)
+            trainer.step(step)
             if on_gpu:
                 torch.cuda.synchronize()
     times.append(time.time())
@@ -124,8 +139,79 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     return Rehearsal(
         trainer.config.model_max_length, trainer.world.size, peak if on_gpu else None,
         hardware(trainer.world.device).get("memory_bytes"), host, times[-1] - times[0], spent, parts,
-        offload is not None and offload.memory.counts_only,
+        offload is not None and isinstance(offload.memory, CountedMemory),
     )  # fmt: skip
+
+
+@contextmanager
+def replaced(owner: Any, **stand_ins: Any) -> Iterator[None]:
+    """Replaces attributes of a module within the block."""
+    before = {name: getattr(owner, name) for name in stand_ins}
+    for name, value in stand_ins.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
+    """Runs long sequences with the memory of a real run but the arithmetic of one tile, within the block.
+
+    Tiled operations leave what lies past their first tile as memory was, and host memory is counted, not made.
+    """
+    with ExitStack() as stack:
+        if length > MOST_WHOLE_TOKENS * sequence_ranks:
+            stack.enter_context(replaced(mlp, tiles=first_tile))  # of MLPs, and of layers over tiles
+            stack.enter_context(replaced(loss, chunks=first_tile))
+            stack.enter_context(replaced(parallelize, HostBufferPool=CountedMemory))
+        yield
+
+
+def first_tile(tokens: int, size: int) -> Iterator[slice]:
+    """Yields the rows of the first tile alone."""
+    yield slice(0, size)
+
+
+class CountedMemory(HostBufferPool):
+    """Host memory that is counted: all buffers of a size are one. Some hosts take a minute for a hundred GiB."""
+
+    def __init__(self, limit_bytes: float, pinned: bool) -> None:
+        super().__init__(limit_bytes, pinned)
+        self._made: dict[int, Tensor] = {}
+
+    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
+        size = elements * dtype.itemsize
+        if size not in self._made:
+            self._made[size] = super().make(size, torch.uint8)
+        return self._made[size].view(dtype)
+
+
+def leave_out_attention(context: SequenceContext) -> None:
+    """Leaves attention's arithmetic out: memory and messages are real, results are zero."""
+    elided = dataclasses.replace(context.selection, kernel=Elided(context.selection.kernel))
+    object.__setattr__(context, "selection", elided)
+
+
+@contextmanager
+def scaled_down(length: int, asked: int) -> Iterator[None]:
+    """Gives a run of `length` tokens, within the block, the schedule of one of `asked`, and tiles made small alike."""
+    enable: Callable[..., SequenceContext] = hf.enable
+
+    def enable_as_asked(*args: Any, **options: Any) -> SequenceContext:
+        return enable(*args, **{**options, "length": asked})
+
+    def shrunk(tokens: int) -> int:
+        return max(min(tokens, LEAST_TILE_TOKENS), int(tokens / (asked / length)))
+
+    with (
+        replaced(hf, enable=enable_as_asked),
+        replaced(mlp, TILE_TOKENS=shrunk(mlp.TILE_TOKENS)),
+        replaced(loss, CHUNK_TOKENS=shrunk(loss.CHUNK_TOKENS)),
+    ):
+        yield
 
 
 class TakenByForward:
@@ -141,7 +227,7 @@ class TakenByForward:
 
 
 def shared_folder(world: World, prefix: str) -> Path:
-    """A temporary directory of one name on every host."""
+    """Makes a temporary directory of one name on every host."""
     name = [tempfile.mkdtemp(prefix=prefix) if world.is_main else ""]
     dist.broadcast_object_list(name)
     folder = Path(name[0])
@@ -150,7 +236,7 @@ def shared_folder(world: World, prefix: str) -> Path:
 
 
 def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
-    """The run that was asked for, of two steps, which reads and leaves nothing."""
+    """Returns the run that was asked for, cut to two steps that read and leave nothing."""
     return dataclasses.replace(
         asked, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
         eval_strategy="no", eval_data_path=None, save_strategy="no", keep_best=False, report_to="none",
@@ -159,8 +245,16 @@ def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
     )  # fmt: skip
 
 
+def within_free_memory(config: TrainConfig, world: World) -> TrainConfig:
+    """Returns a budget of host memory that this host has: what is only counted must not count on more."""
+    if config.host_memory_budget is None:
+        return config
+    free = free_host_memory(world, share=1.0) / GIB
+    return dataclasses.replace(config, host_memory_budget=min(config.host_memory_budget, free))
+
+
 def made_up_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
-    """Data of one long document: every token has a target."""
+    """Prepares data of one long document: every token has a target."""
     if world.local_rank == 0:
         ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY
         write_token_directory(folder / "data", [ids], LEAST_VOCABULARY, dict)

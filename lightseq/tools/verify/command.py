@@ -29,7 +29,7 @@ from lightseq.kernels import KernelSpec
 from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.plan.rehearsal import NOWHERE, shared_folder
+from lightseq.tools.plan.rehearsal import NOWHERE, scaled_down, shared_folder
 from lightseq.tools.verify.data import Sample, cut, documents_of, made_up
 from lightseq.tools.verify.data import write as write_samples
 from lightseq.tools.verify.kernels import kernel_rows
@@ -63,7 +63,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     versions = software(world.device)
     rows = [flags_row(asked.to_json()), software_row(versions), machine_row(machine(world.device))]
     if passed(rows[:1]):
-        rows += _rows_of_run(asked, family, world, command)
+        rows += _rows_of_run(asked, family, world)
     else:
         rows.append(Row("all else", SKIP, "not run: ranks with different flags would wait for each other"))
     status = [0 if passed(rows) else 1]
@@ -80,13 +80,14 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     return status[0]
 
 
-def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World, command: str) -> list[Row]:
+def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[Row]:
     folder = shared_folder(world, "lightseq-verify-")
     try:
         config = on_all_ranks(world, lambda: shortened(asked, folder, world))
         inputs, samples = _prepared(asked, config, family, world)
         model = inputs.model_config
-        rows, transport, group = model_rows(config, inputs, world, samples, command, asked.model_max_length)
+        with scaled_down(config.model_max_length, asked.model_max_length):
+            rows, transport, group = model_rows(config, inputs, world, samples)
     finally:
         if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -10,8 +10,8 @@ import torch
 from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.tools.verify.report import Row, gathered, span, verdict
-from lightseq.training.git_info import digest
 from lightseq.training.metrics import hardware, versions
+from lightseq.training.run_info import digest
 
 # Queries to nvidia-smi, and the names of the answers.
 QUERIES: Final[Mapping[str, str]] = {

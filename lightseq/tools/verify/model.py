@@ -27,7 +27,9 @@ from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
+from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
+from lightseq.training.run_info import describe
 from lightseq.training.setup import Inputs
 
 EXACT: Final = 1e-5  # relative error allowed in float32
@@ -51,16 +53,15 @@ def model_rows(
     inputs: Inputs,
     world: World,
     sequences: Sequence[Sequence[Sample]],
-    command: str,
-    stands_for: int,
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
     """Returns rows (all of them on rank 0), and the transport and group of the run's attention.
 
-    `sequences` are those of its first step, each as its documents. `stands_for` is the length of the run that was asked
-    for, whose schedule is taken.
+    `sequences` are those of its first step, each as its documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training changes the model's own
-    trainer = Trainer(config, inputs, world, command, stands_for=stands_for)
+    trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
+    if world.is_main:
+        trainer.terminal.header(describe(trainer), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), data_row(trainer, sequences)]
     if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some ranks would wait for what others refuse
@@ -69,7 +70,8 @@ def model_rows(
     plain = _plain_model(plain_config, config.seed, world.device) if world.is_main else None
     rows.append(_weights_row(trainer.model, plain, world))
     step = _distributed_step(trainer)
-    rough = trainer.dtype if trainer.dtype is not torch.float32 or config.tf32 else None
+    dtype = getattr(torch, config.compute_dtype)
+    rough = dtype if dtype is not torch.float32 or config.tf32 else None
     del trainer
     gc.collect()  # hooks and modules refer to each other
     if plain is not None:
@@ -142,7 +144,7 @@ def _distributed_step(trainer: Trainer) -> Step:
     trainer.engine.optimizer.register_step_pre_hook(collect)
     for _ in range(MAX_SCALINGS):  # float16 halves its scale until the gradients are finite
         with trainer.explained_out_of_memory():
-            result = trainer._step(0)
+            result = trainer.step(0)
         if updates:
             break
     loss = result.loss.double()

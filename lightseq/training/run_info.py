@@ -1,23 +1,30 @@
-"""What a run is, for its first lines in the terminal and for its run.json: what was asked, found and chosen."""
+"""Facts of a run for its run.json and its first lines in the terminal: what was asked, found and chosen."""
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.flops import total_parameters
-from lightseq.training.git_info import commit
 from lightseq.training.metrics import hardware
 from lightseq.utils.formatting import plural
 
 if TYPE_CHECKING:
     from lightseq.training.loop import Trainer
 
+PACKAGE = Path(__file__).resolve().parent.parent
+GIT_SECONDS = 2.0  # a run waits no longer for its name: a file system may be slow
 
-def facts(trainer: Trainer, command: str) -> dict[str, Any]:
-    """run.json: what it takes to run this again, and to judge its figures."""
+
+def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any]:
+    """Returns the content of run.json: what it takes to run this again, and to judge its figures."""
+    engine = trainer.engine
     return {
         "command": command,
         "commit": commit(),
@@ -30,20 +37,20 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
         "ulysses_size": trainer.context.schedule.ulysses_size,
         "remat": trainer.config.remat_policy,
         "layers_per_checkpoint": trainer.config.layers_per_checkpoint,
-        "placement": trainer.placement.layers if trainer.placement else None,
-        "host_memory_bytes": trainer.engine.offload.memory.limit_bytes if trainer.engine.offload else None,
+        "placement": engine.memory.placement.layers if engine.memory.placement else None,
+        "host_memory_bytes": engine.offload.memory.limit_bytes if engine.offload else None,
         "fp8": trainer.config.fp8,
         "fp8_emulated": trainer.config.fp8_emulate,
-        "parameters": trainer.engine.parameters,
+        "parameters": engine.parameters,
         "deepspeed": trainer.inputs.deepspeed.settings if trainer.inputs.deepspeed else None,
         "world_size": trainer.world.size,
-        "data_ranks": trainer.meshes.data_ranks,
+        "data_ranks": engine.meshes.data_ranks,
         "sequence_ranks": trainer.inputs.sequence_size,
         "batch_lengths": trainer.lengths,
         "total_steps": trainer.inputs.total_steps,
         "first_step": trainer.first_step + 1,  # that this run makes, counted as in metrics.jsonl
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
-        "notes": list(trainer.notes),
+        "notes": list(notes),
         "hardware": hardware(trainer.world.device),
         "host_threads": torch.get_num_threads(),
         "config": trainer.config.to_json(),
@@ -52,15 +59,15 @@ def facts(trainer: Trainer, command: str) -> dict[str, Any]:
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """What was chosen, in the order in which a reader asks."""
+    """Returns what was chosen, in the order in which a reader asks."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
-    passed_over = trainer.context.transport.passed_over
+    passed_over, placement = trainer.context.transport.passed_over, trainer.engine.memory.placement
     start = trainer.inputs.resume_from or trainer.inputs.weights
     weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
-        "ranks": f"{world.size} ({trainer.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
+        "ranks": f"{world.size} ({trainer.engine.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
         f"{hardware(world.device)['device']}",
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
@@ -71,7 +78,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
         + (", layers over tiles" if c.tile_layers else "")
         + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
-        + (f", {trainer.placement.words}" if trainer.placement else ""),
+        + (f", {placement.words}" if placement else ""),
         "parameters": trainer.engine.parameters + _adapters(trainer),
     }  # fmt: skip
 
@@ -88,3 +95,29 @@ def _adapters(trainer: Trainer) -> str:
     share = 100 * count / total_parameters(trainer.inputs.model_config)
     percent = f"{share:.2g}" if share < 100 else f"{share:,.0f}"
     return f"; {count:,} of adapters train ({percent}%), rank {lora.rank} on {', '.join(lora.targets)}"
+
+
+def commit(root: Path = PACKAGE.parent) -> str | None:
+    """Returns the commit of the checkout at `root`, with `-changed` where files differ from it; None without one.
+
+    An installed package may lie inside somebody else's checkout: only the `.git` beside it counts.
+    """
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    words = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
+    try:
+        found = subprocess.run(
+            [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def digest(directory: Path = PACKAGE) -> str:
+    """Returns a hash of this package's own source."""
+    total = hashlib.sha256()
+    for path in sorted(directory.rglob("*.py")):
+        total.update(str(path.relative_to(directory)).encode() + path.read_bytes())
+    return total.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1, 2 and 3 in the place of FSDP2: its engine around our model, our loss, our learning rate.
+"""DeepSpeed's ZeRO-1, 2 and 3 in place of FSDP2: its engine around our model, our loss, our learning rate.
 
 DeepSpeed takes every rank for a data-parallel one and averages gradients over them. Each rank's share of the loss is
 divided by the global number of valid tokens already, so that gradients must add up: a share is multiplied by the ranks.
@@ -7,8 +7,10 @@ divided by the global number of valid tokens already, so that gradients must add
 import copy
 import copyreg
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -17,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.checkpoint.checkpoints import STATE
-from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
 from lightseq.models import weights
-from lightseq.parallelize import Techniques, transform
-from lightseq.training import deepspeed_nvme, deepspeed_saving
+from lightseq.parallelize import MemoryPlan, transform
 from lightseq.training.engine import Update, fill_weights
-from lightseq.training.optimization import UNNAMED, make_optimizer
+from lightseq.training.metrics import UNNAMED
+from lightseq.training.optimization import make_optimizer
 from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"
+PROBE_BYTES = 2**20  # written to a file that failed, to learn why
 DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
     [
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -41,19 +43,14 @@ DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
 
 
 class DeepSpeedEngine:
-    """One of DeepSpeed's engines, and what it does not do itself: masters from the weights' own precision, exports."""
+    """A DeepSpeed engine, with what it does not do itself: float32 masters from the weights' precision, exports."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        inputs: Inputs,
-        world: World,
-        meshes: Meshes,
-        techniques: Techniques,
-        settings: DeepSpeedSettings,
-    ) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+        assert inputs.deepspeed is not None
         self._deepspeed = _import(world)
-        self._settings, self._world, self._folder = settings, world, ""
+        self._settings, self._world = inputs.deepspeed, world
+        self.meshes, self.memory = meshes, memory
+        settings = self._settings
         on_all_ranks(world, lambda: self._check(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
@@ -61,10 +58,10 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.parameters = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = on_all_ranks(world, lambda: transform(self.model, meshes, world.device, techniques))
+        inner, self.context = on_all_ranks(world, lambda: transform(self.model, config, world, meshes, memory))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(techniques.compute_dtype)
+            parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
         self._engine = on_all_ranks(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
         self.loss_model: nn.Module = self._engine
@@ -89,12 +86,9 @@ class DeepSpeedEngine:
             raise ValueError(
                 f"--deepspeed {self._settings.source}: {where}: {first['msg']}; correct it, or remove it"
             ) from error
-        if self._settings.on_nvme:
-            self._folder = deepspeed_nvme.folder_of(self, self._settings)
-            deepspeed_nvme.check_async_io(self._settings, self._world)
 
     def _materialize(self) -> None:
-        """Memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as soon as it is there."""
+        """Makes memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as it is made."""
         if self._settings.stage < 3:
             weights.materialize(self.model, self._world.device)
             return
@@ -120,14 +114,12 @@ class DeepSpeedEngine:
         return engine
 
     def _told(self) -> dict[str, Any]:
-        """A copy, for DeepSpeed writes into what it is given; only rank 0 speaks."""
+        """Returns a copy of the settings: DeepSpeed writes into them. Only rank 0 speaks."""
         told = copy.deepcopy(self._settings.settings)
-        if self._folder:
-            told["zero_optimization"]["offload_optimizer"]["nvme_path"] = self._folder
         return told if self._world.is_main else told | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """A whole tensor into the float32 masters, which DeepSpeed made from the compute dtype, and the weights."""
+        """Fills a weight and its float32 master, which DeepSpeed made from the compute dtype, from a whole tensor."""
         shape = weights.global_shape(parameter)
         whole = read(tuple(slice(0, n) for n in shape)).to(parameter.device, torch.float32)
         if self._settings.stage < 3:
@@ -145,17 +137,17 @@ class DeepSpeedEngine:
         self._engine.backward(share * self._world.size, scale_wrt_gas=False)
 
     def update(self) -> Update:
-        """DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
+        """Steps. DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
         skipped = self._engine.skipped_steps
         self._engine.step()
-        norm, sick = self._engine.get_global_grad_norm(), -1
+        norm, nonfinite = self._engine.get_global_grad_norm(), -1
         if self._engine.skipped_steps > skipped:  # that norm is of a step before, or none
-            norm, sick = float("nan"), UNNAMED
+            norm, nonfinite = float("nan"), UNNAMED
         norm = torch.as_tensor(norm, device=self._world.device)
-        return Update(norm, torch.full_like(norm, sick, dtype=torch.int64))
+        return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
-        """The state is there already. The zeros stay, and the first step adds its gradients to them."""
+        """Runs both passes: the state is there already. The zeros stay, and the first step adds its gradients."""
         self.backward(loss(), last=False)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -166,20 +158,21 @@ class DeepSpeedEngine:
         return None
 
     def save_state(self, directory: Path) -> None:
-        deepspeed_saving.save(self._engine, directory, TAG)
+        save_together(self._engine, directory, TAG)
 
     def restore(self, checkpoint_directory: Path) -> None:
-        saved = checkpoint_directory / STATE / TAG
+        if (checkpoint_directory / STATE / TAG / "offloaded_tensors").is_dir():
+            raise ValueError(
+                f"--resume_from_checkpoint {checkpoint_directory} was saved with its optimizer state on nvme, which is "
+                "not supported; start from its weights with --model_name_or_path"
+            )
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed would run what its files ask for
         self._engine.checkpoint_engine.load = load_restricted
-        deepspeed_nvme.check_saved_alike(self._settings, saved, checkpoint_directory)
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
             raise ValueError(
                 f"--resume_from_checkpoint {checkpoint_directory} has lost its {STATE}/; name another checkpoint"
             )
-        if self._settings.on_nvme:
-            deepspeed_nvme.restore(self._engine, saved, self._world)
 
     def facts(self) -> dict[str, Any]:
         return {"engine": self._settings.name}
@@ -209,7 +202,7 @@ def check_harmless(state: Path) -> None:
 
 
 def _import(world: World) -> Any:
-    """DeepSpeed, on this device, speaking on rank 0 alone."""
+    """Imports DeepSpeed for this device, speaking on rank 0 alone."""
     set_deepspeed_environment(world)
     import deepspeed
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -223,3 +216,60 @@ def _import(world: World) -> Any:
     if world.device.type == "cpu":  # it would compile sums of its own through shared memory, where gloo has them
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
+
+
+def save_together(engine: Any, directory: Path, tag: str) -> None:
+    """Writes DeepSpeed's checkpoint on every rank; raises what this rank could not write once all are through.
+
+    Inside `save_checkpoint` ranks wait for each other: one that left it with an error would leave the others there.
+    """
+    failures: list[Exception] = []
+    files, scripts = engine.checkpoint_engine, "_copy_recovery_script"
+    parts = ((files, "makedirs"), (files, "save"), (engine, scripts), (shutil, "copytree"))
+    with ExitStack() as stack:
+        for owner, name in parts:
+            stack.enter_context(_failing_later(owner, name, failures))
+        engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    if failures:
+        raise failures[0]
+    if engine.global_rank == 0:
+        (directory / "latest").write_text(tag)  # DeepSpeed would write it while the others wait
+
+
+@contextmanager
+def _failing_later(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
+    """Makes a method leave its failure in a list instead of raising it, and do nothing once there is one."""
+    method = getattr(owner, name)
+
+    def attempt(*arguments: Any, **named: Any) -> None:
+        if failures:
+            return
+        try:
+            method(*arguments, **named)
+        except Exception as failure:
+            paths = [x for x in (*arguments, *named.values()) if isinstance(x, str | Path)]
+            failures.append(_cause(failure, paths[-1]))
+
+    its_own = name in vars(owner)  # or its class's
+    setattr(owner, name, attempt)
+    try:
+        yield
+    finally:
+        if its_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+
+def _cause(failure: Exception, path: Any) -> Exception:
+    """Returns why a file was not written: torch does not say, a write in Python does."""
+    if isinstance(failure, shutil.Error):  # of several files, each with its reason
+        return OSError(failure.args[0][0][-1])
+    if isinstance(failure, OSError):
+        return failure
+    try:
+        with Path(path).open("ab") as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        return error
+    return failure
