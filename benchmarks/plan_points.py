@@ -114,22 +114,15 @@ def parser() -> Parser:
     out = Parser(prog="benchmarks/plan_points.py", description="Measures the steps that the plan is held to.")
     out.add_argument("--gpus", type=listed(positive), default=[1, 2], help="points of that many GPUs (default: 1,2)")
     out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL; points in it are not repeated")
-    add_choice(out)
-    return out
-
-
-def add_choice(out: Parser) -> None:
-    """Which points are measured, for how long, and of what commit."""
     out.add_argument("--only", default="", help="points with these words in their name")
     out.add_argument("--minutes", type=float, default=60.0, help="no point is begun after (default: 60)")
     out.add_argument("--timeout", type=float, default=300.0, help="seconds that a point may take (default: 300)")
     out.add_argument("--commit", help="what the records name where there is no git to ask")
+    return out
 
 
-def take(
-    point: Point, machine: Machine, timeout: float, commit: str | None = None, worker: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Runs a point, by another worker if one is named; its record says `skipped` where it came to nothing."""
+def take(point: Point, machine: Machine, timeout: float, commit: str | None = None) -> dict[str, Any]:
+    """Runs a point; its record says `skipped` where it came to nothing."""
     measured: dict[str, Any] = {}
     skipped: str | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +130,7 @@ def take(
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node={point.gpus}".split()
         try:
-            script = worker or [str(WORKER)]
-            run([*launcher, *script, str(result), str(point.warmup), str(point.steps), *flags], timeout, log)
+            run([*launcher, str(WORKER), str(result), str(point.warmup), str(point.steps), *flags], timeout, log)
             measured = json.loads(result.read_text())
         except Failed as why:
             skipped = str(why)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import glue, plan_points
+from benchmarks import plan_points
 from benchmarks.plan_points import Point, line, main, take
 from benchmarks.report import read_lines
 from benchmarks.training.flags import NEEDED
@@ -194,9 +194,8 @@ def test_a_point_is_measured_once_and_what_failed_again(monkeypatch: pytest.Monk
     assert len({point.name for point in plan_points.POINTS}) == len(plan_points.POINTS)
 
 
-@pytest.mark.parametrize("program", [plan_points, glue])
-def test_a_flag_that_is_wrong_is_refused_in_one_line(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["--minutes", "soon", "--output", "never"]) == 2
+def test_a_flag_that_is_wrong_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--minutes", "soon", "--output", "never"]) == 2
     assert capsys.readouterr().err == "error: --minutes: invalid float value: 'soon'; see --help\n"
 
 
