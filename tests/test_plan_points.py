@@ -12,10 +12,8 @@ import torch
 
 from benchmarks import plan_points
 from benchmarks.plan_points import Point, line, main, take
-from benchmarks.report import read_lines
-from benchmarks.training.flags import NEEDED
-from benchmarks.training.records import Machine
-from benchmarks.training.trials import model_of
+from benchmarks.records import read_lines
+from benchmarks.step import NEEDED, model_of
 from lightseq.attention.accumulate import Home
 from lightseq.attention.bundles import Form
 from lightseq.config.command_line import parse
@@ -44,7 +42,7 @@ STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean")
 # Until then an eager layer's MLP over tiles ran twice where a checkpoint ran the layer again.
 MLPS_RUN_ONCE_SINCE = "2026-11-24T11:00:00+00:00"
-HERE = Machine(False, {"device": "cpu"}, {})
+HERE = {"hardware": {"device": "cpu"}}
 
 
 def planned(record: dict[str, Any]) -> Plan:
@@ -186,7 +184,7 @@ def test_a_point_is_measured_once_and_what_failed_again(monkeypatch: pytest.Monk
 
     asked: list[str] = []
     monkeypatch.setattr(plan_points, "take", taken)
-    monkeypatch.setattr(plan_points, "look_at_machine", lambda: HERE)
+    monkeypatch.setattr(plan_points, "provenance", lambda commit: HERE)
     words = ["--output", str(tmp_path / "new" / "points.jsonl"), "--gpus", "1"]
     assert main(words) == main(words) == 0
     alone = [point.name for point in plan_points.POINTS if point.gpus == 1]
@@ -206,7 +204,6 @@ def test_a_measured_point_has_its_seconds_and_its_parts() -> None:
     assert record["skipped"] is None and "s a step" in line(record)
     assert len(record["all_step_seconds"]) == 2 and record["tokens"] == 1024
     assert len(record["losses"]) == 3 and record["losses"][0] > record["losses"][2] > 0
-    assert set(record["phase_seconds"]) == {"forward", "backward", "update"}
-    assert sum(record["phase_seconds"].values()) <= 1.5 * max(record["all_step_seconds"])
+    assert record["step_seconds"] > 0 and record["host_rss_bytes"] > 0 and record["hardware"] == HERE["hardware"]
     assert record["parts"]["optimizer"] == 2 * record["parts"]["parameters"] > 0
     assert take(Point("bad", 1, "tiny-llama3", 512, "--remat sometimes"), HERE, 120)["skipped"].startswith("--remat")

@@ -1,4 +1,4 @@
-"""What runs inside a rank that is to break: the training program, and the faults that are planted in it."""
+"""The training program inside a rank that is to break, and the faults that are planted in it."""
 
 import resource
 import threading
@@ -20,7 +20,7 @@ def train(command: list[str]) -> None:
 
 
 def slow(rank: int, seconds: float) -> None:
-    """Every step takes longer, so that a moment can be chosen."""
+    """Makes every step take longer, so that a moment can be chosen."""
     step = trainer.Trainer._step
 
     def slower(self: trainer.Trainer, index: int) -> Any:
@@ -31,7 +31,7 @@ def slow(rank: int, seconds: float) -> None:
 
 
 def slow_disk(rank: int, seconds: float) -> None:
-    """Files take longer to write, so that saving is under way for a while."""
+    """Makes files take longer to write, so that saving is under way for a while."""
     write = state_files.write
 
     def slower(*args: Any) -> Any:
@@ -44,7 +44,7 @@ def slow_disk(rank: int, seconds: float) -> None:
 
 
 def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
-    """One rank fails in a step, as a bug or a broken library would make it."""
+    """Makes one rank fail in a step, as a bug or a broken library would."""
     if rank != culprit:
         return
     step = trainer.Trainer._step
@@ -58,8 +58,8 @@ def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
     trainer.Trainer._step = failing  # type: ignore
 
 
-def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
-    """One rank's gradient of one parameter is not a number from one step to another."""
+def nonfinite(rank: int, culprit: int, first: int, last: int, most: int) -> None:
+    """Makes one rank's gradient of one parameter NaN from one step to another."""
     update, seen = FsdpEngine.update, [0]
     journal.MOST_SKIPPED = most
 
@@ -75,11 +75,11 @@ def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
 
 
 def skips(rank: int, at: int) -> None:
-    """A step is left out, as if its gradient were not a number: what an undisturbed run with such a step comes to."""
-    sick(rank, 0, at, at, 20)
+    """Leaves a step out, as if its gradient were not finite."""
+    nonfinite(rank, 0, at, at, 20)
 
 
 def short_files(rank: int, culprit: int, most_bytes: int) -> None:
-    """One rank's files may not grow beyond a size."""
+    """Keeps one rank's files from growing beyond a size."""
     if rank == culprit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
