@@ -24,7 +24,7 @@ from benchmarks.attention_peers import PACKED_PEERS, PEERS
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
 from benchmarks.errors import RESULTS, check_layer
 from benchmarks.layers import Choice, lightseq_layer, single_gpu_layer, without_exchange
-from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together, trace_layer
+from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
 from benchmarks.records import append, provenance
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import shown
@@ -126,7 +126,6 @@ def parser() -> Parser:
     how("--seed", type=int, default=0, metavar="N", help="of the random inputs")
     how("--exposed", action="store_true", help="time lightseq's tiles with transport none too: the rest is exposed")
     how("--check", action="store_true", help="errors against float64, not times; quadratic memory, so keep to 2K or so")
-    how("--trace", type=Path, metavar="DIR", help="trace lightseq's layers too, for python3 -m analysis profile")
     how("--append", action="store_true", help="add to the output file where it exists")
     out.add_output("outputs/attention.jsonl")
     return out
@@ -264,10 +263,6 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
 def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
     with set_up(point.set_up, case) as layer:
         numbers = {**layer.facts, **time_layer(layer, case, flags)}
-        if flags.trace and point.choice:
-            words = (point.request, layer.facts["kernel"], layer.facts["transport"], shown(case.length))
-            directory = flags.trace / re.sub(r"[^\w.]+", "-", "-".join(words))
-            numbers |= together(case, lambda: trace_layer(layer, case, flags.seed, directory), fatal_if_split=True)
         silent = without_exchange(layer) if point.choice and case.world > 1 and flags.exposed else None
     if silent is None:
         return numbers

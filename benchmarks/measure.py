@@ -7,26 +7,20 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightseq.kernels import KernelSpec
 from lightseq.profiling.stopwatch import Moment
-from lightseq.profiling.trace import account_of, read
 from lightseq.schedule.layout import Layout
 from lightseq.training.garbage import collected_together
 
 T = TypeVar("T")
-UNTRACED, TRACED = 2, 3  # repeats before and in a trace
-EXCHANGE = ("attention's exchange", "collectives")  # of the kinds of what a device is busy with
 
 
 @dataclass(frozen=True)
@@ -174,9 +168,7 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
     }
 
 
-def make_step(
-    layer: Layer, case: Case, seed: int, around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-) -> Callable[[], None]:
+def make_step(layer: Layer, case: Case, seed: int) -> Callable[[], None]:
     """Returns forward and backward over random inputs of this rank's shape, as autograd runs them."""
     generator = torch.Generator(case.device).manual_seed(seed + case.rank)
     q, k, v, dout = (
@@ -192,10 +184,7 @@ def make_step(
         x.requires_grad_()
 
     def step() -> None:
-        with around("forward"):
-            out = layer.attend(q, k, v)
-        with around("backward"):
-            torch.autograd.grad(out, (q, k, v), dout)
+        torch.autograd.grad(layer.attend(q, k, v), (q, k, v), dout)
 
     return step
 
@@ -215,30 +204,3 @@ def run(step: Callable[[], None], repeats: int, case: Case) -> list[float]:
         step()
         marks.append((start, Moment(case.device)))
     return [start.seconds_until(end) for start, end in marks]
-
-
-def trace_layer(layer: Layer, case: Case, seed: int, directory: Path) -> dict[str, Any]:
-    """Traces some repeats on every rank, as `python3 -m analysis profile DIRECTORY` reads them.
-
-    Returns, on a GPU, milliseconds of rank 0's exchange: where kernels hide it, and where nothing else runs.
-    """
-    step = make_step(layer, case, seed, record_function)
-    for _ in range(UNTRACED):
-        step()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        for number in range(1, TRACED + 1):
-            with record_function(f"step {number}"):
-                step()
-        if case.on_gpu:
-            torch.cuda.synchronize(case.device)
-    file = directory / "profile" / f"rank{case.rank}.json.gz"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(file))
-    found: dict[str, Any] = {"trace": str(directory)}
-    if case.rank == 0 and case.on_gpu:
-        account = account_of(read(file))
-        exposed = sum(ms for (kind, _), ms in account.spent.items() if kind in EXCHANGE)
-        hidden = sum(account.hidden[kind] for kind in EXCHANGE)
-        found |= {"traced_ms": account.step_ms, "exchange_exposed_ms": exposed, "exchange_hidden_ms": hidden}
-    return found

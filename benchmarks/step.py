@@ -17,7 +17,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os.path import relpath
 from typing import Any
 
@@ -44,10 +44,10 @@ OURS = "lightseq"
 IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed")
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # by lightseq's trainer, whatever else is given
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile")
+MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the worst rank
 MEASURED = (
     *("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest", "step_seconds"),
-    *("model_tflops_per_gpu", "mfu", "peak_memory_allocated_bytes", "peak_memory_reserved_bytes"),
-    *("first_loss", "last_loss", "losses_finite", "first_grad_norm"),
+    *("model_tflops_per_gpu", "mfu", *MEMORY, "first_loss", "last_loss", "losses_finite", "first_grad_norm"),
 )
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
@@ -127,7 +127,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all trials share."""
+    """Settings that all trials share."""
 
     flags: argparse.Namespace
     family: Family
@@ -252,19 +252,6 @@ def write_inputs(setting: Setting) -> None:
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Numbers of every step, warm-up included; memory is the worst rank's, None without a GPU."""
-
-    step_seconds: list[float]
-    losses: list[float]
-    grad_norms: list[float]  # before clipping
-    peak_memory_allocated_bytes: int | None
-    peak_memory_reserved_bytes: int | None
-    facts: dict[str, Any] = field(default_factory=dict)
-    sequences: int = 1  # of a step
-
-
 def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
     """Runs a trial. Returns all that is known of it; what was not measured is null, and `skipped` says why."""
     setting, flags = trial.setting, trial.setting.flags
@@ -274,9 +261,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
     skipped: str | None = None
     try:
         run(trial.command, flags.timeout, trial.log)
-        outcome = read_outcome(trial)
-        facts = {name: outcome.facts.get(name) for name in FACTS}
-        measured = facts | numbers(trial, outcome, about["hardware"]["device"])
+        measured = numbers(trial, read_outcome(trial), about["hardware"]["device"])
     except Failed as why:
         skipped = str(why)
     return {
@@ -298,41 +283,39 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_outcome(trial: Trial) -> Outcome:
-    """Raises Failed where a trial ended well but left too little behind."""
+def read_outcome(trial: Trial) -> dict[str, Any]:
+    """Returns the numbers of every step, warm-up included. Raises Failed where a trial left too little behind."""
     steps = trial.setting.all_steps
     try:
-        outcome = read_run(trial) if trial.implementation == OURS else Outcome(**json.loads(trial.result.read_text()))
+        outcome = read_run(trial) if trial.implementation == OURS else json.loads(trial.result.read_text())
     except (OSError, ValueError, LookupError) as error:
         raise Failed(f"ended without its numbers ({type(error).__name__})") from error
-    if len(outcome.step_seconds) != steps:
-        raise Failed(f"{len(outcome.step_seconds)} of {steps} steps recorded; one is to be logged each")
+    if len(outcome["step_seconds"]) != steps:
+        raise Failed(f"{len(outcome['step_seconds'])} of {steps} steps recorded; one is to be logged each")
     return outcome
 
 
-def read_run(trial: Trial) -> Outcome:
-    """Reads the files of lightseq's trainer. Its memory counts buffers outside of torch's allocator."""
+def read_run(trial: Trial) -> dict[str, Any]:
+    """Reads what a peer's worker writes from the files of lightseq's trainer; its memory counts all buffers."""
     steps = read_records(trial.directory / METRICS)
     about = json.loads((trial.directory / RUN).read_text())
-    last = steps[-1]
-    return Outcome(
-        [step["step_seconds"] for step in steps],
-        [step["loss"] for step in steps],
-        [step["grad_norm"] for step in steps],
-        last["peak_memory_allocated_bytes"],
-        last["peak_memory_reserved_bytes"],
-        {**about, "compile": about["config"]["torch_compile"]},
-        last["tokens"] // trial.length,
-    )
+    return {
+        "step_seconds": [step["step_seconds"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+        "grad_norms": [step["grad_norm"] for step in steps],
+        **{name: steps[-1][name] for name in MEMORY},
+        "facts": {**about, "compile": about["config"]["torch_compile"]},
+        "sequences": steps[-1]["tokens"] // trial.length,
+    }
 
 
-def numbers(trial: Trial, outcome: Outcome, device: str) -> dict[str, Any]:
+def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Returns medians past the warm-up. One formula counts everybody's operations: lightseq/models/flops.py."""
-    flags, config = trial.setting.flags, trial.setting.config
-    seconds = outcome.step_seconds[flags.warmup :]
+    flags, config, sequences = trial.setting.flags, trial.setting.config, outcome.get("sequences", 1)
+    seconds = outcome["step_seconds"][flags.warmup :]
     median, world = statistics.median(seconds), flags.nproc_per_node
-    tokens, flops = outcome.sequences * trial.length, model_flops(config, trial.length, outcome.sequences)
-    finite = [value if math.isfinite(value) else None for value in outcome.losses]
+    tokens, flops = sequences * trial.length, model_flops(config, trial.length, sequences)
+    losses, norm = [value if math.isfinite(value) else None for value in outcome["losses"]], outcome["grad_norms"][0]
     return {
         "tokens_per_second": tokens / median,
         "tokens_per_second_lowest": tokens / max(seconds),
@@ -340,12 +323,12 @@ def numbers(trial: Trial, outcome: Outcome, device: str) -> dict[str, Any]:
         "step_seconds": median,
         "model_tflops_per_gpu": flops / median / world / 1e12,
         "mfu": mfu(flops, median, world, peak_flops_per_second(device)),
-        "peak_memory_allocated_bytes": outcome.peak_memory_allocated_bytes,
-        "peak_memory_reserved_bytes": outcome.peak_memory_reserved_bytes,
-        "first_loss": finite[0],
-        "last_loss": finite[-1],
-        "losses_finite": None not in finite,
-        "first_grad_norm": outcome.grad_norms[0] if math.isfinite(outcome.grad_norms[0]) else None,
+        **{name: outcome[name] for name in MEMORY},
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "losses_finite": None not in losses,
+        "first_grad_norm": norm if math.isfinite(norm) else None,
+        **{name: outcome["facts"].get(name) for name in FACTS},
     }
 
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from analysis.__main__ import main as analyse
-from benchmarks import attention, measure
+from benchmarks import attention
 from benchmarks.attention import parse
 from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_attn
 from benchmarks.errors import check_layer
 from benchmarks.layers import Choice, single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
-from lightseq.profiling.trace import Account
 from lightseq.ranks.mesh import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,38 +86,6 @@ def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -
         assert (point["exposed_communication_seconds"] is None) == ("exposed_communication_note" in point)
     assert len(out.splitlines()) == len(points) + 1
     assert "64  single-gpu, cpu: " in out and "1K  lightseq auto → " in out and "TFLOP/s" in out
-
-
-def test_layers_are_traced_for_the_account_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--lengths 64 {SMALL} --schedules prefix@head_groups=2 --peers single-gpu"
-    words += f" --output {tmp_path / 'a.jsonl'} --trace {tmp_path / 'traces'}"
-    assert [status for status, _, _ in spawn(2, program, words)] == [0, 0]
-    (alone, ours) = records(tmp_path / "a.jsonl")[1]
-    assert "trace" not in alone and ours["trace"] == str(tmp_path / "traces" / "prefix-head_groups-2-cpu-gloo-64")
-    for rank in (0, 1):
-        assert analyse(["profile", ours["trace"], "--rank", str(rank)]) == 0
-        said = capsys.readouterr().out
-        assert "mean of 3" in said and "attention, backward" in said and "attention's exchange" in said
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_the_exchange_of_a_traced_layer_is_split_into_hidden_and_exposed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account = Account(3, 5.0)
-    account.spent |= {
-        ("attention's exchange", "forward"): 0.25,
-        ("collectives", ""): 0.5,
-        ("attention, forward", "forward"): 4.25,
-    }
-    account.hidden |= {"attention's exchange": 0.75, "attention, forward": 0.1}
-    monkeypatch.setattr(measure, "account_of", lambda events: account)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    q = torch.zeros(1, 4, 1, 8, requires_grad=True)
-    monkeypatch.setattr(measure, "make_step", lambda *_: lambda: (q * 1).sum().backward())
-    case = SimpleNamespace(device=torch.device("cuda"), on_gpu=True, rank=0)
-    found = measure.trace_layer(None, case, 0, tmp_path)  # type: ignore[arg-type]
-    assert found == {"trace": str(tmp_path), "traced_ms": 5.0, "exchange_exposed_ms": 0.75, "exchange_hidden_ms": 0.75}
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def planned(record: dict[str, Any]) -> Plan:
 
 
 def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:
-    """What `--offload auto` gave to the host followed from what that had free, which nobody noted."""
+    """Takes the placement of the record: it followed from the host memory that was free, which is not recorded."""
     placed = Placement(tuple(record["placement"]))
     run = replace(run, state_leaves=True, state_stays=record["layers_with_state_on_gpu"])
     with patch("lightseq.plan.plan.placement_of", return_value=placed):

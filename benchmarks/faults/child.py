@@ -3,15 +3,17 @@
 import resource
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import llama2
 from lightseq.checkpoint import state_files
-from lightseq.training import journal, trainer
+from lightseq.training import journal
 from lightseq.training.command import main as train_family
-from lightseq.training.engine import FsdpEngine, Update
+from lightseq.training.engine import FsdpEngine
+from lightseq.training.trainer import Trainer
 
 
 def train(command: list[str]) -> None:
@@ -19,59 +21,51 @@ def train(command: list[str]) -> None:
     train_family(llama2.FAMILY, command)
 
 
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Replaces a function by one that first calls `action` with the same arguments."""
+    function = getattr(owner, name)
+
+    def changed(*args: Any) -> Any:
+        action(*args)
+        return function(*args)
+
+    setattr(owner, name, changed)
+
+
 def slow(rank: int, seconds: float) -> None:
     """Makes every step take longer, so that a moment can be chosen."""
-    step = trainer.Trainer._step
-
-    def slower(self: trainer.Trainer, index: int) -> Any:
-        time.sleep(seconds)
-        return step(self, index)
-
-    trainer.Trainer._step = slower  # type: ignore
+    before(Trainer, "_step", lambda *_: time.sleep(seconds))
 
 
 def slow_disk(rank: int, seconds: float) -> None:
     """Makes files take longer to write, so that saving is under way for a while."""
-    write = state_files.write
-
-    def slower(*args: Any) -> Any:
-        time.sleep(seconds / 2)
-        found = write(*args)
-        time.sleep(seconds / 2)
-        return found
-
-    state_files.write = slower  # type: ignore[assignment]
+    before(state_files, "write", lambda *_: time.sleep(seconds))
 
 
 def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
     """Makes one rank fail in a step, as a bug or a broken library would."""
-    if rank != culprit:
-        return
-    step = trainer.Trainer._step
 
-    def failing(self: trainer.Trainer, index: int) -> Any:
+    def fail(trainer: Trainer, index: int) -> None:
         saving = any(thread.name == "saving" for thread in threading.enumerate())
-        if index + 1 >= at and (saving or not while_saving):
+        if rank == culprit and index + 1 >= at and (saving or not while_saving):
             raise RuntimeError("planted")
-        return step(self, index)
 
-    trainer.Trainer._step = failing  # type: ignore
+    before(Trainer, "_step", fail)
 
 
 def nonfinite(rank: int, culprit: int, first: int, last: int, most: int) -> None:
     """Makes one rank's gradient of one parameter NaN from one step to another."""
-    update, seen = FsdpEngine.update, [0]
+    updates = [0]
     journal.MOST_SKIPPED = most
 
-    def planted(self: FsdpEngine) -> Update:
-        seen[0] += 1
-        if rank == culprit and first <= seen[0] <= last:
-            gradient = dict(self.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
+    def plant(engine: FsdpEngine) -> None:
+        updates[0] += 1
+        if rank == culprit and first <= updates[0] <= last:
+            gradient = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
             assert gradient is not None
             gradient.to_local().flatten()[:1] = float("nan")  # type: ignore[attr-defined]
-        return update(self)
 
-    FsdpEngine.update = planted  # type: ignore[method-assign]
+    before(FsdpEngine, "update", plant)
 
 
 def skips(rank: int, at: int) -> None:

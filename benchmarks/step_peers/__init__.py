@@ -1,1 +1,1 @@
-"""What trains whole models beside lightseq in step.py, each in processes of its own (worker.py)."""
+"""Other implementations of whole training steps; worker.py runs one in processes of its own for step.py."""
