@@ -24,7 +24,7 @@ from benchmarks.attention_peers import PACKED_PEERS, PEERS
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
 from benchmarks.errors import RESULTS, check_layer
 from benchmarks.layers import Choice, lightseq_layer, single_gpu_layer, without_exchange
-from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
+from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
 from benchmarks.records import append, provenance
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import shown
@@ -35,7 +35,6 @@ from lightseq.schedule.algorithms import SCHEDULES
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")
-FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
 CEILING = "single-gpu"  # the kernel on one GPU with the whole sequence
 TWICE = "gather_twice"
 DOCUMENT_MULTIPLE = 64  # peers cut each document into equal pieces

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.command_line import Parser, length, listed, one_of, positive
-from benchmarks.measure import Case, Layer, make_step
+from benchmarks.measure import FLOPS, Case, Layer, make_step
 from benchmarks.records import append, provenance
 from lightseq.attention import context as contexts
 from lightseq.attention.operator import attention
@@ -56,7 +56,8 @@ def main(words: Sequence[str]) -> int:
     device = torch.device("cuda", 0)
     command = f"python3 benchmarks/host.py {shlex.join(words)}".strip()
     flags.output.unlink(missing_ok=True)
-    append(flags.output, {"benchmark": "host", "command": command, **provenance(flags.commit, device)})
+    about = {"world": 1, **provenance(flags.commit, device), "flops": FLOPS.format("length^2")}
+    append(flags.output, {"benchmark": "host", "command": command, **about})
     for tokens in flags.lengths:
         case = Case(
             tokens, flags.heads, flags.kv_heads, flags.head_dim, 1, torch.bfloat16, device, dist.group.WORLD

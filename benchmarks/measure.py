@@ -21,6 +21,7 @@ from lightseq.schedule.layout import Layout
 from lightseq.training.garbage import collected_together
 
 T = TypeVar("T")
+FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
 
 
 @dataclass(frozen=True)
