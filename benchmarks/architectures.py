@@ -16,9 +16,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,14 +85,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-# Options of configs under which shards would train on something else.
-ROPES: dict[str, dict[str, Any]] = {
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "longrope": {
-        "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "short_mscale": 1.0,
-        "long_mscale": 1.0,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ def built_by_transformers() -> Iterator[None]:
     except NotBuilt:
         raise
     except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {first_words(error)}") from error
+        raise NotBuilt(named(error)) from error
 
 
 def main(words: Sequence[str]) -> int:
@@ -148,29 +139,30 @@ def main(words: Sequence[str]) -> int:
 
 
 def tried(model_type: str) -> Iterator[Outcome]:
-    """Every way of training one class. Each rank comes to the same outcomes in the same order."""
+    """Trains one class in every way. Each rank comes to the same outcomes in the same order."""
 
-    def outcome(way: str, run: Callable[[], str]) -> Outcome:
-        kind, line = judged(run)
+    def outcome(way: str, compare: Callable[..., str], packed: bool = False, **changes: Any) -> Outcome:
+        kind, line = judged(lambda: compare(tiny_config(model_type, **changes), packed))
         return Outcome(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], way, kind, line)
 
-    found = [outcome("loop", lambda: compare_loop(tiny_config(model_type), packed=False))]
-    if found[0].kind == "not built":  # its published size has no memory on the meta device, and may be refused
-        yield outcome("loop", lambda: enabled_on_meta(model_type))
+    loop = outcome("loop", compare_loop)
+    if loop.kind == "not built":  # its published size has no memory on the meta device, and may be refused
+        kind, line = judged(lambda: enabled_on_meta(model_type))
+        yield replace(loop, kind=kind, line=line)
         return
-    if found[0].kind == "exact":
-        found.append(outcome("loop packed", lambda: compare_loop(tiny_config(model_type), packed=True)))
+    yield loop
+    if loop.kind == "exact":
+        yield outcome("loop packed", compare_loop, packed=True)
         for option, changes in options_of(tiny_config(model_type)):
-            run = partial(compare_changed, model_type, changes)
-            found += [tried for tried in [outcome(option, run)] if tried.kind != "not built"]  # it has no such option
-    found.append(outcome("train", lambda: compare_training(tiny_config(model_type), packed=False)))
-    if found[-1].kind == "exact":
-        found.append(outcome("train packed", lambda: compare_training(tiny_config(model_type), packed=True)))
-    yield from found
+            if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # it has no such option
+                yield found
+    yield (train := outcome("train", compare_training))
+    if train.kind == "exact":
+        yield outcome("train packed", compare_training, packed=True)
 
 
 def judged(run: Callable[[], str]) -> tuple[str, str]:
-    """Kind and line of what a comparison came to on this rank."""
+    """Returns the kind and the line of what a comparison came to on this rank."""
     try:
         return "exact", run()
     except AssertionError as error:
@@ -181,11 +173,11 @@ def judged(run: Callable[[], str]) -> tuple[str, str]:
         lines = str(error).strip().splitlines()
         return ("refused" if len(lines) == 1 else "raised"), lines[0]
     except Exception as error:  # whatever it is, it is no refusal
-        return "raised", f"{type(error).__name__}: {first_words(error)}"
+        return "raised", named(error)
 
 
-def first_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
+def named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -194,48 +186,47 @@ def first_words(error: Exception) -> str:
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     with built_by_transformers():
-        sizes = {
-            name: size for name, size in (_sizes(kind()) | SPECIAL.get(model_type, {})).items() if size is not None
-        }
-        return kind(**sizes | changes)
+        sizes = sizes_of(kind()) | SPECIAL.get(model_type, {})
+        return kind(**{name: size for name, size in sizes.items() if size is not None} | changes)
 
 
-def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
-    known = {name: x for name, x in SIZES.items() if name == "head_dim" or getattr(config, name, None) is not None}
-    if not hasattr(config, "head_dim"):
-        known.pop("head_dim")
+def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the small sizes that a config knows, and those of its parts."""
+    known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
+    if hasattr(config, "head_dim"):
+        known["head_dim"] = SIZES["head_dim"]
     if hasattr(config, "kv_lora_rank"):  # latent attention has as many keys as queries
         known["num_key_value_heads"] = 4
-    parts = {name: x for name, x in vars(config).items() if isinstance(x, PreTrainedConfig)}
-    return known | {name: {**_sizes(x), "model_type": x.model_type} for name, x in parts.items()}
+    parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    return known | {name: {**sizes_of(part), "model_type": part.model_type} for name, part in parts.items()}
 
 
 def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields options that are known to go wrong, with the changes to the config that turn them on."""
     if hasattr(config, "output_router_logits"):
         yield "router loss", {"output_router_logits": True}
     published = getattr(config, "rope_parameters", None) or {}
-    for name, rope in ROPES.items():
+    for name, length in (("dynamic", 16), ("longrope", 128)):
         if any(isinstance(value, dict) for value in published.values()):  # one for each kind of layer
-            yield (
-                f"rope {name}",
-                {"rope_parameters": {kind: _rope(config, value or {}, rope) for kind, value in published.items()}},
-            )
+            ropes = {kind: rope(config, value or {}, name) for kind, value in published.items()}
+            yield f"rope {name}", {"rope_parameters": ropes}
         elif published:
-            length = 16 if name == "dynamic" else 128
-            yield f"rope {name}", {"rope_parameters": _rope(config, published, rope), "max_position_embeddings": length}
+            changed = rope(config, published, name)
+            yield f"rope {name}", {"rope_parameters": changed, "max_position_embeddings": length}
 
 
-def _rope(config: PreTrainedConfig, published: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    rope = {"rope_theta": 1e4, **published, **changes}
-    dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or 8
-    frequencies = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    if rope["rope_type"] == "longrope":
-        rope |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
-    return rope
+def rope(config: PreTrainedConfig, published: dict[str, Any], kind: str) -> dict[str, Any]:
+    changed = {"rope_theta": 1e4, **published, "rope_type": kind, "factor": 4.0}
+    if kind == "longrope":
+        dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or 8
+        frequencies = int(dim * changed.get("partial_rotary_factor", 1.0)) // 2
+        changed |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
+        changed |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.0}
+    return changed
 
 
 def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model as transformers runs it, on weights that leave no part of it without effect."""
+    """Builds the model as transformers runs it, on weights that leave no part of it without effect."""
     config = copy.deepcopy(config)
     with built_by_transformers():
         with torch.device("meta"):
@@ -267,7 +258,7 @@ def ids() -> Tensor:
 
 
 def expect(model: PreTrainedModel, packed: bool) -> float:
-    """The loss of one process; gradients are left in the model. Each document of a packed batch runs by itself."""
+    """Returns the loss of one process; gradients stay in the model. Packed documents run one by one."""
     with built_by_transformers():
         if not packed:
             loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
@@ -285,8 +276,8 @@ def expect(model: PreTrainedModel, packed: bool) -> float:
     return loss.item()
 
 
-def compare_loop(config: PreTrainedConfig, packed: bool = False) -> str:
-    """A user's own loop around `hf.enable` against one process. Returns the errors."""
+def compare_loop(config: PreTrainedConfig, packed: bool) -> str:
+    """Compares a user's own loop around `hf.enable` with one process. Returns the errors."""
     want = plain_model(config)
     got = copy.deepcopy(want)
     context = hf.enable(got, length=LENGTH)
@@ -304,24 +295,19 @@ def compare_loop(config: PreTrainedConfig, packed: bool = False) -> str:
     return compared(total.item(), gradients, want, packed)
 
 
-def compare_changed(model_type: str, changes: dict[str, Any]) -> str:
-    return compare_loop(tiny_config(model_type, **changes))
-
-
 def compare_training(config: PreTrainedConfig, packed: bool) -> str:
-    """A step of `lightseq train` without its optimizer against one process. Returns the errors."""
+    """Compares a step of `lightseq train` without its optimizer with one process. Returns the errors."""
     inspect_architecture(config, LENGTH)
     if packed and not inspect_architecture(config).passes_documents:
         raise ValueError("layers hand no packed documents on to attention")
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    asked = TrainConfig(
+    run = TrainConfig(
         model_name_or_path="m", data_path="d", output_dir="o", model_max_length=LENGTH,
         packing="best_fit" if packed else "none",
     )  # fmt: skip
-    meshes = make_meshes(world, world.size, "full_shard")
-    loss_model, context = parallelize(model, asked, world, meshes, MemoryPlan())
+    loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemoryPlan())
     weights.materialize(model, CPU)
     state = want.state_dict()
     for name, parameter in weights.base_parameters(model).items():
@@ -380,7 +366,7 @@ def replace_table(page: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Classes that train exactly, then the refusals of each way of training with the classes that they meet."""
+    """Lists the classes that train exactly, then the refusals of each way of training with their classes."""
     classes: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         classes.setdefault(outcome.model_class, {}).setdefault(outcome.way, outcome)
@@ -391,27 +377,27 @@ def table(outcomes: Sequence[Outcome]) -> str:
         f"With transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}, {len(exact)} of "
         f"{len(classes)} classes train exactly in your own loop, {len(everywhere)} of them under `lightseq train` too.",
         "",
-        f"Exact both ways, plain and packed: {_names(everywhere)}.",
+        f"Exact both ways, plain and packed: {joined(everywhere)}.",
         "",
-        f"Exact in your own loop alone: {_names([name for name in exact if name not in everywhere])}.",
+        f"Exact in your own loop alone: {joined([name for name in exact if name not in everywhere])}.",
     ]
     for way, title in WAYS.items():
         reasons: dict[str, list[str]] = {}
         for name, ways in classes.items():
             if way in ways and ways[way].kind == "refused" and (way != "train" or name in exact):
-                reasons.setdefault(_reason(ways[way]), []).append(name)
+                reasons.setdefault(reason_of(ways[way]), []).append(name)
         if reasons:
             lines += ["", f"| {title} | classes |", "|---|---|"]
-            lines += [f"| {reason} | {_names(names)} |" for reason, names in sorted(reasons.items())]
+            lines += [f"| {reason} | {joined(names)} |" for reason, names in sorted(reasons.items())]
     return "\n".join(lines)
 
 
-def _names(classes: Sequence[str]) -> str:
+def joined(classes: Sequence[str]) -> str:
     return ", ".join(sorted((name.removesuffix("ForCausalLM") for name in classes), key=str.lower))
 
 
-def _reason(outcome: Outcome) -> str:
-    """A refusal without the names of the model and its parts, and without the remedy."""
+def reason_of(outcome: Outcome) -> str:
+    """Returns a refusal without the names of the model and its parts, and without the remedy."""
     line = outcome.line.removeprefix(f"{outcome.model_class} ")
     line = re.sub(r"^'?[a-z0-9_]+'? (?=is no|has no)", "", line)  # the model type
     line = re.sub(r"keys of \d+ and values of \d+ dimensions a head", "keys and values of different widths", line)

@@ -1,7 +1,4 @@
-"""Times one attention layer, forward and backward, over all ranks: lightseq and its peers, in one process group.
-
-python3 -m torch.distributed.run --nproc_per_node=4 benchmarks/attention.py --peers all --exposed
-"""
+"""Times forward and backward of one causal attention layer over all ranks: lightseq and its peers."""
 
 import sys
 from pathlib import Path
@@ -10,30 +7,53 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
 
 import argparse
-import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.errors import check_layer
-from benchmarks.flags import CEILING, parse, parser
-from benchmarks.layers import lightseq_layer, resolved, single_gpu_layer
-from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together, trace_layer
-from benchmarks.plan import Subject, subjects
-from benchmarks.report import columns, header, line
+from benchmarks.attention_peers import PACKED_PEERS, PEERS
+from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
+from benchmarks.errors import RESULTS, check_layer
+from benchmarks.layers import Choice, lightseq_layer, single_gpu_layer, without_exchange
+from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
+from benchmarks.records import append, provenance
+from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import shown
 from lightseq.distributed.environment import is_main_process
 from lightseq.distributed.mesh import World, check_devices, init_distributed, on_all_ranks
 from lightseq.kernels import KERNELS
+from lightseq.schedule.algorithms import SCHEDULES
 
 TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")
+CEILING = "single-gpu"  # the kernel on one GPU with the whole sequence
+TWICE = "gather_twice"
+DOCUMENT_MULTIPLE = 64  # peers cut each document into equal pieces
+EXAMPLES = """examples:
+  python3 -m torch.distributed.run --nproc_per_node=4 benchmarks/attention.py --peers all --exposed
+  ... --schedules prefix,prefix@head_groups=2,usp@ulysses_size=2 --lengths 512K --kernels fa4,cudnn
+  ... --documents lognormal:0 --lengths 128K --schedules prefix,ulysses --peers single-gpu
+  ... --check --lengths 2K --schedules all --peers none
+  python3 -m analysis attention outputs/attention.jsonl"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One implementation in one way of running it."""
+
+    implementation: str
+    set_up: Callable[[Case], AbstractContextManager[Layer]]
+    request: str = ""  # the schedule as typed
+    choice: Choice | None = None  # lightseq's alone
 
 
 def main(words: Sequence[str]) -> None:
@@ -44,121 +64,268 @@ def main(words: Sequence[str]) -> None:
     with init_distributed(TIMEOUT_SECONDS) as world:
         flags = on_all_ranks(world, lambda: parse(words))
         on_all_ranks(world, lambda: check_devices(world))
-        file = on_all_ranks(world, lambda: open_output(flags, world))
-        every = subjects(flags)
-        write(file, header(world, words, flags.commit, packed=flags.documents is not None))
-        say(world, columns(every, flags.check))
-        for length in flags.lengths:
-            for subject in every:
-                record, stop = measure(subject, case_of(flags, world, length), flags)
-                write(file, record)
-                say(world, line(record, every, flags.check))
-                if stop:
+        on_all_ranks(world, lambda: append(flags.output, header(world, words, flags)) if world.is_main else None)
+        for tokens in flags.lengths:
+            case = case_of(flags, world, tokens)
+            for point in points(flags):
+                record, stuck = measure(point, case, flags)
+                if world.is_main:
+                    append(flags.output, record)
+                    print(line(record), flush=True)
+                if stuck:
                     sys.stdout.flush()
                     os._exit(1)  # ranks are stuck in messages that never come: an orderly end would hang as well
-        say(world, f"records  {flags.output}")
-        if file is not None:
-            file.close()
+        if world.is_main:
+            print(f"records  {flags.output}", flush=True)
         dist.barrier()  # who leaves first closes connections that the others may still be reading from
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def parser() -> Parser:
+    out = Parser("benchmarks/attention.py", __doc__, EXAMPLES)
+    kernels, transports = ("auto", *KERNELS), (*CHOICES["transport"], "none")
+    peers, dtypes = (CEILING, *PEERS, *PACKED_PEERS), ("bfloat16", "float16", "float32", "float64")
+    schedules = f"auto, all, none, {', '.join(SCHEDULES)}; @head_groups=N and @ulysses_size=N set those that have them"
+    what = out.add_argument_group("what").add_argument
+    what("--lengths", type=listed(length), default="16K,32K,64K,128K", metavar="N,...", help="tokens of sequences")
+    what(
+        "--schedules",
+        type=listed(choice, SCHEDULES),
+        default="auto",
+        metavar="S,...",
+        help=f"{schedules}, @{TWICE} has ulysses gather q, k and v again for the backward pass",
+    )
+    what("--kernels", type=listed(one_of(*kernels)), default="auto", metavar="K,...", help=", ".join(kernels))
+    what("--transports", type=listed(one_of(*transports)), default="auto", metavar="T,...", help=", ".join(transports))
+    what(
+        "--peers",
+        type=listed(one_of(*peers), peers),
+        default=CEILING,
+        metavar="P,...",
+        help=f"all, none, {', '.join(peers)}; {CEILING} is the kernel on one GPU with the whole sequence, the ceiling",
+    )
+    what(
+        "--documents",
+        type=documents,
+        metavar="D",
+        help="lognormal:SEED packs documents of 1K to 64K tokens into each sequence, lognormal:SEED:LEAST:MOST others",
+    )
+    what("--heads", type=positive, default=32, metavar="N", help="query heads")
+    what("--kv_heads", type=positive, default=8, metavar="N", help="key/value heads")
+    what("--head_dim", type=positive, default=128, metavar="N", help="head dimension")
+    what("--batch", type=positive, default=1, metavar="N", help="sequences")
+    what("--dtype", type=one_of(*dtypes), metavar="D", help=f"{', '.join(dtypes)}; bfloat16 on GPUs, float32 on CPU")
+    how = out.add_argument_group("how").add_argument
+    how("--warmup", type=positive, default=2, metavar="N", help="runs before the clock starts")
+    how("--repeats", type=positive, default=20, metavar="N", help="timed runs at most")
+    how("--least_repeats", type=positive, default=3, metavar="N", help="timed runs at least")
+    how("--seconds", type=seconds, default=10.0, metavar="S", help="for the timed runs of a point, within those bounds")
+    how("--seed", type=int, default=0, metavar="N", help="of the random inputs")
+    how("--exposed", action="store_true", help="time lightseq's tiles with transport none too: the rest is exposed")
+    how("--check", action="store_true", help="errors against float64, not times; quadratic memory, so keep to 2K or so")
+    how("--append", action="store_true", help="add to the output file where it exists")
+    out.add_output("outputs/attention.jsonl")
+    return out
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags. Raises ValueError with one line for what is wrong."""
+    flags = parser().parse_args(words)
+    if flags.heads % flags.kv_heads:
+        raise ValueError(f"--heads {flags.heads} does not divide among --kv_heads {flags.kv_heads}")
+    if flags.documents and flags.batch != 1:
+        raise ValueError(f"--documents {flags.documents} packs one sequence; leave --batch {flags.batch} out")
+    if flags.least_repeats > flags.repeats:
+        raise ValueError(f"--least_repeats {flags.least_repeats} is more than --repeats {flags.repeats}")
+    if not flags.schedules and not flags.peers:
+        raise ValueError("--schedules none and --peers none leave nothing to measure")
+    check_output(flags)
+    return flags
+
+
+def choice(text: str) -> tuple[str, Choice]:
+    """Converts `usp@ulysses_size=2@head_groups=4` to the settings that it asks for."""
+    schedule, *settings = text.split("@")
+    if schedule not in ("auto", *SCHEDULES):
+        raise argparse.ArgumentTypeError(
+            f"{schedule!r} is unknown; choose from auto, all, none, {', '.join(SCHEDULES)}"
+        )
+    found = Choice(schedule)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if setting == TWICE and schedule not in ("auto", "ulysses"):
+            raise argparse.ArgumentTypeError(f"{text!r}: {schedule} gathers twice anyway; leave {TWICE} to ulysses")
+        if setting == TWICE:
+            found = replace(found, keep_gathered=False)
+        elif key in ("head_groups", "ulysses_size") and value.isdecimal() and int(value) > 0:
+            found = replace(found, **{key: int(value)})  # type: ignore[arg-type]
+        else:
+            raise argparse.ArgumentTypeError(f"{text!r}: after @ comes head_groups=N, ulysses_size=N or {TWICE}")
+    return text, found
+
+
+def documents(text: str) -> str:
+    if not re.fullmatch(r"lognormal:\d+(:\d+:\d+)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no distribution; write lognormal:SEED or lognormal:SEED:128:8192"
+        )
+    _, least, most = bounds(text)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths go from at least 1 token up")
+    return text
+
+
+def bounds(text: str) -> tuple[int, int, int]:
+    """Returns the seed, and the least and most tokens of a document."""
+    seed, least, most = [*map(int, text.split(":")[1:]), 2**10, 2**16][:3]
+    return seed, least, most
+
+
+def boundaries(text: str, length: int) -> tuple[int, ...]:
+    """Returns where documents that fill a sequence begin, and its end; the last is cut there.
+
+    Their lengths are log-normal: `least` and `most` are two standard deviations of the logarithm from its mean.
+    """
+    seed, least, most = bounds(text)
+    rng = np.random.default_rng(seed)
+    middle, spread = np.log(least * most) / 2, np.log(most / least) / 4
+    edges = [0]
+    while edges[-1] < length:
+        size = float(np.clip(np.exp(rng.normal(middle, spread)), least, most))
+        edges.append(min(length, edges[-1] + max(1, round(size / DOCUMENT_MULTIPLE)) * DOCUMENT_MULTIPLE))
+    return tuple(edges)
+
+
+# ---- the points -----------------------------------------------------------------------------------------------------
+
+
+def points(flags: argparse.Namespace) -> list[Point]:
+    """Returns the ceiling first, then the peers, then lightseq."""
+    ceiling = [Point(CEILING, partial(single_gpu_layer, kernel=kernel)) for kernel in flags.kernels]
+    peers = [Point(name, partial(peer_layer, name=name)) for name in flags.peers if name != CEILING]
+    ours = [
+        Point("lightseq", partial(lightseq_layer, choice=asked), request, asked)
+        for request, schedule in flags.schedules
+        for kernel in flags.kernels
+        for transport in flags.transports
+        for asked in [replace(schedule, kernel=kernel, transport=transport)]
+    ]
+    return [*(ceiling if CEILING in flags.peers else []), *peers, *ours]
+
+
+def peer_layer(case: Case, name: str) -> AbstractContextManager[Layer]:
+    """Sets up a peer. Those for one document and those for several do not compute the same thing."""
+    if case.boundaries and name in PEERS:
+        raise ValueError("would attend across documents")
+    if not case.boundaries and name in PACKED_PEERS:
+        raise ValueError("wants packed documents; give --documents")
+    return {**PEERS, **PACKED_PEERS}[name](case)
 
 
 def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
     dtype = getattr(torch, flags.dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
-    group = dist.group.WORLD
-    assert group is not None
-    boundaries = flags.documents.boundaries(length) if flags.documents else ()
+    assert dist.group.WORLD is not None
     return Case(
-        length, flags.heads, flags.kv_heads, flags.head_dim, flags.batch, dtype, world.device, group, boundaries
-    )
+        length, flags.heads, flags.kv_heads, flags.head_dim, flags.batch, dtype, world.device, dist.group.WORLD,
+        boundaries(flags.documents, length) if flags.documents else (),
+    )  # fmt: skip
 
 
-def measure(subject: Subject, case: Case, flags: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """The record of one point, and whether the run has to end with it."""
-    record = blank(subject, case, flags.check)
-    if flags.documents:
-        record |= {"documents": flags.documents.text, "boundaries": list(case.boundaries)}
-    try:
-        numbers = errors(subject, case, flags.seed) if flags.check else times(subject, case, flags)
-        return {**record, **numbers}, False
-    except Skipped as why:
-        return {**record, "skipped": str(why)}, False
-    except Disagreement as why:
-        return {**record, "skipped": f"stopped here: {why}"}, True
-
-
-def blank(subject: Subject, case: Case, check: bool) -> dict[str, Any]:
-    """What is known before anything runs; all that is measured is null."""
-    return {
+def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Returns the record of a point, and whether the run has to end with it."""
+    record = {
         "length": case.length,
-        "world": 1 if subject.implementation == CEILING else case.world,
+        "world": 1 if point.implementation == CEILING else case.world,
         "heads": case.heads,
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,
         "dtype": str(case.dtype).removeprefix("torch."),
         "batch": case.batch,
-        "implementation": subject.implementation,
-        "request": subject.request,
-        **dict.fromkeys(("schedule", "head_groups", "ulysses_size", "keep_gathered", "kernel", "transport")),
-        **subject.asked,
-        **({} if check else dict.fromkeys((*TIMES, "exposed_communication_seconds"))),
+        "implementation": point.implementation,
+        "request": point.request,
+        **dict.fromkeys(Choice.__dataclass_fields__),
+        **(asdict(point.choice) if point.choice else {}),
+        **({} if flags.check else dict.fromkeys((*TIMES, "exposed_communication_seconds"))),
         "skipped": None,
+        **({"documents": flags.documents, "boundaries": list(case.boundaries)} if flags.documents else {}),
     }
+    try:
+        return record | (errors if flags.check else times)(point, case, flags), False
+    except Skipped as why:
+        return record | {"skipped": str(why)}, False
+    except Disagreement as why:
+        return record | {"skipped": f"stopped here: {why}"}, True
 
 
-def times(subject: Subject, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    effort = Effort(flags.warmup, flags.least_repeats, flags.repeats, flags.seconds)
-    with opened(subject.open, case) as layer:
-        numbers = {**layer.facts, **time_layer(layer, case, effort, flags.seed)}
-        again = resolved(layer) if subject.choice else None
-        if flags.trace and again is not None:
-            words = (subject.request, layer.facts["kernel"], layer.facts["transport"], shown(case.length))
-            directory = flags.trace / re.sub(r"[^\w.]+", "-", "-".join(words))
-            tracing = partial(trace_layer, layer, case, flags.seed, directory)
-            numbers |= together(case, tracing, fatal_if_split=True)
-    if again is None or case.world == 1 or not flags.exposed:
+def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
+    with set_up(point.set_up, case) as layer:
+        numbers = {**layer.facts, **time_layer(layer, case, flags)}
+        silent = without_exchange(layer) if point.choice and case.world > 1 and flags.exposed else None
+    if silent is None:
         return numbers
     try:
-        with opened(lambda c: lightseq_layer(c, again.silent), case) as layer:
-            silent = time_layer(layer, case, effort, flags.seed)["seconds_median"]
-    except Skipped as why:  # an earlier transport layer, or no memory left
+        with set_up(partial(lightseq_layer, choice=silent), case) as layer:
+            seconds_silent = time_layer(layer, case, flags)["seconds_median"]
+    except Skipped as why:  # no memory left
         return {**numbers, "exposed_communication_note": f"not measured: {why}"}
-    return {**numbers, "exposed_communication_seconds": numbers["seconds_median"] - silent}
+    return {**numbers, "exposed_communication_seconds": numbers["seconds_median"] - seconds_silent}
 
 
-def errors(subject: Subject, case: Case, seed: int) -> dict[str, Any]:
-    """Errors against float64, and the worst of them as a multiple of what the same kernel errs on one GPU."""
-    with opened(subject.open, case) as layer:
-        facts, own = dict(layer.facts), check_layer(layer, case, seed)
+def errors(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
+    """Returns errors against float64, and the worst of them as a multiple of the same kernel's on one GPU."""
+    with set_up(point.set_up, case) as layer:
+        facts, own = dict(layer.facts), check_layer(layer, case, flags.seed)
     if facts["kernel"] not in KERNELS:
         return {**facts, **own}
-    with opened(lambda c: single_gpu_layer(c, facts["kernel"]), case) as layer:
-        alone = check_layer(layer, case, seed)
+    with set_up(partial(single_gpu_layer, kernel=facts["kernel"]), case) as layer:
+        alone = check_layer(layer, case, flags.seed)
     return {**facts, **own, "worst_error_over_single_gpu": max(own[name] / alone[name] for name in own)}
 
 
 @contextmanager
-def opened(setting_up: Callable[[Case], AbstractContextManager[Layer]], case: Case) -> Iterator[Layer]:
-    """A layer that every rank could set up; Skipped where any could not."""
+def set_up(make: Callable[[Case], AbstractContextManager[Layer]], case: Case) -> Iterator[Layer]:
+    """Yields a layer that every rank could set up. Raises Skipped where any could not."""
     with ExitStack() as stack:
-        yield together(case, lambda: stack.enter_context(setting_up(case)))
+        yield together(case, lambda: stack.enter_context(make(case)))
 
 
-def open_output(flags: argparse.Namespace, world: World) -> TextIO | None:
-    if not world.is_main:
-        return None
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
-    return flags.output.open("a" if flags.append else "w", encoding="utf-8")
+# ---- the records ----------------------------------------------------------------------------------------------------
 
 
-def write(file: TextIO | None, record: Mapping[str, Any]) -> None:
-    if file is not None:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
+def header(world: World, words: Sequence[str], flags: argparse.Namespace) -> dict[str, Any]:
+    launch = f"-m torch.distributed.run --nproc_per_node={world.local_size} " if world.size > 1 else ""
+    return {
+        "benchmark": "attention",
+        "command": f"python3 {launch}benchmarks/attention.py {shlex.join(words)}".strip(),
+        "world": world.size,
+        **provenance(flags.commit, world.device),
+        "flops": FLOPS.format("(sum of document lengths^2)" if flags.documents else "length^2"),
+    }
 
 
-def say(world: World, text: str) -> None:
-    if world.is_main:
-        print(text, flush=True)
+def line(record: Mapping[str, Any]) -> str:
+    """Describes one point as it is measured."""
+    request, schedule = record["request"], record["schedule"] if record["schedule"] != "auto" else None
+    name = f"{record['implementation']} {request}".strip()
+    name += f" → {schedule}" if request.startswith("auto") and schedule else ""
+    where = ", ".join(filter(None, (name, record["kernel"], record["transport"])))
+    head = f"{shown(record['length']):>6}  {where}:"
+    if record["skipped"]:
+        return f"{head} skipped: {record['skipped']}"
+    if "relative_error_out" in record:
+        found = [f"{name} {record[f'relative_error_{name}']:.1e}" for name in RESULTS]
+        ratio = record.get("worst_error_over_single_gpu")
+        return f"{head} {', '.join(found)}" + (f", {ratio:.2f} times one GPU's" if ratio is not None else "")
+    median, least, most = (1e3 * record[f"seconds_{which}"] for which in ("median", "min", "max"))
+    peak, exposed = record["peak_memory_bytes"], record["exposed_communication_seconds"]
+    memory = f", {peak / 2**30:.2f} GiB" if peak is not None else ""
+    waits = f", {1e3 * exposed:.2f} ms exposed" if exposed is not None else ""
+    return (
+        f"{head} {record['tflops_per_gpu']:.3g} TFLOP/s, {median:.2f} ms [{least:.2f}, {most:.2f}] "
+        f"in {record['repeats']} runs{memory}{waits}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the host does for a layer of attention, on one GPU: one rank's part of it, with its own memory for its peers'.
+"""Times the host's part of an attention layer on one GPU: one rank's tiles, with its own memory for its peers'.
 
 python3 benchmarks/host.py --ranks 4 --lengths 8K,16K
 """
@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
 
 import argparse
-import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,119 +24,109 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.flags import listed, one_of
-from benchmarks.measure import tflops_per_gpu
-from benchmarks.report import header
+from benchmarks.command_line import Parser, length, listed, one_of, positive
+from benchmarks.measure import FLOPS, Case, Layer, make_step
+from benchmarks.records import append, provenance
 from lightseq.attention import context as contexts
 from lightseq.attention.operator import attention
 from lightseq.comm import symmetric
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
 from lightseq.config.checks import CHOICES
-from lightseq.config.lengths import length_flag, shown
-from lightseq.distributed.mesh import World
+from lightseq.config.lengths import shown
+from lightseq.config.parser import refused
+from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training.loop import collected_together
 
 WARMUP = 6  # with the two after which a pass is recorded
 AHEAD_CYCLES = 20_000_000  # some ten milliseconds in which the device waits and the host runs ahead of it
-COLUMNS = ("tokens", "schedule", "transport", "host us", "lowest", "device us", "both us", "TFLOP/s")
 
 
 def main(words: Sequence[str]) -> int:
-    flags = parser().parse_args(words)
-    if not torch.cuda.is_available():
-        print("error: no GPU here; this times what is launched on one", file=sys.stderr)
-        return 2
+    try:
+        flags = parser().parse_args(words)
+        if not torch.cuda.is_available():
+            raise ValueError("no GPU here; this times what is launched on one")
+    except ValueError as error:
+        return refused(error)
     dist.init_process_group("fake", rank=0, world_size=flags.ranks, store=FakeStore())
+    assert dist.group.WORLD is not None
     device = torch.device("cuda", 0)
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
-    with flags.output.open("w", encoding="utf-8") as file:
-        world = World(0, 1, 0, 1, device)
-        file.write(json.dumps(header(world, words, flags.commit, benchmark="host")) + "\n")
-        print("  ".join(f"{name:>15}" for name in COLUMNS))
-        for length in flags.lengths:
-            for schedule in flags.schedules:
-                for transport in ("symmetric", "symmetric-unrecorded"):
-                    record = measure(length, schedule, transport, flags, device)
-                    file.write(json.dumps(record) + "\n")
-                    print(line(record), flush=True)
+    command = f"python3 benchmarks/host.py {shlex.join(words)}".strip()
+    flags.output.unlink(missing_ok=True)
+    about = {"world": 1, **provenance(flags.commit, device), "flops": FLOPS.format("length^2")}
+    append(flags.output, {"benchmark": "host", "command": command, **about})
+    for tokens in flags.lengths:
+        case = Case(
+            tokens, flags.heads, flags.kv_heads, flags.head_dim, 1, torch.bfloat16, device, dist.group.WORLD
+        )  # fmt: skip
+        for schedule in flags.schedules:
+            for transport in ("symmetric", "symmetric-unrecorded"):
+                record = measure(case, schedule, transport, flags)
+                append(flags.output, record)
+                print(line(record), flush=True)
     dist.destroy_process_group()
     print(f"records  {flags.output}")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/host.py", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--ranks", type=int, default=4, help="of which the first one's part is run")
-    of_lengths, of_schedules = listed(length_flag), listed(one_of(SCHEDULES))
-    parser.add_argument("--lengths", type=of_lengths, default="8K,16K", help="of the whole sequence (default: 8K,16K)")
-    parser.add_argument("--schedules", type=of_schedules, default="ulysses,prefix", help="(default: %(default)s)")
-    parser.add_argument("--kernel", type=one_of(CHOICES["kernel"]), default="auto")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv_heads", type=int, default=8)
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--commit", help="of this tree, where git does not know")
-    parser.add_argument("--output", type=Path, default=Path("outputs/host.jsonl"))
-    return parser
+def parser() -> Parser:
+    out = Parser("benchmarks/host.py", __doc__)
+    out.add_argument("--ranks", type=positive, default=4, help="of which the first one's part is run")
+    out.add_argument("--lengths", type=listed(length), default="8K,16K", help="of the whole sequence")
+    out.add_argument("--schedules", type=listed(one_of(*SCHEDULES)), default="ulysses,prefix", help="by name")
+    out.add_argument("--kernel", type=one_of(*CHOICES["kernel"]), default="auto", help="of a tile")
+    out.add_argument("--heads", type=positive, default=32, help="query heads")
+    out.add_argument("--kv_heads", type=positive, default=8, help="key/value heads")
+    out.add_argument("--head_dim", type=positive, default=128, help="head dimension")
+    out.add_argument("--repeats", type=positive, default=60, help="timed runs")
+    out.add_output("outputs/host.jsonl")
+    return out
 
 
-def measure(
-    length: int, schedule: str, transport: str, flags: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
-    """Microseconds of the host for one layer while it runs ahead, of the device alone, and of both where neither is."""
-    with layer(length, schedule, transport, flags, device) as (step, facts), collected_together():
+def measure(case: Case, schedule: str, transport: str, flags: argparse.Namespace) -> dict[str, Any]:
+    """Times the host while it runs ahead, the device alone, and both where neither is ahead."""
+    with one_rank(case, schedule, transport, flags.kernel) as layer, collected_together():
+        step = make_step(layer, case, seed=0)
         for _ in range(WARMUP):
             step()
-        host, alone = ahead(step, flags.repeats)
-        both = [timed(step) for _ in range(flags.repeats)]
-    case = SimpleNamespace(area=length**2 / 2, heads=flags.heads, head_dim=flags.head_dim, batch=1)
+        host, alone = ahead(step, flags.repeats, case.device)
+        both = [until_done(step) for _ in range(flags.repeats)]
     seconds = statistics.median(alone)
     return {
-        "length": length, "ranks": flags.ranks, "heads": flags.heads, "kv_heads": flags.kv_heads,
-        "head_dim": flags.head_dim, "schedule": schedule, **facts, "repeats": flags.repeats,
+        "length": case.length, "ranks": flags.ranks, "heads": case.heads, "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim, "schedule": schedule, **layer.facts, "repeats": flags.repeats,
         "host_seconds_median": statistics.median(host), "host_seconds_min": min(host), "host_seconds_max": max(host),
         "device_seconds_median": seconds, "both_seconds_median": statistics.median(both),
-        "tflops_per_gpu_of_device": tflops_per_gpu(case, flags.ranks, seconds),  # type: ignore[arg-type]
+        "tflops_per_gpu_of_device": case.tflops_per_gpu(flags.ranks, seconds),
     }  # fmt: skip
 
 
 @contextmanager
-def layer(
-    length: int, schedule: str, transport: str, flags: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[Callable[[], None], dict[str, Any]]]:
-    """Forward and backward of the first rank's part, as autograd runs them."""
-    shape = AttentionShape(length, flags.heads, flags.kv_heads, flags.head_dim)
-    group = dist.group.WORLD
-    assert group is not None
+def one_rank(case: Case, schedule: str, transport: str, kernel: str) -> Iterator[Layer]:
+    """Sets up the first rank's part of a layer."""
+    shape = AttentionShape(case.length, case.heads, case.kv_heads, case.head_dim)
 
     def carrier(*_: object) -> Transport:
-        made = symmetric.SymmetricTransport(group, device)
+        made = symmetric.SymmetricTransport(case.group, case.device)
         return Unrecorded(made) if transport.endswith("-unrecorded") else made
 
-    with patch.object(symmetric, "symmetric_memory", _Own), patch.object(contexts, "make_transport", carrier):
-        config = contexts.AttentionConfig(schedule, flags.kernel, dtype=torch.bfloat16, device=device, head_groups=1)
-        context = contexts.make_context(group, shape, config)
-        tokens = context.layout.padded_length(length) // flags.ranks
-        heads = (flags.heads, flags.kv_heads, flags.kv_heads, flags.heads)
-        q, k, v, dout = (torch.randn(1, tokens, n, flags.head_dim, device=device).bfloat16() for n in heads)
-        for x in (q, k, v):
-            x.requires_grad_()
-        context.shapes.add((*q.shape, flags.kv_heads, 0))  # the other ranks are not there to be asked for theirs
-
-        def step() -> None:
-            out, _ = attention(q, k, v, context)
-            torch.autograd.grad(out, (q, k, v), dout)
-
+    with patch.object(symmetric, "symmetric_memory", OwnMemory), patch.object(contexts, "make_transport", carrier):
+        config = contexts.AttentionConfig(schedule, kernel, dtype=case.dtype, device=case.device, head_groups=1)
+        context = contexts.make_context(case.group, shape, config)
+        positions = context.layout.positions(0, context.layout.padded_length(case.length))
+        # The other ranks are not there to be asked for their shapes.
+        context.shapes.add((1, len(positions), case.heads, case.head_dim, case.kv_heads, 0))
+        facts = {"kernel": context.selection.kernel.name, "transport": transport}
         try:
-            yield step, {"kernel": context.selection.kernel.name, "transport": transport}
+            yield Layer(lambda q, k, v: attention(q, k, v, context)[0], positions, case.world, facts)
         finally:
             contexts.release(context)
 
 
-class _Own:
+class OwnMemory:
     """torch's symmetric memory where every peer's is this rank's own, and all have come to a barrier."""
 
     @staticmethod
@@ -150,24 +140,20 @@ class _Own:
         return SimpleNamespace(get_buffer=lambda *_: memory, barrier=token.zero_)
 
 
-def ahead(step: Callable[[], None], repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of the host, and of the device where all was launched before it began."""
-    host, device = [], []
+def ahead(step: Callable[[], None], repeats: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Returns seconds of the host, and of the device where all was launched before it began."""
+    host, alone = [], []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        began = time.perf_counter()
+        start, began = DeviceTimestamp(device), time.perf_counter()
         step()
         host.append(time.perf_counter() - began)
-        end.record()
-        end.synchronize()
-        device.append(start.elapsed_time(end) / 1e3)
-    return host, device
+        alone.append(start.seconds_until(DeviceTimestamp(device)))
+    return host, alone
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Seconds until the device is done with what the host begins to launch now."""
+def until_done(step: Callable[[], None]) -> float:
+    """Returns seconds until the device is done with what the host begins to launch now."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     step()
@@ -176,12 +162,13 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def line(record: dict[str, Any]) -> str:
-    us = [1e6 * record[f"{name}_seconds_{which}"] for name, which in (
-        ("host", "median"), ("host", "min"), ("device", "median"), ("both", "median")
-    )]  # fmt: skip
-    words = (shown(record["length"]), record["schedule"], record["transport"].removeprefix("symmetric-"))
-    numbers = [f"{x:.0f}" for x in (*us, record["tflops_per_gpu_of_device"])]
-    return "  ".join(f"{x:>15}" for x in (*words, *numbers))
+    host, least, device, both = (
+        1e6 * record[f"{name}_seconds_{which}"]
+        for name, which in (("host", "median"), ("host", "min"), ("device", "median"), ("both", "median"))
+    )
+    name = f"{shown(record['length'])} {record['schedule']} {record['transport']}"
+    rate = f"{record['tflops_per_gpu_of_device']:.0f} TFLOP/s"
+    return f"{name}: host {host:.0f} us, lowest {least:.0f}; device {device:.0f} us ({rate}); both {both:.0f} us"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""lightseq's own attention as a benchmark runs it: distributed, and one GPU's kernel alone as the ceiling."""
+"""lightseq's attention as a benchmark runs it: distributed, and one GPU's kernel alone as the ceiling."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lightseq.schedule.table import Mask
 
 @dataclass(frozen=True)
 class Choice:
-    """What is asked of lightseq; None leaves the choice to it."""
+    """Settings of lightseq's attention; None leaves the choice to it."""
 
     schedule: str = "auto"
     kernel: str = "auto"
@@ -32,21 +32,14 @@ class Choice:
     head_groups: int | None = None
     keep_gathered: bool = True
 
-    @property
-    def silent(self) -> "Choice":
-        """The same tiles, nothing sent: what remains of the time is arithmetic, and what the host does for it."""
-        alike = self.transport in ("symmetric", "symmetric" + BLOCKING)
-        return replace(self, transport="none" if alike else "none" + UNRECORDED)
 
-
-def resolved(layer: Layer) -> Choice:
-    """What lightseq chose, to be asked for again by name."""
+def without_exchange(layer: Layer) -> Choice:
+    """Returns the same tiles with nothing sent: what remains of the time is arithmetic and the host's part of it."""
     facts = {field.name: layer.facts[field.name] for field in fields(Choice)}
-    if facts["ulysses_size"] == 1:  # only schedules that have one take the argument
-        facts["ulysses_size"] = None
-    if facts["head_groups"] == 1:
-        facts["head_groups"] = None
-    return Choice(**facts)
+    for name in ("ulysses_size", "head_groups"):  # only schedules that have one take the argument
+        facts[name] = None if facts[name] == 1 else facts[name]
+    alike = facts["transport"] in ("symmetric", "symmetric" + BLOCKING)
+    return replace(Choice(**facts), transport="none" if alike else "none" + UNRECORDED)
 
 
 @contextmanager
@@ -84,7 +77,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
 
 
 def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict[str, Any]:
-    """How well the work on documents is shared out, and what was fetched for it and padded beyond their `tokens`."""
+    """Returns how evenly the work on documents is split, what is fetched for it, and the padding beyond `tokens`."""
     boundaries = documents.padded_boundaries
     table = packed_schedule(context.schedule, boundaries)
     rows = boundaries[-1] // table.layout.chunk_count
@@ -97,7 +90,22 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
     }
 
 
-class _Whole(torch.autograd.Function):
+@contextmanager
+def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
+    """Computes the whole sequence on every rank by itself: what the kernel does where nothing is distributed."""
+    chosen = select(kernel, case.spec).kernel
+    mask: Mask | Segments = Mask.CAUSAL
+    if case.boundaries:
+        mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
+    yield Layer(
+        attend=lambda q, k, v: WholeSequence.apply(q, k, v, chosen, mask),
+        positions=torch.arange(case.length),
+        ranks=1,
+        facts={"kernel": chosen.name},
+    )
+
+
+class WholeSequence(torch.autograd.Function):
     """One kernel over a whole causal sequence, or over the documents in it."""
 
     @staticmethod
@@ -109,20 +117,5 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*backward_tile(ctx.kernel, dout, Saved(q, k, v, out, lse), ctx.mask, q.shape[-1] ** -0.5), None, None)
-
-
-@contextmanager
-def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
-    """Every rank computes the whole sequence by itself: what the kernel does where nothing is distributed."""
-    chosen = select(kernel, case.spec).kernel
-    mask: Mask | Segments = Mask.CAUSAL
-    if case.boundaries:
-        mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
-    yield Layer(
-        attend=lambda q, k, v: _Whole.apply(q, k, v, chosen, mask),
-        positions=torch.arange(case.length),
-        ranks=1,
-        facts={"kernel": chosen.name},
-    )
+        saved = Saved(*ctx.saved_tensors)
+        return (*backward_tile(ctx.kernel, dout, saved, ctx.mask, saved.q.shape[-1] ** -0.5), None, None)

@@ -1,4 +1,4 @@
-"""Measures training steps that `python3 -m lightseq plan` is held to: peak by category and phase, seconds by phase.
+"""Measures the training steps that `python3 -m lightseq plan` is held to.
 
 python3 benchmarks/plan_points.py --gpus 1,2 --output benchmarks/results/plan-2xh200.jsonl --minutes 9
 
@@ -12,23 +12,37 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
 
 import json
+import os
 import shlex
+import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from benchmarks.flags import Parser, listed, positive
-from benchmarks.report import commit_here, read_lines
-from benchmarks.training.launch import Failed, run
-from benchmarks.training.records import Machine, look_at_machine
-from benchmarks.training.trials import ROOT, model_of
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.command_line import Parser, listed, positive
+from benchmarks.processes import Failed, run, torchrun
+from benchmarks.records import append, provenance, read_lines
+from benchmarks.step import model_of
+from benchmarks.step_peers.peer import measure
+from lightseq.cli import BOTH
+from lightseq.config.command_line import parse
 from lightseq.config.lengths import shown
 from lightseq.config.parser import refused
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.memory.planner.rates import GIB
+from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.training.engine import build_engine
+from lightseq.training.loop import Trainer
 
-WORKER = ROOT / "benchmarks" / "training" / "plan_point.py"
+WORKER = "--worker"  # begins the words of one rank
 
 
 @dataclass(frozen=True)
@@ -88,76 +102,57 @@ POINTS = (
 
 
 def main(words: Sequence[str]) -> int:
+    if list(words[:1]) == [WORKER]:
+        return one_rank(words[1:])
     try:
         flags = parser().parse_args(words)
     except ValueError as error:
         return refused(error)
     done = {record["point"] for record in read_lines(flags.output) if not record["skipped"]}
-    machine, begin = look_at_machine(), time.monotonic()
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
-    with flags.output.open("a", encoding="utf-8") as file:
-        for point in POINTS:
-            left = 60 * flags.minutes - (time.monotonic() - begin)
-            if point.name in done or point.gpus not in flags.gpus or (flags.only and flags.only not in point.name):
-                continue
-            if left < 60:
-                print(f"{point.name}: no time left; the same command again goes on here")
-                break
-            record = take(point, machine, min(left, flags.timeout), flags.commit)
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            print(line(record), flush=True)
+    about, begin = provenance(flags.commit), time.monotonic()
+    for point in POINTS:
+        left = 60 * flags.minutes - (time.monotonic() - begin)
+        if point.name in done or point.gpus not in flags.gpus or (flags.only and flags.only not in point.name):
+            continue
+        if left < 60:
+            print(f"{point.name}: no time left; the same command again goes on here")
+            break
+        record = take(point, about, min(left, flags.timeout))
+        append(flags.output, record)
+        print(line(record), flush=True)
     return 0
 
 
 def parser() -> Parser:
-    out = Parser(prog="benchmarks/plan_points.py", description="Measures the steps that the plan is held to.")
-    out.add_argument("--gpus", type=listed(positive), default=[1, 2], help="points of that many GPUs (default: 1,2)")
-    out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL; points in it are not repeated")
-    add_choice(out)
+    out = Parser("benchmarks/plan_points.py", __doc__)
+    out.add_argument("--gpus", type=listed(positive), default="1,2", help="points of that many GPUs")
+    out.add_argument("--only", default="", help="points with these words in their name")
+    out.add_argument("--minutes", type=float, default=60.0, help="no point is begun after")
+    out.add_argument("--timeout", type=float, default=300.0, help="seconds that a point may take")
+    out.add_output("outputs/plan-points.jsonl")
     return out
 
 
-def add_choice(out: Parser) -> None:
-    """Which points are measured, for how long, and of what commit."""
-    out.add_argument("--only", default="", help="points with these words in their name")
-    out.add_argument("--minutes", type=float, default=60.0, help="no point is begun after (default: 60)")
-    out.add_argument("--timeout", type=float, default=300.0, help="seconds that a point may take (default: 300)")
-    out.add_argument("--commit", help="what the records name where there is no git to ask")
-
-
-def take(
-    point: Point, machine: Machine, timeout: float, commit: str | None = None, worker: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Runs a point, by another worker if one is named; its record says `skipped` where it came to nothing."""
+def take(point: Point, about: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """Runs a point; its record says `skipped` where it came to nothing."""
     measured: dict[str, Any] = {}
     skipped: str | None = None
     with tempfile.TemporaryDirectory() as folder:
-        flags = point.flags(_model(point, Path(folder)), machine.on_gpu)
+        flags = point.flags(model_directory(point, Path(folder)), about["hardware"]["device"] != "cpu")
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
-        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={point.gpus}".split()
+        worker = [str(Path(__file__).resolve()), WORKER, str(result), str(point.warmup), str(point.steps)]
         try:
-            script = worker or [str(WORKER)]
-            run([*launcher, *script, str(result), str(point.warmup), str(point.steps), *flags], timeout, log)
+            run([*torchrun(point.gpus), *worker, *flags], timeout, log)
             measured = json.loads(result.read_text())
         except Failed as why:
             skipped = str(why)
             print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
-    return {
-        "benchmark": "plan points",
-        "point": point.name,
-        **{key: value for key, value in asdict(point).items() if key != "name"},
-        "skipped": skipped,
-        **measured,
-        "commit": commit or commit_here(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": dict(machine.hardware),
-        "versions": dict(machine.versions),
-    }
+    facts = {"point" if key == "name" else key: value for key, value in asdict(point).items()}
+    return {"benchmark": "plan points", **facts, "skipped": skipped, **measured, **about}
 
 
-def _model(point: Point, folder: Path) -> str:
-    """A preset, or a directory with the config of its first layers."""
+def model_directory(point: Point, folder: Path) -> str:
+    """Returns a preset, or a directory with the config of its first layers."""
     if point.layers is None:
         return point.model
     _, config = model_of(point.model)
@@ -166,13 +161,87 @@ def _model(point: Point, folder: Path) -> str:
     return str(folder / "model")
 
 
-def line(record: dict[str, Any]) -> str:
+def line(record: Mapping[str, Any]) -> str:
     head = f"{record['point']} ({shown(record['length'])} tokens, {record['gpus']} GPUs): "
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
     peak = record.get("peak_memory_allocated_bytes")
-    shown_peak = f", peak {peak / 2**30:.2f} GiB" if peak else ""
-    return f"{head}{record['step_seconds']:.3f} s a step{shown_peak}"
+    return f"{head}{record['step_seconds']:.3f} s a step" + (f", peak {peak / GIB:.2f} GiB" if peak else "")
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def one_rank(words: Sequence[str]) -> int:
+    result, warmup, steps, *flags = words
+    with init_distributed(TrainConfig.step_timeout) as world:
+        asked = on_all_ranks(
+            world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *flags], "plan_points")
+        )
+        folder = shared_folder(world, "lightseq-point-")
+        try:
+            config = without_traces(asked, folder)
+            inputs = on_all_ranks(world, lambda: made_up_inputs(config, BOTH, world, folder))
+            measured = measure_steps(
+                Trainer(config, inputs, world, build_engine(config, inputs, world)), int(warmup), int(steps)
+            )
+            if world.is_main:
+                Path(result).write_text(json.dumps(measured) + "\n")
+            dist.barrier()
+        finally:
+            if world.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
+    """Returns seconds and bytes of a step, the worst rank's; `parts` are rank 0's."""
+    device, context, offload = trainer.world.device, trainer.context, trainer.engine.offload
+    taken = TakenByForward(trainer.loss_model, device.type == "cuda")
+    with trainer.explained_out_of_memory():
+        first = measure(trainer.step, range(warmup), device)
+        measured = measure(trainer.step, range(warmup, warmup + steps), device)
+    buffers, memory = context.transport.buffer_bytes, {}
+    if device.type == "cuda":
+        free, capacity = torch.cuda.mem_get_info(device)
+        allocated = measured["peak_memory_allocated_bytes"] + buffers + context.transport.recorded_bytes
+        memory = {
+            "peak_memory_allocated_bytes": allocated,
+            "peak_memory_reserved_bytes": measured["peak_memory_reserved_bytes"] + buffers,
+            "attention_buffer_bytes": buffers,
+            "between_steps_bytes": torch.cuda.memory_allocated(device),
+            "outside_bytes": capacity - free - torch.cuda.memory_reserved(device) - buffers,
+            "capacity_bytes": capacity,
+        }
+    host = {
+        "offloaded_bytes": offload.memory.allocated_bytes if offload else 0,
+        "host_rss_bytes": psutil.Process().memory_info().rss,
+        "host_budget_bytes": offload.memory.limit_bytes if offload else 0,
+        "host_cores": len(os.sched_getaffinity(0)),
+    }
+    layers, plan = trainer.model.config.num_hidden_layers, trainer.engine.memory
+    return {
+        "step_seconds": statistics.median(measured["step_seconds"]),
+        "all_step_seconds": measured["step_seconds"],
+        "losses": first["losses"] + measured["losses"],
+        "parts": asdict(trainer.memory_parts(taken.bytes if device.type == "cuda" else None)),
+        **worst({**memory, **host}, trainer.world),
+        "state_on_host": trainer.engine.memory.state_on_host,
+        "layers_with_state_on_gpu": plan.layers_with_state_on_gpu if plan.state_on_host else layers,
+        "placement": plan.placement.layers if plan.placement else None,
+        "tokens": trainer.inputs.stream.sequences_per_step * trainer.config.model_max_length,
+        "schedule": context.schedule.name,
+        "head_groups": context.schedule.turns,
+        "kernel": context.selection.kernel.name,
+        "transport": context.transport.name,
+        "config": trainer.config.to_json(),
+    }
+
+
+def worst(facts: Mapping[str, int], world: World) -> dict[str, int]:
+    values = torch.tensor(list(facts.values()), dtype=torch.int64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(facts, values.tolist(), strict=True))
 
 
 if __name__ == "__main__":

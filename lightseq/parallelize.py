@@ -44,9 +44,7 @@ class MemoryPlan:
     """What waits in host memory during a step, as the flags or the planner decided."""
 
     state_on_host: bool = False  # weights, gradients and optimizer state
-    layers_with_state_on_gpu: int = (
-        0  # the first layers, whose state stays on the device
-    )
+    layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
     run: PlannedRun | None = None  # the run that was planned; None: nobody asked the planner

@@ -1,7 +1,6 @@
-"""Knows what the attention benchmark must measure, record, skip and refuse."""
+"""The attention benchmark: what it measures, records, skips and refuses."""
 
 import contextlib
-import importlib
 import io
 import json
 import shlex
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import spawn
 
-from analysis.__main__ import main as analyse
-from benchmarks import attention, flash_attn_stand_in, measure, peers
+from benchmarks import attention
+from benchmarks.attention import parse
+from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_attn
 from benchmarks.errors import check_layer
-from benchmarks.flags import length, parse
-from benchmarks.layers import single_gpu_layer
-from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
-from lightseq.config.lengths import shown
+from benchmarks.layers import Choice, single_gpu_layer
+from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
 from lightseq.distributed.mesh import World
-from lightseq.profiling.trace import Account
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"
@@ -48,9 +44,7 @@ def program(rank: int, words: str, more_peers: dict[str, Any] | None = None) -> 
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
     attention.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    peers.PEERS.update(more_peers or {})
-    flags = importlib.reload(importlib.import_module("benchmarks.flags"))  # its lists name every peer
-    attention.parse = flags.parse
+    PEERS.update(more_peers or {})
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -66,27 +60,17 @@ def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, rest
 
 
-def test_overlap_on_and_off_are_lines_under_one_heading(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    words = f"--lengths 64 {SMALL} --schedules zigzag --transports gloo,auto-blocking --peers none --exposed"
-    (status, out, _), _ = spawn(2, program, f"{words} --output {file}")
-    assert status == 0
-    assert [point["transport"] for point in records(file)[1]] == ["gloo", "gloo-blocking"]
-    heading, first, second = (line for line in out.splitlines() if "zigzag" in line or "median ms" in line)
-    assert len(heading) == len(first) == len(second)
-
-
 def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
-    words = f"--lengths 64,1K {SMALL} --schedules ring,prefix,auto --peers single-gpu,ulysses-sdpa --exposed"
-    words += f" --output {file}"
+    words = f"--lengths 64,1K {SMALL} --schedules ring,auto --transports gloo,auto-blocking --exposed"
+    words += f" --peers single-gpu,ulysses-sdpa --output {file}"
     (status, out, _), (_, other_out, _) = spawn(2, program, words)
     assert (status, other_out) == (0, "")
     header, points = records(file)
     assert (header["benchmark"], header["world"], header["versions"]["torch"]) == ("attention", 2, torch.__version__)
     assert header["command"].endswith(f"benchmarks/attention.py {words}")
     assert all(point.keys() >= KEYS and point["skipped"] is None for point in points)
-    asked = ["", "", "ring", "prefix", "auto"]
+    asked = ["", "", "ring", "ring", "auto", "auto"]
     assert [(p["length"], p["request"]) for p in points] == [(n, request) for n in (64, 1024) for request in asked]
     assert [p["implementation"] for p in points[:3]] == ["single-gpu", "ulysses-sdpa", "lightseq"]
     for point in points:
@@ -97,42 +81,11 @@ def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -
         assert 0 < point["seconds_min"] <= point["seconds_median"] <= point["seconds_max"]
         assert 3 <= point["repeats"] <= 20
     ours = [point for point in points if point["implementation"] == "lightseq"]
-    assert {(p["kernel"], p["transport"]) for p in ours} == {("cpu", "gloo")}
+    assert {(p["kernel"], p["transport"]) for p in ours} == {("cpu", "gloo"), ("cpu", "gloo-blocking")}
     for point in ours:  # unknown only with the reason why
         assert (point["exposed_communication_seconds"] is None) == ("exposed_communication_note" in point)
-    assert len(out.splitlines()) == 1 + len(points) + 1
-
-
-def test_layers_are_traced_for_the_account_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--lengths 64 {SMALL} --schedules prefix@head_groups=2 --peers single-gpu"
-    words += f" --output {tmp_path / 'a.jsonl'} --trace {tmp_path / 'traces'}"
-    assert [status for status, _, _ in spawn(2, program, words)] == [0, 0]
-    (alone, ours) = records(tmp_path / "a.jsonl")[1]
-    assert "trace" not in alone and ours["trace"] == str(tmp_path / "traces" / "prefix-head_groups-2-cpu-gloo-64")
-    for rank in (0, 1):
-        assert analyse(["profile", ours["trace"], "--rank", str(rank)]) == 0
-        said = capsys.readouterr().out
-        assert "mean of 3" in said and "attention, backward" in said and "attention's exchange" in said
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_of_a_traced_layer_the_exchange_is_split_into_what_kernels_hide_and_what_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account = Account(3, 5.0)
-    account.spent |= {
-        ("attention's exchange", "forward"): 0.25,
-        ("collectives", ""): 0.5,
-        ("attention, forward", "forward"): 4.25,
-    }
-    account.hidden |= {"attention's exchange": 0.75, "attention, forward": 0.1}
-    monkeypatch.setattr(measure, "account_of", lambda events: account)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    q = torch.zeros(1, 4, 1, 8, requires_grad=True)
-    monkeypatch.setattr(measure, "make_step", lambda *_: lambda: (q * 1).sum().backward())
-    case = SimpleNamespace(device=SimpleNamespace(type="cuda"), rank=0)
-    found = measure.trace_layer(None, case, 0, tmp_path)  # type: ignore[arg-type]
-    assert found == {"trace": str(tmp_path), "traced_ms": 5.0, "exchange_exposed_ms": 0.75, "exchange_hidden_ms": 0.75}
+    assert len(out.splitlines()) == len(points) + 1
+    assert "64  single-gpu, cpu: " in out and "1K  lightseq auto → " in out and "TFLOP/s" in out
 
 
 @contextlib.contextmanager
@@ -171,7 +124,7 @@ def test_what_cannot_run_is_skipped_with_its_reason_and_the_rest_is_measured(tmp
         ("lightseq", None),
     ]
     assert all(p["tflops_per_gpu"] is None for p in points[:3])
-    assert "skipped: out of memory" in out.splitlines()[2]
+    assert out.splitlines()[1].endswith("greedy: skipped: out of memory")
 
 
 def split_failures(rank: int) -> list[str]:
@@ -193,23 +146,21 @@ def test_a_failure_on_some_ranks_skips_a_setup_and_stops_a_layer_under_way() -> 
     assert spawn(2, split_failures) == [want, want]
 
 
-def slow_rank(rank: int) -> dict[str, Any]:
+def slow_rank(rank: int) -> list[dict[str, Any]]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         time.sleep(0.03 if rank == 1 else 0.0)
         return q * 1 + (k.sum() + v.sum()) * 0
 
-    return time_layer(Layer(attend, torch.arange(8), 2), case(8), Effort(1, 3, 5, 0.0), seed=0)
+    layer = Layer(attend, torch.arange(8), 2)
+    efforts = [["--seconds", words] for words in ("0", "0.3", "60")]
+    common = ["--warmup", "1", "--least_repeats", "2", "--repeats", "12"]
+    return [time_layer(layer, case(8), attention.parser().parse_args([*common, *effort])) for effort in efforts]
 
 
-def test_the_slowest_rank_is_the_time() -> None:
-    for result in spawn(2, slow_rank):
-        assert result["seconds_min"] >= 0.03
-        assert result["repeats"] == 3
-
-
-def test_repeats_fit_the_budget_between_their_bounds() -> None:
-    effort = Effort(warmup=2, least=3, most=20, seconds=10.0)
-    assert [effort.repeats(each) for each in (0.001, 1.0, 60.0, 0.0)] == [20, 10, 3, 20]
+def test_the_slowest_rank_is_the_time_and_repeats_fit_the_seconds_between_their_bounds() -> None:
+    for none, some, many in spawn(2, slow_rank):
+        assert none["seconds_min"] >= 0.03
+        assert none["repeats"] == 2 <= some["repeats"] <= 10 and many["repeats"] == 12
 
 
 @pytest.mark.slow
@@ -223,6 +174,16 @@ def test_errors_are_measured_against_float64_for_every_schedule(tmp_path: Path) 
         assert point["skipped"] is None
         assert all(1e-4 < point[f"relative_error_{name}"] < 2e-2 for name in ("out", "dq", "dk", "dv"))
         assert point.get("worst_error_over_single_gpu", 1.0) < 2
+
+
+def test_packed_documents_are_kept_apart_and_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = f"--check --lengths 96 {SMALL} --schedules prefix --documents lognormal:0:8:64 --output {file}"
+    assert spawn(2, program, f"{words} --peers ulysses-sdpa")[0][0] == 0
+    peer, ours = records(file)[1]
+    assert peer["skipped"] == "would attend across documents"
+    assert ours["documents"] == "lognormal:0:8:64" and ours["boundaries"][0] == 0 and ours["boundaries"][-1] == 96
+    assert len(ours["boundaries"]) > 2 and ours["worst_error_over_single_gpu"] < 2
 
 
 def wrong_by_a_tenth(rank: int) -> dict[str, float]:
@@ -250,6 +211,8 @@ def test_an_error_is_relative_to_the_norm() -> None:
         ("--heads 5 --kv_heads 2", "--heads 5 does not divide"),
         ("--batch 0", "--batch: '0' is not a positive whole number"),
         ("--seconds inf", "--seconds: 'inf' is not a number of seconds"),
+        ("--documents uniform:0", "--documents: 'uniform:0' is no distribution"),
+        ("--documents lognormal:0:64:16", "lengths go from at least 1 token up"),
         ("--repeats 2", "--least_repeats 3 is more than --repeats 2"),
         ("--schedules none --peers none", "nothing to measure"),
         ("--length 1K", "unrecognized arguments: --length"),
@@ -274,16 +237,14 @@ def test_the_program_alone_refuses_in_one_line_and_exits_2(tmp_path: Path) -> No
 
 
 def test_requests_say_what_a_schedule_is_asked_for(tmp_path: Path) -> None:
-    words = f"--schedules prefix@head_groups=2,auto --lengths 2k,1M,100 --output {tmp_path / 'new.jsonl'}"
-    flags = parse(shlex.split(words))
-    (request, choice), (_, auto) = flags.schedules
-    assert (request, choice.schedule, choice.head_groups, choice.ulysses_size) == (
-        "prefix@head_groups=2", "prefix", 2, None,
-    )  # fmt: skip
-    assert (auto.schedule, auto.head_groups) == ("auto", None)
+    words = "--schedules prefix@head_groups=2,ulysses@gather_twice,auto --lengths 2k,1M,100"
+    flags = parse([*words.split(), "--output", str(tmp_path / "new.jsonl")])
+    assert flags.schedules == [
+        ("prefix@head_groups=2", Choice("prefix", head_groups=2)),
+        ("ulysses@gather_twice", Choice("ulysses", keep_gathered=False)),
+        ("auto", Choice()),
+    ]
     assert flags.lengths == [2048, 2**20, 100]
-    assert [shown(tokens) for tokens in flags.lengths] == ["2K", "1M", "100"]
-    assert length("3K") == 3072
 
 
 def test_ring_flash_attn_is_imported_past_its_adapters_and_the_stand_in_does_not_stay(
@@ -299,7 +260,7 @@ def test_ring_flash_attn_is_imported_past_its_adapters_and_the_stand_in_does_not
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(flash_attn_stand_in, "is_needed", lambda: True)
     try:
-        module = peers.import_ring_flash_attn()
+        module = ring_flash_attn.import_package()
         assert module._flash_attn_forward is flash_attn_stand_in._flash_attn_forward
         assert "flash_attn.flash_attn_interface" not in sys.modules
     finally:

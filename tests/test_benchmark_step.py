@@ -1,4 +1,4 @@
-"""Knows what the benchmark of whole steps must measure and record, that its peers train alike, and what it survives."""
+"""The benchmark of whole steps: what it measures and records, that its peers train alike, and what it survives."""
 
 import importlib
 import json
@@ -15,19 +15,17 @@ from transformers import LlamaConfig
 from worlds import spawn
 
 from benchmarks import step
-from benchmarks.training.flags import parse
-from benchmarks.training.launch import Failed, reason, run
-from benchmarks.training.outcome import Outcome
-from benchmarks.training.peer import Job, whole_model
-from benchmarks.training.records import Machine
-from benchmarks.training.trials import Trial, setting_of, trials, write_inputs
-from benchmarks.training.worker import PEERS, measure
+from benchmarks.processes import Failed, reason, run
+from benchmarks.step import Trial, parse, setting_of, trials, write_inputs
+from benchmarks.step_peers.peer import Job, measure
+from benchmarks.step_peers.worker import PEERS
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.models.flops import model_flops
 
 LENGTH, STEPS = 64, 3
+ON_H200 = {"commit": "c", "date": "d", "hardware": {"device": "NVIDIA H200"}, "versions": {"torch": "2"}}
 KEYS = {
     "benchmark", "implementation", "label", "model", "layers", "length", "world", "tokens_per_second", "step_seconds",
     "tokens_per_second_lowest", "tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "losses_finite",
@@ -81,8 +79,8 @@ def test_lightseq_and_the_plain_step_run_for_real_and_train_alike(model: Path, t
         assert point["tokens_per_second_lowest"] <= point["tokens_per_second"] <= point["tokens_per_second_highest"]
 
 
-def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[Outcome, int]:
-    """A peer's steps in the group that the test has joined, and how often attention's forward ran in the last one."""
+def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, Any], int]:
+    """Takes a peer's steps in the test's group. Returns their outcome, and calls of attention's forward in each."""
     calls: list[int] = []
     forward = CpuKernel.forward
     CpuKernel.forward = lambda *args: calls.append(1) or forward(*args)  # type: ignore[assignment, method-assign]
@@ -91,7 +89,8 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[Outcome, i
     job = Job(config, LENGTH, world, 1e-3, 0, compile=False)
     module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
     prepared = module.fsdp2(job, context_ranks=1) if peer == "fsdp2" else module.prepare(job)
-    outcome = measure(prepared, stream(tmp_path, config), STEPS, world)
+    batches = stream(tmp_path, config)
+    outcome = measure(lambda index: prepared.step(batches.batch(index)), range(STEPS), world.device)
     return outcome, len(calls) // STEPS
 
 
@@ -101,14 +100,14 @@ def stream(tmp_path: Path, config: LlamaConfig) -> BatchStream:
 
 def write_data(model: Path, tmp_path: Path) -> None:
     asked = parse(flags(model, tmp_path))
-    write_inputs(setting_of(asked, on_gpu=False), asked.lengths)
+    write_inputs(setting_of(asked, on_gpu=False))
 
 
 def first_by_hand(model: Path, tmp_path: Path) -> tuple[float, float]:
-    """Loss and gradient norm of the first step by transformers, in this process."""
+    """Returns loss and gradient norm of the first step by transformers, in this process."""
     config = LlamaConfig.from_pretrained(model)
     batch = stream(tmp_path, config).batch(0)
-    net = whole_model(Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu")), 1e-3, 0, compile=False))
+    net = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu")), 1e-3, 0, compile=False).whole_model()
     loss = net(input_ids=batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
     loss.backward()
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
@@ -128,10 +127,10 @@ def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: 
     write_data(model, tmp_path)
     loss, norm = first_by_hand(model, tmp_path)
     (outcome, calls), (other, _) = spawn(2, train, peer, tmp_path, model)
-    assert outcome.losses[0] == pytest.approx(loss, rel=1e-5)
-    assert outcome.grad_norms[0] == pytest.approx(norm, rel=1e-4)
-    assert outcome.losses[-1] < outcome.losses[0]  # some learning: the steps are taken
-    assert (other.losses, len(outcome.step_seconds)) == (outcome.losses, STEPS)
+    assert outcome["losses"][0] == pytest.approx(loss, rel=1e-5)
+    assert outcome["grad_norms"][0] == pytest.approx(norm, rel=1e-4)
+    assert outcome["losses"][-1] < outcome["losses"][0]  # some learning: the steps are taken
+    assert (other["losses"], len(outcome["step_seconds"])) == (outcome["losses"], STEPS)
     if peer == "plain":
         assert calls == 3  # once a layer: the backward pass keeps what it computed
 
@@ -153,7 +152,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 ) -> None:
     scripts = {"lightseq": DIES, "accelerate": HANGS, "plain": WRITES, "deepspeed": "pass"}
     monkeypatch.setattr(Trial, "command", property(lambda t: ["-c", scripts[t.implementation], str(t.result)]))
-    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(True, {"device": "NVIDIA H200"}, {"torch": "2"}))
+    monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
     begin = time.monotonic()
     assert step.main(flags(model, tmp_path, "--timeout 1 --implementations lightseq,accelerate,deepspeed,plain")) == 0
     assert time.monotonic() - begin < 20
@@ -173,7 +172,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(True, {"device": "NVIDIA H200"}, {"torch": "2"}))
+    monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
     words = flags(model, tmp_path, "--timeout 60 --implementations plain --append")
     for script, skipped in ((WRITES, None), ("pass", "ended without its numbers (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
@@ -217,21 +216,21 @@ def test_a_log_says_why(log: str, said: str) -> None:
 def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_peers(model: Path, tmp_path: Path) -> None:
     words = flags(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq")
     asked = parse([*words, "--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"])
-    rows = trials(asked, setting_of(asked, on_gpu=True))
+    rows = trials(setting_of(asked, on_gpu=True))
     labels = ["lightseq", "lightseq (remat none, schedule ulysses)", "lightseq (tf32)", "plain"]
     assert [(row.length, row.label) for row in rows] == [(n, label) for n in (2048, 4096) for label in labels]
-    command = rows[1].shown_command
-    assert command.startswith("python3 -m torch.distributed.run --standalone --nproc_per_node=2 ")
+    command = " ".join(rows[1].command)
+    assert command.startswith("-m torch.distributed.run --standalone --nproc_per_node=2 ")
     assert "llama3/train.py" in command and command.endswith("--torch_compile False --remat none --schedule ulysses")
     assert "--bf16" in command and "--random_init" in command
     assert len({row.directory for row in rows}) == len(rows)
-    assert "benchmarks/training/worker.py plain" in rows[3].shown_command
+    assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
 
 
 def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     asked = parse(flags(Path("tiny-llama2"), tmp_path))
-    (ours, *_) = trials(asked, setting_of(asked, on_gpu=False))
-    assert "llama2/train.py" in ours.shown_command and "--bf16" not in ours.shown_command
+    (ours, *_) = trials(setting_of(asked, on_gpu=False))
+    assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
 def test_bad_flags_are_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "look_at_machine", lambda: Machine(False, {"device": "cpu"}, {}))
+    monkeypatch.setattr(step, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
     assert step.main([*words.split(), "--output", str(tmp_path / "s.jsonl")]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

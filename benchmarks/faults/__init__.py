@@ -1,1 +1,1 @@
-"""Breaks training runs on purpose, in every way that we know of, and counts what was lost."""
+"""Training runs that are broken on purpose, in every way that docs/reliability.md lists."""

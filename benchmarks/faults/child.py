@@ -1,17 +1,19 @@
-"""What runs inside a rank that is to break: the training program, and the faults that are planted in it."""
+"""The training program inside a rank that is to break, and the faults that are planted in it."""
 
 import resource
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import llama2
 from lightseq.checkpoint import state_files
-from lightseq.training import loop, metrics
+from lightseq.training import metrics
 from lightseq.training.command import main as train_family
-from lightseq.training.engine import FsdpEngine, Update
+from lightseq.training.engine import FsdpEngine
+from lightseq.training.loop import Trainer
 
 
 def train(command: list[str]) -> None:
@@ -19,67 +21,59 @@ def train(command: list[str]) -> None:
     train_family(llama2.FAMILY, command)
 
 
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Replaces a function by one that first calls `action` with the same arguments."""
+    function = getattr(owner, name)
+
+    def changed(*args: Any) -> Any:
+        action(*args)
+        return function(*args)
+
+    setattr(owner, name, changed)
+
+
 def slow(rank: int, seconds: float) -> None:
-    """Every step takes longer, so that a moment can be chosen."""
-    step = loop.Trainer.step
-
-    def slower(self: loop.Trainer, index: int) -> Any:
-        time.sleep(seconds)
-        return step(self, index)
-
-    loop.Trainer.step = slower  # type: ignore
+    """Makes every step take longer, so that a moment can be chosen."""
+    before(Trainer, "step", lambda *_: time.sleep(seconds))
 
 
 def slow_disk(rank: int, seconds: float) -> None:
-    """Files take longer to write, so that saving is under way for a while."""
-    write = state_files.write
-
-    def slower(*args: Any) -> Any:
-        time.sleep(seconds / 2)
-        found = write(*args)
-        time.sleep(seconds / 2)
-        return found
-
-    state_files.write = slower  # type: ignore[assignment]
+    """Makes files take longer to write, so that saving is under way for a while."""
+    before(state_files, "write", lambda *_: time.sleep(seconds))
 
 
 def raises(rank: int, culprit: int, at: int, while_saving: bool) -> None:
-    """One rank fails in a step, as a bug or a broken library would make it."""
-    if rank != culprit:
-        return
-    step = loop.Trainer.step
+    """Makes one rank fail in a step, as a bug or a broken library would."""
 
-    def failing(self: loop.Trainer, index: int) -> Any:
+    def fail(trainer: Trainer, index: int) -> None:
         saving = any(thread.name == "saving" for thread in threading.enumerate())
-        if index + 1 >= at and (saving or not while_saving):
+        if rank == culprit and index + 1 >= at and (saving or not while_saving):
             raise RuntimeError("planted")
-        return step(self, index)
 
-    loop.Trainer.step = failing  # type: ignore
+    before(Trainer, "step", fail)
 
 
-def sick(rank: int, culprit: int, first: int, last: int, most: int) -> None:
-    """One rank's gradient of one parameter is not a number from one step to another."""
-    update, seen = FsdpEngine.update, [0]
+def nonfinite(rank: int, culprit: int, first: int, last: int, most: int) -> None:
+    """Makes one rank's gradient of one parameter NaN from one step to another."""
+    updates = [0]
     metrics.MOST_SKIPPED = most
 
-    def planted(self: FsdpEngine) -> Update:
-        seen[0] += 1
-        if rank == culprit and first <= seen[0] <= last:
-            gradient = dict(self.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
+    def plant(engine: FsdpEngine) -> None:
+        updates[0] += 1
+        if rank == culprit and first <= updates[0] <= last:
+            gradient = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].grad
             assert gradient is not None
             gradient.to_local().flatten()[:1] = float("nan")  # type: ignore[attr-defined]
-        return update(self)
 
-    FsdpEngine.update = planted  # type: ignore[method-assign]
+    before(FsdpEngine, "update", plant)
 
 
 def skips(rank: int, at: int) -> None:
-    """A step is left out, as if its gradient were not a number: what an undisturbed run with such a step comes to."""
-    sick(rank, 0, at, at, 20)
+    """Leaves a step out, as if its gradient were not finite."""
+    nonfinite(rank, 0, at, at, 20)
 
 
 def short_files(rank: int, culprit: int, most_bytes: int) -> None:
-    """One rank's files may not grow beyond a size."""
+    """Keeps one rank's files from growing beyond a size."""
     if rank == culprit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))

@@ -1,4 +1,4 @@
-"""Random command lines and malformed files: each is taken, or refused in one line of ours; nothing they say is run."""
+"""Random command lines and malformed files: each is taken, or refused in one line; nothing in them is run."""
 
 import contextlib
 import dataclasses
@@ -10,9 +10,9 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import struct
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,8 @@ from transformers import LlamaForCausalLM
 
 import llama2
 from benchmarks.faults import ranks
-from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, until
+from benchmarks.faults.ranks import CONFIG, LENGTH, VOCABULARY, free_port, processes, until
+from benchmarks.records import append
 from lightseq.checkpoint import manifest, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state
 from lightseq.checkpoint.tensor_index import read_index
@@ -59,7 +60,7 @@ LEFT_OUT = {"torch_compile": ["False", "no"], "optim": ["adamw_torch", "adamw_to
 
 
 def command(dice: random.Random, folder: Path) -> list[str]:
-    """Some flags at random, some of whose values make sense; a run of two steps at most, where they all do."""
+    """Returns flags at random, some of whose values make sense; a run of two steps at most, where they all do."""
     paths = [str(folder / name) for name in ("data", "data.pkl", "hostile.pkl", "text.jsonl", "model", "gone", CANARY)]
     outputs = [str(folder / "outputs" / name) for name in ("one", "two words", "$(touch ran)", "done")]
     words = ["--model_name_or_path", f"{folder}/model", "--random_init", "--data_path", f"{folder}/data"]
@@ -88,8 +89,12 @@ def command(dice: random.Random, folder: Path) -> list[str]:
     return words
 
 
-def write_seeds(folder: Path) -> None:
-    """Well-formed inputs of every kind beside those that a run has already, and one that asks to run a command."""
+@contextlib.contextmanager
+def seeds(bench: "Bench", name: str) -> Iterator[Path]:
+    """Yields a folder of well-formed inputs, a finished run, and a file that asks to run a command."""
+    folder = bench.folder / name
+    folder.mkdir()
+    ranks.write_inputs(folder)
     (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": [list(range(20)), list(range(1, 30))]}))
     (folder / "hostile.pkl").write_bytes(hostile(folder))
     (folder / "text.jsonl").write_text('{"text": "some words"}\n{"text": "and others"}\n')
@@ -100,6 +105,12 @@ def write_seeds(folder: Path) -> None:
         pq.write_table(pa.table({"text": ["some words", "and others", None]}), folder / "text.parquet")
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(folder / "weights", max_shard_size="100KB")
+    done = folder / "outputs" / "done"
+    run = ranks.start(done, ranks.words(folder, done, 2, "--save_steps 1"))
+    assert run.wait() == [0, 0], run.printed
+    yield folder
+    assert not (folder / CANARY).exists(), "an input was run"
+    shutil.rmtree(folder)
 
 
 def hostile(folder: Path) -> bytes:
@@ -114,51 +125,36 @@ def hostile(folder: Path) -> bytes:
 
 
 def flags(bench: "Bench", count: int) -> Iterator["Record"]:
-    """Command lines on two ranks, fifty in a world."""
-    folder = bench.folder / "fuzz"
-    folder.mkdir()
-    ranks.write_inputs(folder)
-    write_seeds(folder)
-    done = folder / "outputs" / "done"
-    run = ranks.start(done, ranks.words(folder, done, 2, "--save_steps 1"))
-    assert run.wait() == [0, 0], run.said
-    seen: dict[str, int] = {}
-    for begin in range(0, count, 50):
-        commands = [command(bench.dice, folder) for _ in range(min(50, count - begin))]
-        for status, _ in try_commands(folder, commands):
-            seen[f"status {status}"] = seen.get(f"status {status}", 0) + 1
-    yield {"count": count, "statuses": seen}
-    shutil.rmtree(folder)
+    """Tries command lines on two ranks, fifty in a world."""
+    seen: Counter[str] = Counter()
+    with seeds(bench, "fuzz") as folder:
+        for begin in range(0, count, 50):
+            commands = [command(bench.dice, folder) for _ in range(min(50, count - begin))]
+            seen.update(f"status {status}" for status in try_commands(folder, commands))
+    yield {"count": count, "statuses": dict(seen)}
 
 
-def try_commands(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
-    """The status and the line of each; AssertionError for a traceback, a hang, or code that was run."""
+def try_commands(folder: Path, commands: list[list[str]]) -> list[int]:
+    """Returns the status of each. Raises AssertionError for a traceback, a hang or the end of a process."""
     results = folder / "results.jsonl"
     results.unlink(missing_ok=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [
-        ranks._context.Process(target=_try, args=(rank, port, str(folder), commands), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
+    arguments = (free_port(), str(folder), commands)
+    world = [processes.Process(target=one_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+    for process in world:
         process.start()
-    until(lambda: not any(process.is_alive() for process in processes), 20.0 * len(commands))
+    until(lambda: not any(process.is_alive() for process in world), 20.0 * len(commands))
     ended = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
-    hung = [process.is_alive() for process in processes]
-    for process in processes:
+    hung = any(process.is_alive() for process in world)
+    for process in world:
         process.kill()
-    at = commands[len(ended)] if len(ended) < len(commands) else None
-    assert at is None, f"{'a hang' if any(hung) else 'the end of a process'} at {at}"
-    for words, end in zip(commands, ended, strict=True):
-        said, status = end["said"], end["status"]
-        one_line = said.startswith("error: ") and said.count("\n") == 1
-        assert "Traceback" not in said and (status == 0 or one_line), f"{words}: status {status}, said {said}"
-    assert not (folder / CANARY).exists(), "an input was run"
-    return [(end["status"], end["said"]) for end in ended]
+    assert len(ended) == len(commands), f"{'a hang' if hung else 'the end of a process'} at {commands[len(ended)]}"
+    for words, (status, printed) in zip(commands, ended, strict=True):
+        one_line = printed.startswith("error: ") and printed.count("\n") == 1
+        assert "Traceback" not in printed and (status == 0 or one_line), f"{words}: status {status}, {printed}"
+    return [status for status, _ in ended]
 
 
-def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
+def one_rank(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
     torch.set_num_threads(1)
     constants.HF_HUB_OFFLINE = True  # the hub's client has read the environment
     (Path(folder) / "cwd").mkdir(exist_ok=True)
@@ -167,10 +163,10 @@ def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     world = World(rank, 2, rank, 2, torch.device("cpu"))
-    training.start = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
+    training.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore
     for words in commands:
-        said, status = io.StringIO(), 0
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        printed, status = io.StringIO(), 0
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
             try:
                 train(llama2.FAMILY, words)
             except SystemExit as end:
@@ -178,12 +174,11 @@ def _try(rank: int, port: int, folder: str, commands: list[list[str]]) -> None:
             except BaseException:
                 status = 1
                 traceback.print_exc()
-        lines: list[Any] = [None, None]
-        dist.all_gather_object(lines, (status, said.getvalue()))
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, (status, printed.getvalue()))
         if rank == 0:
-            with (Path(folder) / "results.jsonl").open("a") as file:
-                worst = max(status for status, _ in lines)
-                file.write(json.dumps({"status": worst, "said": "".join(text for _, text in lines)}) + "\n")
+            ended = max(status for status, _ in both), "".join(text for _, text in both)
+            append(Path(folder) / "results.jsonl", ended)
     os._exit(0)  # nothing is left to say to the other rank, which may be gone
 
 
@@ -196,38 +191,39 @@ def read_data(path: Path) -> None:
         examples[index]
 
 
-def read_checkpoint(path: Path) -> None:
+def read_manifest(path: Path) -> None:
     if (complaint := manifest.find_damage(path)) is not None:
         raise ValueError(complaint)
 
 
-# File of a well-formed input, and what reads the input.
-KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "data/tokens.bin": ("data", read_data),
-    "data/documents.bin": ("data", read_data),
-    "data/meta.json": ("data", read_data),
-    "data.pkl": ("data.pkl", read_data),
-    "text.jsonl": ("text.jsonl", read_data),
-    "text.parquet": ("text.parquet", read_data),
-    "weights/config.json": ("weights", lambda path: resolve(llama2.FAMILY, str(path), True)),
-    "weights/model.safetensors.index.json": ("weights", lambda path: _load(path)),
-    "weights/model-00001-of-00004.safetensors": ("weights", lambda path: _load(path)),
-    f"checkpoint/{TRAINER_STATE}": ("checkpoint", read_trainer_state),
-    "checkpoint/manifest.json": ("checkpoint", read_checkpoint),
-    f"checkpoint/{STATE}/.metadata": ("checkpoint", lambda path: read_index(path / STATE)),
-    f"checkpoint/{STATE}/random-0.json": (
-        "checkpoint",
-        lambda path: state_files.restore_rng(path / STATE / "random-0.json", torch.device("cpu")),
-    ),
-}
-
-
-def _load(path: Path) -> None:
+def read_weights(path: Path) -> None:
     weights.load_or_refuse(LlamaForCausalLM(CONFIG), path, "--model_name_or_path")
 
 
+def read_random_state(path: Path) -> None:
+    state_files.restore_rng(path / STATE / "random-0.json", torch.device("cpu"))
+
+
+# File of a well-formed input, and what reads the input: the first part of the path.
+READERS: dict[str, Callable[[Path], object]] = {
+    "data/tokens.bin": read_data,
+    "data/documents.bin": read_data,
+    "data/meta.json": read_data,
+    "data.pkl": read_data,
+    "text.jsonl": read_data,
+    "text.parquet": read_data,
+    "weights/config.json": lambda path: resolve(llama2.FAMILY, str(path), True),
+    "weights/model.safetensors.index.json": read_weights,
+    "weights/model-00001-of-00004.safetensors": read_weights,
+    f"checkpoint/{TRAINER_STATE}": read_trainer_state,
+    "checkpoint/manifest.json": read_manifest,
+    f"checkpoint/{STATE}/.metadata": lambda path: read_index(path / STATE),
+    f"checkpoint/{STATE}/random-0.json": read_random_state,
+}
+
+
 def malformed(content: bytes, dice: random.Random, folder: Path) -> bytes:
-    """A file as a bad disk, a broken program or somebody with intent would leave it."""
+    """Returns a file as a bad disk, a broken program or somebody with intent would leave it."""
     made = bytearray(content)
     way = dice.choice(
         ["cut", "flip", "flip", "noise", "repeat", "number", "number", "word", "hostile", "empty", "nest"]
@@ -256,17 +252,17 @@ def malformed(content: bytes, dice: random.Random, folder: Path) -> bytes:
     return b"" if way == "empty" else bytes(made)
 
 
-def try_file(dice: random.Random, seeds: Path, folder: Path) -> tuple[str, str]:
-    """Reads one malformed file; its kind, and the line that refused it or "" if it was taken."""
-    kind = dice.choice([kind for kind in KINDS if (seeds / kind).is_file()])
-    source, read = KINDS[kind]
+def try_file(dice: random.Random, good: Path, folder: Path) -> tuple[str, str]:
+    """Reads one malformed file. Returns its kind, and the line that refused it or "" if it was taken."""
+    kind = dice.choice([kind for kind in READERS if (good / kind).is_file()])
+    source = kind.split("/")[0]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    if (seeds / source).is_dir():
-        shutil.copytree(seeds / source, folder / source)
-    (folder / kind).write_bytes(malformed((seeds / kind).read_bytes(), dice, seeds))
+    if (good / source).is_dir():
+        shutil.copytree(good / source, folder / source)
+    (folder / kind).write_bytes(malformed((good / kind).read_bytes(), dice, good))
     try:
-        read(folder / source)
+        READERS[kind](folder / source)
     except (ValueError, OSError) as refusal:  # what `on_all_ranks` says in one line
         assert str(refusal), f"{kind}: refused without a word"
         return kind, " ".join(str(refusal).split())
@@ -274,33 +270,26 @@ def try_file(dice: random.Random, seeds: Path, folder: Path) -> tuple[str, str]:
 
 
 def files(bench: "Bench", count: int) -> Iterator["Record"]:
-    """Malformed files, a hundred in a process whose memory is bounded."""
-    folder = bench.folder / "files"
-    folder.mkdir()
-    ranks.write_inputs(folder)
-    write_seeds(folder)
-    run = ranks.start(folder / "run", ranks.words(folder, folder / "run", 2, "--save_steps 2"))
-    assert run.wait() == [0, 0], run.said
-    shutil.copytree(folder / "run" / "checkpoint-2", folder / "checkpoint")
+    """Reads malformed files, a hundred in a process whose memory is bounded."""
     taken: dict[str, list[int]] = {}
-    for begin in range(0, count, 100):
+    with seeds(bench, "files") as folder:
+        shutil.copytree(folder / "outputs" / "done" / "checkpoint-2", folder / "checkpoint")
         results = folder / "results.jsonl"
-        results.unlink(missing_ok=True)
-        number = min(100, count - begin)
-        process = ranks._context.Process(target=_read, args=(bench.dice.random(), str(folder), number), daemon=True)
-        process.start()
-        process.join(5.0 * number)
-        lines = [json.loads(line) for line in results.read_text().splitlines()]
-        assert process.exitcode == 0 and len(lines) == number, f"{process.exitcode}: {lines[-1] if lines else None}"
-        for kind, refusal in lines:
-            taken.setdefault(kind, [0, 0])[bool(refusal)] += 1
-    assert not (folder / CANARY).exists(), "an input was run"
+        for begin in range(0, count, 100):
+            results.unlink(missing_ok=True)
+            number = min(100, count - begin)
+            process = processes.Process(target=read_some, args=(bench.dice.random(), folder, number), daemon=True)
+            process.start()
+            process.join(5.0 * number)
+            lines = [json.loads(line) for line in results.read_text().splitlines()]
+            assert process.exitcode == 0 and len(lines) == number, f"{process.exitcode}: {lines[-1] if lines else None}"
+            for kind, refusal in lines:
+                taken.setdefault(kind, [0, 0])[bool(refusal)] += 1
     for kind, (took, refused) in sorted(taken.items()):
         yield {"count": took + refused, "file": kind, "taken": took, "refused": refused}
-    shutil.rmtree(folder)
 
 
-def _read(seed: float, folder: str, count: int) -> None:
+def read_some(seed: float, folder: Path, count: int) -> None:
     def too_long(*_: object) -> None:
         raise TimeoutError("a file that is read for ever")
 
@@ -309,16 +298,14 @@ def _read(seed: float, folder: str, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), used + (4 << 30)))
     dice = random.Random(seed)
     np.seterr(all="ignore")
-    with (Path(folder) / "results.jsonl").open("a") as results:
-        for _ in range(count):
-            signal.alarm(20)
-            try:
-                found = try_file(dice, Path(folder), Path(folder) / "malformed")
-            except BaseException:
-                results.write(json.dumps(traceback.format_exc()) + "\n")
-                results.flush()
-                shutil.copytree(Path(folder) / "malformed", "/tmp/malformed", dirs_exist_ok=True)
-                os._exit(3)
-            signal.alarm(0)
-            results.write(json.dumps(found) + "\n")
+    for _ in range(count):
+        signal.alarm(20)
+        try:
+            found: Any = try_file(dice, folder, folder / "malformed")
+        except BaseException:
+            append(folder / "results.jsonl", traceback.format_exc())
+            shutil.copytree(folder / "malformed", "/tmp/malformed", dirs_exist_ok=True)
+            os._exit(3)
+        signal.alarm(0)
+        append(folder / "results.jsonl", found)
     os._exit(0)

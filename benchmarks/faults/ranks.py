@@ -7,7 +7,6 @@ import ctypes
 import json
 import multiprocessing as mp
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,6 +23,8 @@ from lightseq.checkpoint.manifest import describe
 from lightseq.data.token_directory import write_token_directory
 from lightseq.training.metrics import read_records
 
+assert sys.platform == "linux", "faults are made with Linux' own means"
+
 RANKS, LENGTH, VOCABULARY = 2, 48, 64
 CONFIG = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -33,10 +34,11 @@ STEP_TIMEOUT = 12.0  # seconds; a rank may be silent for half of it
 DEADLINE = 120.0  # of anything: what lasts longer hangs
 
 Plant = tuple[Callable[..., None], tuple[Any, ...]]  # called in every rank with its number before it trains
+processes = mp.get_context("forkserver")
 
 
 def write_inputs(folder: Path) -> None:
-    """A model's config and 40 documents with a pattern to learn."""
+    """Writes a model's config and 40 documents with a pattern to learn."""
     CONFIG.save_pretrained(folder / "model")
     starts = np.random.default_rng(0).integers(0, VOCABULARY, 40)
     documents = [(start + 5 * np.arange(LENGTH)) % VOCABULARY for start in starts]
@@ -54,24 +56,21 @@ def words(folder: Path, output: Path, steps: int, more: str = "") -> list[str]:
 
 @dataclass
 class Run:
-    """Ranks that were started, and what they said."""
+    """Ranks that were started, and what they printed."""
 
     processes: list[Any]
     logs: list[Path]
     output: Path
 
     def signal(self, rank: int, number: int) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        os.kill(self.processes[rank].pid, number)
 
-    def wait(self, ranks: range | None = None, seconds: float = DEADLINE) -> list[int | None]:
-        """Exit statuses of ranks; None of one that still runs, which is ended then."""
-        until = time.monotonic() + seconds
-        chosen = [self.processes[rank] for rank in ranks or range(len(self.processes))]
-        for process in chosen:
-            process.join(max(0.0, until - time.monotonic()))
-        return [process.exitcode for process in chosen]
+    def wait(self, ranks: range = range(RANKS)) -> list[int | None]:
+        """Returns exit statuses, None of a rank that still runs at the deadline."""
+        end = time.monotonic() + DEADLINE
+        for rank in ranks:
+            self.processes[rank].join(max(0.0, end - time.monotonic()))
+        return [self.processes[rank].exitcode for rank in ranks]
 
     def end(self) -> None:
         for process in self.processes:
@@ -83,12 +82,17 @@ class Run:
         return all(process.is_alive() for process in self.processes)
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return "".join(log.read_text(errors="replace") for log in self.logs if log.is_file())
 
     @property
+    def errors(self) -> list[str]:
+        """Returns the lines that say what was wrong."""
+        return [line for line in self.printed.splitlines() if line.startswith("error: ")]
+
+    @property
     def step(self) -> int:
-        """The last step that was logged."""
+        """Returns the last step that was logged."""
         records = [r for r in read_records(self.output / "metrics.jsonl") if "loss" in r]
         return records[-1]["step"] if records else 0
 
@@ -97,53 +101,44 @@ class Run:
         return any(self.output.glob("checkpoint-*.partial"))
 
 
-_context = mp.get_context("forkserver")
-
-
 def start(
-    output: Path, command: list[str], plants: tuple[Plant, ...] = (), size: int = RANKS, address: str = "127.0.0.1",
-    spaces: tuple[str, ...] = (), name: str = "",
+    output: Path, command: list[str], plants: tuple[Plant, ...] = (), address: str = "127.0.0.1",
+    spaces: tuple[str | None, ...] = (None,) * RANKS, name: str = "",
 ) -> Run:  # fmt: skip
     """Starts the ranks of a run; `spaces` are network namespaces, one a rank, `name` tells its logs from another's."""
-    _context.set_forkserver_preload(["benchmarks.faults.child"])
+    processes.set_forkserver_preload(["benchmarks.faults.child"])
     output.parent.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
-    logs = [output.parent / f"{output.name}{name}.rank{rank}.log" for rank in range(size)]
-    processes = []
-    for rank in range(size):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        environment |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        arguments = (rank, environment, command, str(logs[rank]), plants, spaces[rank] if spaces else None)
-        process = _context.Process(target=_enter, args=arguments, daemon=True)
-        process.start()
-        processes.append(process)
-    return Run(processes, logs, output)
+    run, port = Run([], [], output), free_port()
+    for rank in range(RANKS):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+        environment |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        run.logs.append(output.parent / f"{output.name}{name}.rank{rank}.log")
+        arguments = (rank, environment, command, str(run.logs[rank]), plants, spaces[rank])
+        run.processes.append(processes.Process(target=enter, args=arguments, daemon=True))
+        run.processes[rank].start()
+    return run
 
 
-def _enter(
+def enter(
     rank: int, environment: dict[str, str], command: list[str], log: str, plants: tuple[Plant, ...], space: str | None
 ) -> None:
     from benchmarks.faults.child import train
 
     if space is not None:
-        _enter_namespace(space)
+        with open(f"/var/run/netns/{space}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {space}")
         environment = environment | {"GLOO_SOCKET_IFNAME": space}
     os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
-        os.dup2(file, stream)
+        os.dup2(descriptor, stream)
     for plant, arguments in plants:
         plant(rank, *arguments)
     train(command)
 
 
-def _enter_namespace(name: str) -> None:
-    with open(f"/var/run/netns/{name}") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
@@ -151,7 +146,7 @@ def _free_port() -> int:
 
 
 def outcome(output: Path, steps: int) -> tuple[str, list[float]]:
-    """What a finished run has come to: the hash of its weights, and its losses."""
+    """Returns what a finished run has come to: the hash of its weights, and its losses."""
     records = [r for r in read_records(output / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in records] == list(range(1, steps + 1)), "a step is missing, or there twice"
     return describe(output / f"checkpoint-{steps}" / "model.safetensors").sha256, [r["loss"] for r in records]
@@ -163,14 +158,10 @@ def newest(output: Path) -> int:
 
 
 def until(holds: Callable[[], bool], seconds: float = DEADLINE) -> bool:
-    """Whether something came to hold in time."""
+    """Waits for something to hold, and returns whether it came in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if holds():
             return True
         time.sleep(0.002)
     return False
-
-
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-assert sys.platform == "linux", "faults are made with Linux' own means"

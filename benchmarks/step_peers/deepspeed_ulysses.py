@@ -20,17 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.training.peer import (
-    CLIP_NORM,
-    Job,
-    Peer,
-    StepOutcome,
-    adamw,
-    local,
-    plain_tensor,
-    positions,
-    sdpa_facts,
-)
+from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
 from lightseq.models import weights
 
@@ -44,31 +34,30 @@ def prepare(job: Job) -> Peer:
     job.check_divides(job.world.size, "DeepSpeed's Ulysses")
     import deepspeed
 
-    on_gpu = job.world.device.type == "cuda"
-    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
-    settings = settings_of(job, on_gpu)
+    deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
+    settings = settings_of(job)
     engine = make_engine(job, settings)
-    places = local(positions(job), job)
+    places = job.local(job.positions())
 
     def step(batch: Batch) -> StepOutcome:
-        ids, labels = local(batch.input_ids, job), local(batch.labels, job)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext():
+        ids, labels = job.local(batch.input_ids), job.local(batch.labels)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.on_gpu else contextlib.nullcontext():
             loss = engine(ids, places, labels)
             engine.backward(loss)
             engine.step()
         return StepOutcome(loss.detach() / job.world.size, plain_tensor(engine.get_global_grad_norm()))
 
     facts = {"schedule": "ulysses", "remat": "full", "compile": False}
-    return Peer(step, {**facts, **sdpa_facts(on_gpu)})
+    return Peer(step, {**facts, **job.sdpa_facts})
 
 
-def settings_of(job: Job, on_gpu: bool) -> dict[str, Any]:
+def settings_of(job: Job) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "sequence_parallel_size": job.world.size,
         "gradient_clipping": CLIP_NORM,
-        "bf16": {"enabled": on_gpu},
+        "bf16": {"enabled": job.on_gpu},
         "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
     }
 
@@ -96,13 +85,13 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
     for layer in model.model.layers:
         layer.mlp.forward = partial(tiled_mlp, layer.mlp)
     loss_model = LossModel(model, job.length // job.world.size)
-    engine, *_ = deepspeed.initialize(model=loss_model, optimizer=adamw(loss_model, job), config=settings, mpu=groups)
+    engine, *_ = deepspeed.initialize(model=loss_model, optimizer=job.adamw(loss_model), config=settings, mpu=groups)
     engine.train()
     return engine
 
 
 def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
-    """The weights that everybody starts from."""
+    """Draws the weights that everybody starts from."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
@@ -141,14 +130,14 @@ class LossModel(nn.Module):
         return tiled(hidden, labels, tiles)
 
     def fused(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
-        """ALST's own. It divides inside: after the tiles, it would scale the gradient of the hidden states alone."""
+        """Runs ALST's own loss. Divided after the tiles, only the gradient of the hidden states would be scaled."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
         head = [self.model.lm_head.weight]
         return TiledFusedLogitsLoss.apply(self.tile_loss, self.model, hidden, labels, None, tiles, head, "sum")
 
     def checkpointed(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
-        """For embeddings that are the head too, whose gradient ZeRO-3 takes once a step.
+        """Runs tiles for embeddings that are the head too, whose gradient ZeRO-3 takes once a step.
 
         ALST's own loss hands it over in the forward pass already, and the lookup has another one in the backward pass.
         """

@@ -10,36 +10,25 @@ import contextlib
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.training.peer import (
-    CLIP_NORM,
-    Job,
-    Peer,
-    StepOutcome,
-    adamw,
-    on_device,
-    plain_tensor,
-    positions,
-    sdpa_facts,
-    whole_model,
-)
+from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
 
 
 def prepare(job: Job) -> Peer:
     if job.world.size == 1:
         raise ValueError("context parallel: needs at least two ranks")
-    if job.world.device.type != "cuda":
+    if not job.on_gpu:
         raise ValueError("torch's context parallel needs a CUDA device")
     job.check_divides(2 * job.world.size, "context parallel")
     return fsdp2(job, context_ranks=job.world.size)
 
 
 def fsdp2(job: Job, context_ranks: int) -> Peer:
-    """With one context rank it is accelerate's FSDP2 alone, each rank with the whole sequence: as far as a CPU gets."""
+    """Sets up accelerate. With one context rank it is FSDP2 alone, as far as a CPU gets: ranks have whole sequences."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
-    on_gpu = job.world.device.type == "cuda"
+    on_gpu = job.on_gpu
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -54,14 +43,14 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
         fsdp_plugin=plugin,
         cpu=not on_gpu,
     )
-    model = whole_model(job)
+    model = job.whole_model()
     model.set_attn_implementation("sdpa")
-    model, optimizer = accelerator.prepare(model, adamw(model, job))
+    model, optimizer = accelerator.prepare(model, job.adamw(model))
     model.train()
-    places = positions(job)
+    places = job.positions()
 
     def step(batch: Batch) -> StepOutcome:
-        ids, labels, where = (on_device(x, job.world.device) for x in (batch.input_ids, batch.labels, places.clone()))
+        ids, labels, where = (job.on_device(x) for x in (batch.input_ids, batch.labels, places.clone()))
         split = contextlib.nullcontext()
         if context_ranks > 1:
             split = accelerator.maybe_context_parallel(
@@ -77,4 +66,4 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
         return StepOutcome(loss.detach() / job.world.size, plain_tensor(norm))
 
     facts = {"schedule": "context parallel", "remat": "full", "compile": False}
-    return Peer(step, {**facts, **sdpa_facts(on_gpu)})
+    return Peer(step, {**facts, **job.sdpa_facts})

@@ -1,4 +1,4 @@
-"""The peer `plain`: what anyone can write today from well-known parts, and the floor for everything else.
+"""The peer `plain`: a training step from well-known parts, and the floor for everything else.
 
 Transformers' Llama; FSDP2 over all ranks, a unit a layer, bfloat16 gathered from float32 shards, gradients added in
 float32; Ulysses by NCCL all-to-all around the fastest kernel there is (FlashAttention-4, else cuDNN; on CPU torch's)
@@ -19,18 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.peers import exchange
-from benchmarks.training.peer import (
-    CLIP_NORM,
-    Job,
-    Peer,
-    StepOutcome,
-    adamw,
-    local,
-    plain_tensor,
-    positions,
-    whole_model,
-)
+from benchmarks.attention_peers.ulysses import exchange
+from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, select
 
@@ -44,18 +34,18 @@ def prepare(job: Job) -> Peer:
     kernel = select("auto", spec_of(job.world.device, job.dtype, job.head_dim)).kernel.name
     assert dist.group.WORLD is not None
     ALL_ATTENTION_FUNCTIONS.register(NAME, partial(ulysses, kernel=kernel, group=dist.group.WORLD.group_name))
-    model = whole_model(job)
+    model = job.whole_model()
     model.set_attn_implementation(NAME)
     for layer in model.model.layers:
-        layer.forward = kept_attention(layer.forward)
+        layer.forward = checkpointed(layer.forward)
         if job.compile:
             layer.forward = torch.compile(layer.forward)
     loss_model = shard_parameters(LossModel(model), job)
-    optimizer = adamw(loss_model, job)
-    places = local(positions(job), job)
+    optimizer = job.adamw(loss_model)
+    places = job.local(job.positions())
 
     def step(batch: Batch) -> StepOutcome:
-        ids, labels = local(batch.input_ids, job), local(batch.labels, job)
+        ids, labels = job.local(batch.input_ids), job.local(batch.labels)
         loss = loss_model(ids, places, labels) / batch.valid_tokens
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(loss_model.parameters(), CLIP_NORM)
@@ -64,7 +54,7 @@ def prepare(job: Job) -> Peer:
         return StepOutcome(loss.detach(), plain_tensor(norm))
 
     facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.compile}
-    return Peer(step, {**facts, "transport": "nccl" if job.world.device.type == "cuda" else "gloo"})
+    return Peer(step, {**facts, "transport": "nccl" if job.on_gpu else "gloo"})
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -99,13 +89,13 @@ def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
     return loss_model
 
 
-def kept_attention(forward: Any) -> Any:
+def checkpointed(forward: Any) -> Any:
     """Checkpoints a layer's forward, all of it but attention."""
-    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+    contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _keep_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     kept = op is torch.ops.plain_step.attention.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -117,7 +107,7 @@ def ulysses(
     module: nn.Module, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: None, scaling: float, kernel: str,
     group: str, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls in place of its own attention."""
+    """Stands in for transformers' own attention."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BHSD, k_BHSD, v_BHSD))
     return _attention(q, k, v, scaling, kernel, group)[0], None
 
@@ -132,13 +122,13 @@ def _kernel(name: str, q: Tensor) -> Kernel:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """An operator takes no group, but its name."""
+    """Looks up a group: an operator takes its name only."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("plain_step::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
-    """(B, S local, all H, D) -> the same, and lse (B, local H, S whole), which the backward pass needs."""
+    """Maps (B, S local, all H, D) to the same, and lse (B, local H, S whole), which the backward pass needs."""
     ranks = _group(group)
     q, k, v = (exchange(x, ranks, True) for x in (q, k, v))
     out, lse = _kernel(kernel, q).forward(q, k, v, True, scale)

@@ -1,4 +1,4 @@
-"""How a trial is run: its own processes, its own time limit, and in a few words why it failed if it did."""
+"""Measurements in processes of their own, with a time limit and the reason why one failed."""
 
 import re
 import subprocess
@@ -14,12 +14,17 @@ GRACE_SECONDS = 40.0  # the launcher gives its workers 30 to end before it kills
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]:\s?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 REFUSAL = re.compile(r"^error: (.+)$", re.MULTILINE)
 KILLED = re.compile(r"Signal \d+ \(SIG\w+\)")
-KNOWN = ("ValueError: ", "ImportError: ", "ModuleNotFoundError: ")  # whose text says enough
+PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the text after it says enough
 LONGEST = 200
 
 
 class Failed(Exception):
-    """A trial came to nothing; the message says why."""
+    """A run without a result; the message says why."""
+
+
+def torchrun(processes: int) -> list[str]:
+    """Returns the words that start a program on so many processes of this host, after `python3`."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
 def run(words: Sequence[str], timeout: float, log: Path) -> None:
@@ -55,7 +60,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(log: str, status: int) -> str:
-    """Why it failed: out of memory if that was said at all, else the refusal or the first error that was printed.
+    """Returns why it failed: out of memory if the log says so, else the refusal or the first error in it.
 
     The first, for ranks that wait for one that died have errors of their own.
     """
@@ -64,8 +69,7 @@ def reason(log: str, status: int) -> str:
     if refusal := REFUSAL.search(log):
         return refusal[1][:LONGEST]
     if error := ERROR_LINE.search(log):
-        text = next((error[1].removeprefix(name) for name in KNOWN if error[1].startswith(name)), error[1])
-        return text.strip()[:LONGEST]
+        return PLAIN.sub("", error[1]).strip()[:LONGEST]
     if killed := KILLED.search(log):
         return f"killed: {killed[0]}"
     return f"ended with status {status}"

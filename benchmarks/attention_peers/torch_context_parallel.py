@@ -1,0 +1,35 @@
+"""torch.distributed.tensor.experimental.context_parallel: SDPA over its own zigzag layout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import sdpa_kernel
+
+from benchmarks.attention_peers.ulysses import KERNEL_NAMES, SDPA_BACKENDS, sdpa
+from benchmarks.measure import Case, Layer
+
+
+@contextmanager
+def layer(case: Case, rotation: str, backend: str) -> Iterator[Layer]:
+    case.needs_cuda("torch's context parallel")
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(rotation)
+    local = case.positions("zigzag")
+    # It picks the layout by the length of the buffers it is given. One of a token a place does: q, k and v are made
+    # local from the start, so that memory does not count whole copies that it would keep to restore.
+    marker = torch.zeros(1, 1, len(local) * case.world, 1, device=case.device)
+    mesh = DeviceMesh.from_group(case.group, "cuda")
+    sharded = context_parallel(mesh, buffers=[marker], buffer_seq_dims=[2], no_restore_buffers={marker})
+    with sdpa_kernel(SDPA_BACKENDS[backend]), sharded:
+        yield Layer(
+            attend=partial(sdpa, case),
+            positions=local,
+            ranks=case.world,
+            facts={"kernel": KERNEL_NAMES[backend], "transport": "nccl"},
+            heads_first=True,
+        )

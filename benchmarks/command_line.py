@@ -1,0 +1,80 @@
+"""Command lines of benchmarks: a parser whose refusals are one line, and types of flags."""
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightseq.config.lengths import tokens
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with the default of every flag, under a description as it was written."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for words that it cannot take, instead of printing its usage on every rank."""
+
+    def __init__(self, program: str, description: str | None, examples: str | None = None) -> None:
+        super().__init__(program, None, description, examples, formatter_class=Formatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')}; see --help")
+
+    def add_output(self, path: str) -> None:
+        """Adds where records go, and the commit that they name."""
+        self.add_argument("--output", type=Path, default=Path(path), metavar="FILE", help="JSONL")
+        self.add_argument("--commit", metavar="HASH", help="named by the records where there is no git to ask")
+
+
+def check_output(flags: argparse.Namespace) -> None:
+    if flags.output.exists() and not flags.append:
+        raise ValueError(f"--output {flags.output} exists; name another file, or give --append")
+
+
+def length(text: str) -> int:
+    """Converts `128K` to tokens."""
+    try:
+        return tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; choose from {', '.join(names)}")
+        return text
+
+    return read
+
+
+def listed(convert: Callable[[str], Any], every: Iterable[str] = ()) -> Callable[[str], list[Any]]:
+    """Reads `a,b,c`. `all` and `none` stand for every name and no name of `every`."""
+    every = list(every)
+
+    def read(text: str) -> list[Any]:
+        if every and text == "none":
+            return []
+        words = [word for item in text.split(",") for word in (every if every and item == "all" else [item.strip()])]
+        if not all(words):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty item")
+        return [convert(word) for word in dict.fromkeys(words)]
+
+    return read

@@ -1,0 +1,65 @@
+"""Records of benchmarks: a JSON object a line, with the commit, the date, the hardware and the versions."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightseq.training import run_info
+from lightseq.training.metrics import hardware, versions
+
+PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
+
+
+def provenance(commit: str | None, device: torch.device | None = None) -> dict[str, Any]:
+    """Returns what every record names: commit, date, hardware and versions.
+
+    Without a device another process looks for one: a process that names its GPU takes memory there as long as it lives.
+    """
+    if device is not None:
+        found = environment(device)
+    else:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found = pool.submit(environment).result()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"commit": commit or run_info.commit() or "unknown", "date": date, **found}
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    libraries: dict[str, str] = {}
+    if device.type == "cuda":
+        libraries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        libraries["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        try:
+            libraries[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    machine = {key: value for key, value in hardware(device).items() if key != "host"}
+    return {"hardware": machine, "versions": {**versions(), **libraries}}
+
+
+def append(path: Path, record: Mapping[str, Any] | Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a file, one a line, and names the garbled lines that it leaves out."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []  # the last may be cut off
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as why:
+            print(f"{path} line {number} is not JSON ({why.msg}); it is left out", file=sys.stderr)
+    return found

@@ -1,0 +1,139 @@
+"""A peer trains a given model, a step at a time, on this rank; and what the peers share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from lightseq.data.batches import Batch
+from lightseq.distributed.mesh import World
+from lightseq.distributed.stopwatch import DeviceTimestamp
+from lightseq.models import weights
+from lightseq.training.step_stats import StepResult
+
+CLIP_NORM = 1.0  # as lightseq's default is
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training that every peer is asked for, with the same data, weights and optimizer."""
+
+    config: LlamaConfig
+    length: int  # of the one sequence, which all ranks share
+    world: World
+    learning_rate: float
+    seed: int
+    compile: bool  # honoured by peers that compile at all
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the activations' dtype. Master weights are float32 for everybody."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def sdpa_facts(self) -> dict[str, str]:
+        """Returns the kernel and transport of a peer that is left to torch's SDPA; forced to cuDNN on GPUs."""
+        return {"kernel": "cudnn", "transport": "nccl"} if self.on_gpu else {"kernel": "sdpa", "transport": "gloo"}
+
+    def check_divides(self, parts: int, what: str) -> None:
+        """Raises ValueError where a peer cannot cut the sequence."""
+        if self.length % parts:
+            raise ValueError(f"{what}: {self.length} tokens do not divide by {parts}")
+
+    def check_heads(self, what: str) -> None:
+        """Raises ValueError where a peer cannot split the heads."""
+        heads, shared, ranks = self.config.num_attention_heads, self.config.num_key_value_heads, self.world.size
+        if heads % ranks or shared % ranks:
+            raise ValueError(f"{what}: {heads} query and {shared} key/value heads do not divide by {ranks} ranks")
+
+    def positions(self) -> Tensor:
+        return torch.arange(self.length).unsqueeze(0)
+
+    def on_device(self, x: Tensor) -> Tensor:
+        """Copies to the device; the host does not wait."""
+        x = x.contiguous()
+        return x.pin_memory().to(self.world.device, non_blocking=True) if self.on_gpu else x
+
+    def local(self, x: Tensor) -> Tensor:
+        """Returns this rank's neighbouring tokens of a whole (batch, length) tensor, on its device."""
+        return self.on_device(x.chunk(self.world.size, dim=1)[self.world.rank])
+
+    def whole_model(self) -> PreTrainedModel:
+        """Builds all parameters on this device, float32, the same on every rank and for every implementation."""
+        model = weights.build_on_meta(self.config)
+        weights.materialize(model, self.world.device)
+        weights.initialize(model, self.seed)
+        model.config.use_cache = False
+        return model
+
+    def adamw(self, model: torch.nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimizer step on this rank; neither tensor is read before the run ends."""
+
+    loss: Tensor  # this rank's share: the sum over ranks is the mean loss over the sequence
+    grad_norm: Tensor  # before clipping
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation that is set up on this rank. `facts` go into the record."""
+
+    step: Callable[[Batch], StepOutcome]
+    facts: Mapping[str, Any]
+
+
+def plain_tensor(x: Tensor | float) -> Tensor:
+    """Returns a scalar without its distribution, and without a wait for the device."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    return x.detach() if isinstance(x, Tensor) else torch.tensor(float(x))
+
+
+def measure(step: Callable[[int], StepOutcome | StepResult], steps: range, device: torch.device) -> dict[str, Any]:
+    """Takes steps as a trainer would: the host runs at most one ahead of the device, and reads nothing on the way.
+
+    Returns the numbers of every step. Memory is the worst rank's, and counts nothing that was freed before.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    moments, outcomes = [DeviceTimestamp(device)], list[StepOutcome | StepResult]()
+    for done, index in enumerate(steps):
+        if done >= 2:
+            moments[0].seconds_until(moments[done - 1])
+        outcomes.append(step(index))
+        moments.append(DeviceTimestamp(device))
+    seconds = torch.tensor([a.seconds_until(b) for a, b in pairwise(moments)], device=device)
+    losses = torch.stack([outcome.loss.float().to(device) for outcome in outcomes])
+    peaks = torch.zeros(2, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        peaks[0], peaks[1] = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(losses)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    allocated, reserved = (int(x) or None for x in peaks.tolist())
+    return {
+        "step_seconds": seconds.tolist(),
+        "losses": losses.tolist(),
+        "grad_norms": [outcome.grad_norm.item() for outcome in outcomes],
+        "peak_memory_allocated_bytes": allocated,
+        "peak_memory_reserved_bytes": reserved,
+    }

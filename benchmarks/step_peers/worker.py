@@ -1,0 +1,60 @@
+"""One rank of a peer of step.py, which starts it and prints the command it used.
+
+python3 -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/step_peers/worker.py plain --model DIR ...
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # and hides no package behind this folder
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from benchmarks.step_peers.peer import Job, Peer, measure
+from lightseq.data.batches import BatchStream, open_examples
+from lightseq.distributed.mesh import check_devices, init_distributed
+
+# Imported only when asked for: each needs packages of its own, and changes others on import.
+PEERS = {
+    "plain": "benchmarks.step_peers.plain",
+    "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
+    "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="benchmarks/step_peers/worker.py", allow_abbrev=False)
+    out.add_argument("peer", choices=PEERS)
+    for name in ("model", "data", "result"):
+        out.add_argument(f"--{name}", type=Path, required=True)
+    for name, kind in (("length", int), ("steps", int), ("seed", int), ("learning_rate", float), ("timeout", float)):
+        out.add_argument(f"--{name}", type=kind, required=True)
+    out.add_argument("--no_compile", action="store_true")
+    return out
+
+
+def main(words: Sequence[str]) -> None:
+    flags = parser().parse_args(words)
+    with init_distributed(flags.timeout) as world:
+        check_devices(world)
+        config = LlamaConfig.from_pretrained(flags.model)
+        job = Job(config, flags.length, world, flags.learning_rate, flags.seed, not flags.no_compile)
+        stream = BatchStream(
+            open_examples(flags.data, flags.length, config.vocab_size), flags.length, 1, seed=flags.seed
+        )
+        peer: Peer = importlib.import_module(PEERS[flags.peer]).prepare(job)
+        outcome = measure(lambda step: peer.step(stream.batch(step)), range(flags.steps), world.device)
+        if world.is_main:
+            flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
+        dist.barrier()  # who leaves first closes connections that the others may still be reading from
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""Whole training steps, measured: lightseq's trainer, and what one would use instead."""
