@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightseq.profiling.host_trace import host_account
-from lightseq.profiling.trace import IDLE, PHASES, Account, account_of, read, spans_of
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.host_trace import host_breakdown
+from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown, device_spans, gpu_breakdown, read_trace
+from lightseq.profiling.traffic import transfers_by_kind
 
 from . import traffic
 from .pictures import add_format, save
@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
     try:
-        events = read(path)
-        spans, moved = spans_of(events)[0], kinds_of(events)
+        events = read_trace(path)
+        spans, moved = device_spans(events)[0], transfers_by_kind(events)
         if arguments.timeline and not spans:
             raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
-        account = account_of(events) if spans else host_account(events)
+        account = gpu_breakdown(events) if spans else host_breakdown(events)
         picture = figure(spans, str(path)) if arguments.timeline else None
     except (ValueError, OSError) as error:
         print(f"analysis: error: {error}", file=sys.stderr)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def table(account: Account) -> Table:
+def table(account: StepBreakdown) -> Table:
     """A row a kind, the longest first. What one thread of a CPU does hides nothing."""
     hides = bool(account.hidden)
     out = Table(
@@ -127,7 +127,7 @@ def memory_table(about: Mapping[str, Any]) -> Table:
     return out
 
 
-def kernel_table(account: Account, count: int) -> Table:
+def kernel_table(account: StepBreakdown, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
     out.add_column("kernel or operator", overflow="ellipsis", no_wrap=True, max_width=64)

@@ -7,12 +7,12 @@ from typing import Final
 from rich import box
 from rich.table import Table
 
-from lightseq.profiling.traffic import Kind
+from lightseq.profiling.traffic import Transfers
 
 LEAST: Final = 2**20  # bytes from which on a rate says something of a link
 
 
-def table(kinds: Mapping[str, Kind], steps: int) -> Table:
+def table(kinds: Mapping[str, Transfers], steps: int) -> Table:
     """A row a kind."""
     out = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="what moved",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightseq.kernels import KernelSpec
-from lightseq.profiling.trace import account_of, read
+from lightseq.profiling.trace import gpu_breakdown, read_trace
 from lightseq.training.gc_control import collected_together
 
 T = TypeVar("T")
@@ -269,7 +269,7 @@ def trace_layer(layer: Layer, case: Case, seed: int, directory: Path) -> dict[st
     profiler.export_chrome_trace(str(file))
     found: dict[str, Any] = {"trace": str(directory)}
     if case.rank == 0 and case.device.type == "cuda":
-        account = account_of(read(file))
+        account = gpu_breakdown(read_trace(file))
         exposed = sum(ms for (kind, _), ms in account.spent.items() if kind in EXCHANGE)
         hidden = sum(account.hidden[kind] for kind in EXCHANGE)
         found |= {"traced_ms": account.step_ms, "exchange_exposed_ms": exposed, "exchange_hidden_ms": hidden}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.measure import Case, Layer
 from benchmarks.peers import flash_attention_2, import_ring_flash_attn, needs_cuda
-from lightseq.schedule.documents import restarting_positions
+from lightseq.schedule.documents import document_positions
 
 MULTIPLE = 64  # of every document's length: the peers cut each into equal pieces
 LEAST, MOST = 2**10, 2**16
@@ -59,7 +59,7 @@ def lengths(text: str) -> Lengths:
 def area_balance(case: Case, positions: Tensor) -> float:
     """Mean over the largest rank's attention area, where every rank computes what its own tokens see."""
     everyone: list[Any] = [None] * case.world
-    pairs = int((restarting_positions(case.boundaries)[positions.numpy()] + 1).sum())
+    pairs = int((document_positions(case.boundaries)[positions.numpy()] + 1).sum())
     torch.distributed.all_gather_object(everyone, pairs, group=case.group)
     return sum(everyone) / case.world / max(everyone)
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.errors import RESULTS
 from benchmarks.plan import Subject
-from lightseq.comm.transport import plain
+from lightseq.comm.transport import base_transport_name
 from lightseq.config.lengths import shown
 from lightseq.distributed.mesh import World
 from lightseq.training import git_info
@@ -90,7 +90,7 @@ def names(subjects: Sequence[Subject]) -> int:
 def left(length: str, name: str, subjects: Sequence[Subject], kernel: str, transport: str) -> str:
     """`auto` may become symmetric."""
     asked = [s.choice.transport for s in subjects if s.choice is not None]
-    wide = len("symmetric") + max((len(name) - len(plain(name)) for name in asked), default=0)
+    wide = len("symmetric") + max((len(name) - len(base_transport_name(name)) for name in asked), default=0)
     return GAP.join((length.rjust(6), name.ljust(names(subjects)), kernel.ljust(9), transport.ljust(wide)))
 
 

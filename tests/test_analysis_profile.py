@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from analysis import __main__ as analysis
-from lightseq.profiling.host_trace import host_account
-from lightseq.profiling.trace import IDLE, KINDS, account_of, kind_of, read, summary
+from lightseq.profiling.host_trace import host_breakdown
+from lightseq.profiling.trace import IDLE, KINDS, gpu_breakdown, kind_of, read_trace, summary
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
@@ -65,7 +65,7 @@ def two_steps() -> list[dict[str, Any]]:
 
 
 def test_every_millisecond_counts_once_and_hidden_communication_apart() -> None:
-    account = account_of(two_steps())
+    account = gpu_breakdown(two_steps())
     assert (account.steps, account.step_ms) == (2, pytest.approx(9))
     spent = {key: pytest.approx(ms) for key, ms in account.spent.items()}
     assert spent == {
@@ -134,7 +134,7 @@ def on_the_host() -> list[dict[str, Any]]:
 def test_a_trace_of_a_cpu_counts_every_millisecond_of_the_thread_that_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    account = host_account(on_the_host())
+    account = host_breakdown(on_the_host())
     assert (account.steps, account.step_ms) == (2, pytest.approx(11))
     assert {key: pytest.approx(ms) for key, ms in account.spent.items()} == {
         ("attention's exchange", "forward"): 2,
@@ -174,7 +174,7 @@ def test_a_trace_that_cannot_be_used_is_one_clear_line(
 
 
 def test_a_trace_may_be_named_itself(tmp_path: Path) -> None:
-    assert read(write(tmp_path, two_steps()))
+    assert read_trace(write(tmp_path, two_steps()))
 
 
 def test_a_summary_has_what_is_drawn_of_a_trace() -> None:

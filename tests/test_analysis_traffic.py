@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from analysis.traffic import table
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.traffic import transfers_by_kind
 
 MIB = 2**20
 
@@ -25,7 +25,7 @@ def collective(name: str, inside: int, outside: int, ranks: int, ms: float, dtyp
 def test_bytes_of_a_collective_are_those_that_cross_a_link() -> None:
     """Of four ranks: all but its own quarter is fetched or sent, under all-reduce both."""
     n = MIB // 4  # elements of a MiB in float32
-    kinds = kinds_of(
+    kinds = transfers_by_kind(
         [
             collective("_allgather_base", n, 4 * n, 4, 1.0),
             collective("_reduce_scatter_base", 4 * n, n, 4, 2.0),
@@ -49,6 +49,6 @@ def test_bytes_of_a_collective_are_those_that_cross_a_link() -> None:
 def test_the_table_has_rates_where_something_large_moved() -> None:
     console = Console(width=80)
     with console.capture() as caught:
-        console.print(table(kinds_of([copy("PtoP", 400 * MIB, 1.0), copy("HtoD", 64, 1.0)] * 2), steps=2))
+        console.print(table(transfers_by_kind([copy("PtoP", 400 * MIB, 1.0), copy("HtoD", 64, 1.0)] * 2), steps=2))
     large, small = [line.split() for line in caught.get().splitlines() if line.startswith(" copies")]
     assert large[-5:] == ["1", "400", "400", "419", "419"] and small[-3:] == ["1", "0.00", "0.00"]

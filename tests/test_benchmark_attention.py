@@ -27,7 +27,7 @@ from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Effort, Layer, Skipped, time_layer, together
 from lightseq.config.lengths import shown
 from lightseq.distributed.mesh import World
-from lightseq.profiling.trace import Account
+from lightseq.profiling.trace import StepBreakdown
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"
@@ -119,14 +119,14 @@ def test_layers_are_traced_for_the_account_of_a_profile(tmp_path: Path, capsys: 
 def test_of_a_traced_layer_the_exchange_is_split_into_what_kernels_hide_and_what_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account = Account(3, 5.0)
+    account = StepBreakdown(3, 5.0)
     account.spent |= {
         ("attention's exchange", "forward"): 0.25,
         ("collectives", ""): 0.5,
         ("attention, forward", "forward"): 4.25,
     }
     account.hidden |= {"attention's exchange": 0.75, "attention, forward": 0.1}
-    monkeypatch.setattr(measure, "account_of", lambda events: account)
+    monkeypatch.setattr(measure, "gpu_breakdown", lambda events: account)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     q = torch.zeros(1, 4, 1, 8, requires_grad=True)
     monkeypatch.setattr(measure, "make_step", lambda *_: lambda: (q * 1).sum().backward())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightseq.attention.buffers import buffer_layout
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
-from lightseq.schedule.placement import Arena, arenas, local_place
+from lightseq.schedule.placement import Arena, arenas, local_start
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.table import Schedule
 
@@ -36,7 +36,7 @@ def _check_arenas(schedule: Schedule, backward: bool, rank: int) -> None:
     for t, step in enumerate(steps):
         for tile in step.tiles[rank]:
             for item, chunks in (("q", tile.q), ("kv", tile.kv)):
-                if local_place(layout, rank, chunks) is None:
+                if local_start(layout, rank, chunks) is None:
                     kind = (item, tile.heads)
                     (arena,) = (a for a in found if (a.item, a.heads) == kind and a.first <= t <= a.last)
                     assert arena.chunks[arena.find(chunks) :][: len(chunks)] == chunks

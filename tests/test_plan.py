@@ -48,7 +48,7 @@ from lightseq.memory.planner.run import PlannedRun
 from lightseq.memory.planner.step_time import FLOAT32, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
-from lightseq.schedule.auto import Choice, cheapest, choices, priced
+from lightseq.schedule.auto import ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
 from lightseq.tools.plan.report import record
@@ -325,10 +325,10 @@ def test_gate_and_up_are_let_go_where_they_are_kept(size: int, offload: str) -> 
 
 @pytest.mark.parametrize("name", ["prefix", "ring", "zigzag"])
 def test_attention_over_many_ranks_is_drawn_out_from_fewer(name: str) -> None:
-    small, large, counted = (attention_memory(Choice(name), world, 8, 2, 64, 2) for world in (8, 16, 12))
+    small, large, counted = (attention_memory(ScheduleChoice(name), world, 8, 2, 64, 2) for world in (8, 16, 12))
     for a, b, c in zip(*(vars(x).values() for x in (small, large, counted)), strict=True):
         assert c == pytest.approx((a + b) / 2, rel=0.02)
-    drawn = attention_memory(Choice(name), 24, 8, 2, 64, 2)
+    drawn = attention_memory(ScheduleChoice(name), 24, 8, 2, 64, 2)
     assert drawn.backward == pytest.approx(2 * large.backward - small.backward)
 
 
@@ -341,13 +341,15 @@ def test_heads_take_no_turns_that_need_more_memory(
 ) -> None:
     """Turns that share key/value heads gather them again, and add up their gradients in float32."""
 
-    def taken(choice: Choice) -> float:
+    def taken(choice: ScheduleChoice) -> float:
         found = attention_memory(choice, gpus, heads, kv_heads, 128, 2)
         return found.buffers + max(found.forward, found.backward)
 
     shape, rates = AttentionShape(length, heads, kv_heads, 128), RATES[transport]
-    fastest = min(choices(gpus, shape), key=lambda choice: priced(choice, gpus, shape, rates, 8).seconds)
-    assert taken(cheapest(gpus, shape, rates, 8)) <= taken(fastest)
+    fastest = min(
+        possible_choices(gpus, shape), key=lambda choice: estimate_choice(choice, gpus, shape, rates, 8).seconds
+    )
+    assert taken(choose_by_time(gpus, shape, rates, 8)) <= taken(fastest)
 
 
 # ---- lengths and remedies -------------------------------------------------------------------------------------------
@@ -397,7 +399,8 @@ def test_every_remedy_makes_the_run_fit() -> None:
 def test_what_no_number_of_gpus_helps_is_known_without_tables_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[int] = []
     monkeypatch.setattr(
-        "lightseq.memory.planner.run.cheapest", lambda ranks, *a, **k: tables.append(ranks) or cheapest(ranks, *a, **k)
+        "lightseq.memory.planner.run.choose_by_time",
+        lambda ranks, *a, **k: tables.append(ranks) or choose_by_time(ranks, *a, **k),
     )
     assert remedies(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
     assert max(tables) == 8

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.profile import account_of, read
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, agree, start
+from lightseq.profiling.trace import gpu_breakdown, read_trace
 from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
 from lightseq.training.loop import Trainer
 from lightseq.training.step_stats import Moment, StepResult
@@ -181,7 +181,7 @@ def profiled(trainer: MeasuredTrainer, step: int) -> tuple[dict[str, int], dict[
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        account = account_of(read(trace))
+        account = gpu_breakdown(read_trace(trace))
     spent: dict[str, float] = {}
     for (kind, _), ms in account.spent.items():
         spent[kind] = spent.get(kind, 0.0) + ms

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.comm.select import make_transport
-from lightseq.comm.transport import Transport, plain
+from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import disable_multicast, keep_compiled_kernels
 from lightseq.kernels import KernelSpec, Selection, select
-from lightseq.kernels.selection import unfit
+from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, packed_choice
+from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, padded, padded_length
+from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
@@ -60,7 +60,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
-    keeps: bool = False  # gathered q, k and v stay from a forward pass to its backward pass
+    keeps_gathered: bool = False  # gathered q, k and v stay from a forward pass to its backward pass
 
     @property
     def layout(self) -> Layout:
@@ -91,7 +91,7 @@ class Documents:
         """Positions at which documents begin, those of padding among them, and the end."""
         return without_repeats(self.boundaries)
 
-    def fit(self, context: SequenceContext) -> bool:
+    def match(self, context: SequenceContext) -> bool:
         """Returns whether they were packed as the context's schedule lays them out."""
         whole = self.padded_boundaries
         if whole[-1] != padded_length(context.schedule, whole[-1]):
@@ -103,7 +103,7 @@ class Documents:
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
 
-LEAST_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
+MIN_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
 
 
 def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
@@ -113,8 +113,8 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
     """
     length = int(boundaries[-1]) if length is None else length
     real = check_boundaries(boundaries, length)
-    whole = padded(real, padded_length(context.schedule, length))
-    size = LEAST_BOUNDARIES
+    whole = pad_boundaries(real, padded_length(context.schedule, length))
+    size = MIN_BOUNDARIES
     while size < len(whole):
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
@@ -167,15 +167,15 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     spec = KernelSpec(device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed)
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
-    if config.kernel in ("auto", "fa4") and unfit("fa4", spec) is None:
+    if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
         keep_compiled_kernels()
     transport = make_transport(config.transport, group, device)
-    chosen = _choose(dist.get_world_size(group), shape, plain(transport.name), config)
+    chosen = _choose(dist.get_world_size(group), shape, base_transport_name(transport.name), config)
     schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
-    keeps = config.keep_gathered and schedule.can_keep
+    keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # A compiled graph carries the name, and torch's cache on disk knows the graph by it: what decides shapes is in it.
-    cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps else ''}"
+    cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps_gathered else ''}"
     name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
@@ -184,22 +184,22 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         group=group,
         selection=select(config.kernel, spec),
         transport=transport,
-        keeps=keeps,
+        keeps_gathered=keeps_gathered,
     )
     return _CONTEXTS[name]
 
 
-def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> Choice:
+def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
     """Chooses what the config leaves open: by predicted time between GPUs, by counting between CPU processes."""
-    asked = Choice(config.schedule, config.ulysses_size, config.head_groups)
+    asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.packed:
-        asked = packed_choice(world, shape, asked)
+        asked = choose_packed(world, shape, asked)
     if transport == "gloo":
-        return cheapest_by_count(world, shape, asked) if asked.schedule == "auto" else asked
+        return choose_by_counts(world, shape, asked) if asked.schedule == "auto" else asked
     if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
         return asked
     rates = RATES.get(transport, H200_SYMMETRIC)
-    return cheapest(world, shape, rates, config.gpus_per_host or world, asked, keep_gathered=config.keep_gathered)
+    return choose_by_time(world, shape, rates, config.gpus_per_host or world, asked, keep_gathered=config.keep_gathered)
 
 
 def release(context: SequenceContext) -> None:

@@ -18,11 +18,11 @@ from lightseq.attention.program import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
 
-MOST_FLOPS = 2e12  # of a pass: about three milliseconds of an H100, which hide the host's work for the next one
-MOST_OUTBOX_BYTES = 2**28  # temporary memory of a pass is about twice as much
-TIMES_BEFORE = 2  # in the same memory, before a pass is recorded
-MOST_RECORDINGS = 512  # two passes of every layer
-MOST_SEEN = 4096
+MAX_FLOPS = 2e12  # of a pass: about three milliseconds of an H100, which hide the host's work for the next one
+MAX_OUTBOX_BYTES = 2**28  # temporary memory of a pass is about twice as much
+RUNS_BEFORE_RECORDING = 2  # in the same memory, before a pass is recorded
+MAX_GRAPHS = 512  # two passes of every layer
+MAX_SEEN = 4096
 
 
 class RecordedPass(NamedTuple):
@@ -35,7 +35,7 @@ class GraphCache:
     """Graphs of the passes over one outbox; they hold addresses in it, and are dropped with it."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, RecordedPass] = {}
+        self.graphs: dict[Hashable, RecordedPass] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes, self._fails = (
@@ -49,23 +49,23 @@ class GraphCache:
     ) -> None:
         """Runs a pass, by its graph if there is one. `places` identifies all memory it touches and what it computes."""
         key = (spec, places, torch.cuda.current_stream().stream_id)
-        if (known := self.known.get(key)) is not None:
+        if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
-            transport.recorded(known.bytes_sent, self._bytes)
+            transport.count_replay(known.bytes_sent, self._bytes)
         elif self._comes_again(key) and (made := self._record(spec, run, launches, transport)) is not None:
-            self.known[key] = made
+            self.graphs[key] = made
             made.graph.replay()
-            transport.recorded(0, self._bytes)
+            transport.count_replay(0, self._bytes)
         else:
             run()
 
     def _comes_again(self, key: Hashable) -> bool:
-        if self._fails or len(self.known) >= MOST_RECORDINGS or torch.cuda.is_current_stream_capturing():
+        if self._fails or len(self.graphs) >= MAX_GRAPHS or torch.cuda.is_current_stream_capturing():
             return False
-        if len(self._seen) >= MOST_SEEN:
+        if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[key] += 1
-        return self._seen[key] > TIMES_BEFORE
+        return self._seen[key] > RUNS_BEFORE_RECORDING
 
     def _record(
         self, spec: PassSpec, run: Callable[[], None], launches: Launches, transport: Transport
@@ -74,7 +74,7 @@ class GraphCache:
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with _nothing_freed(), torch.cuda.stream(self._stream), launches.noted() as noted:
+            with _nothing_freed(), torch.cuda.stream(self._stream), launches.collect() as collected:
                 graph.capture_begin(self._pool, "relaxed")  # other threads may go on
                 try:
                     run()
@@ -85,10 +85,10 @@ class GraphCache:
                 graph.capture_end()
         except RuntimeError as error:
             self._give_up(graph, error, spec.rank)
-            transport.recorded(sent - transport.bytes_sent, self._bytes)  # nothing was sent
+            transport.count_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
-        return RecordedPass(graph, transport.bytes_sent - sent, noted)
+        return RecordedPass(graph, transport.bytes_sent - sent, collected)
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
         """Ends the recording in torch's allocator, which would otherwise never release cached memory again."""
@@ -116,5 +116,5 @@ def _nothing_freed() -> Iterator[None]:
 
 def is_short(spec: PassSpec) -> bool:
     """Returns whether the host may take longer for a pass than the GPU; tables of packed documents do not repeat."""
-    small = spec.flops <= MOST_FLOPS and spec.outbox_bytes <= MOST_OUTBOX_BYTES
+    small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
     return small and not spec.schedule.boundaries and all(spec.at_once.values())

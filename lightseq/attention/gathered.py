@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightseq.attention.buffers import Buffer, BufferLayout
-from lightseq.schedule.documents import MOST_PACKED
+from lightseq.schedule.documents import MAX_PACKED_TABLES
 from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule
 
@@ -32,7 +32,7 @@ class Gathered(NamedTuple):
         }
 
 
-@lru_cache(maxsize=MOST_PACKED)
+@lru_cache(maxsize=MAX_PACKED_TABLES)
 def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
     found = arenas(schedule.forward, schedule.layout, rank)
     assert all(len(arena.chunks) == schedule.layout.chunk_count for arena in found), f"{schedule} gathers parts"

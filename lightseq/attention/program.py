@@ -16,7 +16,7 @@ from lightseq.attention.buffers import Buffer, BufferLayout
 from lightseq.comm.transport import Receive, Send
 from lightseq.kernels.launches import addresses
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.placement import Arena, arenas, blocks, local_place
+from lightseq.schedule.placement import Arena, arenas, local_start, result_blocks
 from lightseq.schedule.table import Schedule, Step, Tile
 
 ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
@@ -120,7 +120,10 @@ def _outbox(schedule: Schedule, backward: bool, layouts: Layouts) -> tuple[dict[
 def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) -> int:
     """Returns the bytes of results that a step leaves in the outbox of the rank with most of them."""
     return max(
-        sum(aligned(len(block.chunks) * layouts[block.item].chunk_bytes) for block in blocks(step, layout, r, backward))
+        sum(
+            aligned(len(block.chunks) * layouts[block.item].chunk_bytes)
+            for block in result_blocks(step, layout, r, backward)
+        )
         for r in range(layout.world)
     )
 
@@ -129,12 +132,12 @@ def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) 
 
 
 class Fetch(NamedTuple):
-    """A chunk that is copied into an arena; `there` is its place in the outbox of `src`."""
+    """A chunk that is copied into an arena; `remote` is its place in the outbox of `src`."""
 
     arena: int
     slot: int
     src: int
-    there: Buffer
+    remote: Buffer
 
 
 class Arrival(NamedTuple):
@@ -143,7 +146,7 @@ class Arrival(NamedTuple):
     item: str
     slot: ChunkSlot
     src: int
-    there: Buffer
+    remote: Buffer
     unpacked: Buffer
 
 
@@ -241,8 +244,8 @@ class _Lowering:
         self.memory, self.at = memory, at
         self.steps = steps(spec.schedule, spec.backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
-        self.gathers = spec.schedule.gathers(spec.backward)
-        self.arenas = arenas(self.steps, self.layout, self.rank, self.gathers)
+        self.gathered_items = spec.schedule.gathered_items(spec.backward)
+        self.arenas = arenas(self.steps, self.layout, self.rank, self.gathered_items)
         self.staged = {
             item: self.layouts[item].packed(memory[offset:], self.layouts[item].staged_chunks)
             for item, offset in spec.operand_offsets.items()
@@ -269,7 +272,7 @@ class _Lowering:
             opens=opens,
             fetches=tuple(fetches),
             arrivals=tuple(arrivals),
-            receives=tuple(Receive(arrival.src, x, None) for arrival in arrivals for x in arrival.there),
+            receives=tuple(Receive(arrival.src, x, None) for arrival in arrivals for x in arrival.remote),
             reduced_items=tuple(sorted({item for item, _, _ in results})),
             reductions=reductions_of(known) if len(known) == len(results) else None,
             tiles=tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
@@ -291,19 +294,19 @@ class _Lowering:
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
-            there = tuple(self.at(move.src, x) for x in here)
+            remote = tuple(self.at(move.src, x) for x in here)
             if move.is_result:
                 slot = self.slot(move.item, move.chunk, move.heads)
-                arrivals.append(Arrival(move.item, slot, move.src, there, self.layouts[move.item].unpacked(there)))
+                arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
             else:
                 arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.heads)
-                fetches.append(Fetch(arena, start, move.src, there))
+                fetches.append(Fetch(arena, start, move.src, remote))
         return sends, fetches, arrivals
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
         results = {"dq": tile.q, "dkv": tile.kv} if self.spec.backward else {"out": tile.q}
         outputs = tuple(self.output(t, i, item, chunks, tile.heads) for item, chunks in results.items())
-        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathers else None
+        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathered_items else None
         return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, outputs)
 
     def output(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> OutputSlot:
@@ -315,14 +318,14 @@ class _Lowering:
             views = (*layout.unpacked(buffer[:1]), *buffer[1:])
             places = tuple((c, slot, layout.unpacked(layout.slots(buffer, c, 1))) for c, slot in own)
             return OutputSlot(item, views, None, places)
-        start = local_place(self.layout, self.rank, chunks)
+        start = local_start(self.layout, self.rank, chunks)
         parts = self.spec.parts[item]
         if start is not None and self.spec.at_once[item] and all(parts[slot].total() == 1 for _, slot in own):
             return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 
     def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
-        start = local_place(self.layout, self.rank, chunks)
+        start = local_start(self.layout, self.rank, chunks)
         if start is not None:
             return Operand(None, start, len(chunks), self.group(item, heads))
         arena, start = self.find_in_arena(t, item, chunks, heads)
@@ -360,7 +363,7 @@ class _Lowering:
     def sent_block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Buffer] | None:
         """Returns the chunks of a tile's result that a rank sends, and their place in this rank's outbox."""
         start = self.spec.result_offsets.get(t, 0)
-        for block in blocks(self.steps[t], self.layout, rank, self.spec.backward):
+        for block in result_blocks(self.steps[t], self.layout, rank, self.spec.backward):
             layout = self.layouts[block.item]
             if (block.tile, block.item) == (tile, item):
                 return block.chunks, layout.packed(self.memory[start:], len(block.chunks))

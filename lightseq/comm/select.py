@@ -11,60 +11,60 @@ from lightseq.comm.symmetric import make_symmetric
 from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, SendRecvTransport, Transport
 
 
-class _Carried:
+class _WrappedTransport:
     """A transport that leaves the work to another one."""
 
-    def __init__(self, carrier: Transport, ending: str) -> None:
-        self.name, self.passed_over = carrier.name + ending, carrier.passed_over
-        self._carrier = carrier
+    def __init__(self, inner: Transport, suffix: str) -> None:
+        self.name, self.fallback_reason = inner.name + suffix, inner.fallback_reason
+        self._inner = inner
 
     @property
-    def records(self) -> bool:
-        return self._carrier.records
+    def supports_graphs(self) -> bool:
+        return self._inner.supports_graphs
 
     @property
     def bytes_sent(self) -> int:
-        return self._carrier.bytes_sent
+        return self._inner.bytes_sent
 
     @property
     def buffer_bytes(self) -> int:
-        return self._carrier.buffer_bytes
+        return self._inner.buffer_bytes
 
     @property
     def recorded_bytes(self) -> int:
-        return self._carrier.recorded_bytes
+        return self._inner.recorded_bytes
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
-        return self._carrier.outbox(size)
+        return self._inner.outbox(size)
 
     def at(self, rank: int, here: Tensor) -> Tensor:
-        return self._carrier.at(rank, here)
+        return self._inner.at(rank, here)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        return self._carrier.exchange(asked)
+        return self._inner.exchange(asked)
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
-        self._carrier.recorded(bytes_sent, recorded_bytes)
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+        self._inner.count_replay(bytes_sent, recorded_bytes)
 
 
-class Blocking(_Carried):
+class Blocking(_WrappedTransport):
     """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
 
-    def __init__(self, carrier: Transport) -> None:
-        super().__init__(carrier, BLOCKING)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner, BLOCKING)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        self._carrier.exchange(asked)()
+        self._inner.exchange(asked)()
         return lambda: None
 
 
-class Unrecorded(_Carried):
+class Unrecorded(_WrappedTransport):
     """A transport whose short passes are launched one by one, each time: it shows what recording them is worth."""
 
-    records = False
+    supports_graphs = False
 
-    def __init__(self, carrier: Transport) -> None:
-        super().__init__(carrier, UNRECORDED)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner, UNRECORDED)
 
 
 class NoTransport:
@@ -74,13 +74,13 @@ class NoTransport:
     place that is seen for the first time gets data of this rank's own.
     """
 
-    name, passed_over = "none", ""
+    name, fallback_reason = "none", ""
     buffer_bytes = recorded_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
         self._seen: set[tuple[int, int]] = set()
-        self._device, self.records = device, device.type == "cuda"
+        self._device, self.supports_graphs = device, device.type == "cuda"
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
 
     @contextmanager
@@ -93,27 +93,27 @@ class NoTransport:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        received = [r.there if r.into is None else r.into for r in asked.receives]
-        for _, there, into in asked.receives:
+        received = [r.remote if r.into is None else r.into for r in asked.receives]
+        for _, remote, into in asked.receives:
             if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
                 self._seen.add(place)
                 if into.is_cuda and torch.cuda.is_current_stream_capturing():
-                    _copy_once(into, there)
+                    _copy_once(into, remote)
                 else:
-                    into.copy_(there)
+                    into.copy_(remote)
         return lambda: asked.then(received) if asked.then is not None else None
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         pass
 
 
-def _copy_once(into: Tensor, there: Tensor) -> None:
+def _copy_once(into: Tensor, remote: Tensor) -> None:
     """Now, and not whenever what is being recorded runs."""
     aside = torch.cuda.Stream(into.device)
     while True:  # torch hands a few streams out again and again, the one that records among them
         with torch.cuda.stream(aside):
             if not torch.cuda.is_current_stream_capturing():
-                into.copy_(there)
+                into.copy_(remote)
                 aside.synchronize()
                 return
         aside = torch.cuda.Stream(into.device)
@@ -125,9 +125,9 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     `auto` is gloo on CPU, symmetric where every rank can map the others' memory, nccl otherwise. Each, with `-blocking`
     behind its name, is the same without overlap, and with `-unrecorded` without recordings of passes.
     """
-    for ending, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
-        if name.endswith(ending):
-            return change(make_transport(name.removesuffix(ending), group, device))
+    for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
+        if name.endswith(suffix):
+            return change(make_transport(name.removesuffix(suffix), group, device))
     if name == "none":
         return NoTransport(device)
     here = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)

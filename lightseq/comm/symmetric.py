@@ -22,13 +22,13 @@ class SymmetricTransport:
     """
 
     name = "symmetric"
-    passed_over = ""
+    fallback_reason = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.bytes_sent = 0
         self.buffer_bytes = self.recorded_bytes = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
-        self._world, self.records = dist.get_world_size(group), device.type == "cuda"
+        self._world, self.supports_graphs = dist.get_world_size(group), device.type == "cuda"
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(1 << 20)
         self._all_read = self._side.record_event()  # nobody reads the outbox any more
@@ -83,7 +83,7 @@ class SymmetricTransport:
                 self._handle.barrier()
             _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:
-                then([there if into is None else into for _, there, into in receives])
+                then([remote if into is None else into for _, remote, into in receives])
         done = self._side.record_event()
         if asked.idle:
             _fetch(own, copy)
@@ -95,7 +95,7 @@ class SymmetricTransport:
 
         return wait
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         self.bytes_sent += bytes_sent
         self.recorded_bytes = recorded_bytes
         self._side.wait_stream(self._current())
@@ -113,25 +113,25 @@ def _fetch(receives: list[Receive], copy: Copy | None) -> None:
     """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
     large: list[tuple[Tensor, Tensor]] = []
     small: list[tuple[Tensor, Tensor]] = []
-    for _, there, into in receives:
+    for _, remote, into in receives:
         if into is not None:
-            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, there))
+            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, remote))
     if small and copy is not None:
-        copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
-    for into, there in large:
-        into.copy_(there)  # contiguous on both sides
+        copy(tuple((into.data_ptr(), remote.data_ptr(), into.nbytes) for into, remote in small), lambda: small)
+    for into, remote in large:
+        into.copy_(remote)  # contiguous on both sides
 
 
 def make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
     """The transport, or why the ranks of a group cannot read each other's memory: on every rank alike."""
-    reason = _first(group, _why_no_peers(group, device)) or _first(group, _why_no_memory(device))
+    reason = _first_reason(group, _why_no_peers(group, device)) or _first_reason(group, _why_no_memory(device))
     made = None
     if not reason:
         try:
             made = SymmetricTransport(group, device)
         except RuntimeError as error:  # what a container or a driver forbids shows only now
             reason = str(error).splitlines()[0]
-        reason = _first(group, reason)
+        reason = _first_reason(group, reason)
     return (None, reason) if reason else (made, "")
 
 
@@ -157,7 +157,7 @@ def _why_no_memory(device: torch.device) -> str:
     return ""
 
 
-def _first(group: dist.ProcessGroup, reason: str) -> str:
+def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
     """The first reason that any rank has."""
     reasons = [""] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)

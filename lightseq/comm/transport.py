@@ -20,7 +20,7 @@ UNRECORDED = "-unrecorded"  # and of one whose short passes are launched one by 
 Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
-def plain(name: str) -> str:
+def base_transport_name(name: str) -> str:
     """A transport's name without what ends it."""
     while name.endswith((BLOCKING, UNRECORDED)):
         name = name.rsplit("-", 1)[0]
@@ -38,7 +38,7 @@ class Receive(NamedTuple):
     """A tensor in the outbox of `src`, as `Transport.at` finds it. Without `into` it may be read where it lies."""
 
     src: int
-    there: Tensor
+    remote: Tensor
     into: Tensor | None
 
 
@@ -57,20 +57,20 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts."""
+    """Bytes (uint8) to send from. `cache` keeps what the caller works out about places in it, as long as it lasts."""
 
     memory: Tensor
-    known: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
 
 class Transport(Protocol):
     """One pass of attention opens the outbox, and exchanges step by step what lies in it."""
 
     name: str
-    passed_over: str  # why a faster transport cannot work here; empty where this is the fastest
+    fallback_reason: str  # why a faster transport cannot work here; empty where this is the fastest
 
     @property
-    def records(self) -> bool:
+    def supports_graphs(self) -> bool:
         """Whether a pass may run as a recording of an earlier one, for all waiting is the device's."""
         ...
 
@@ -105,7 +105,7 @@ class Transport(Protocol):
         """
         ...
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         """To be called after a pass that ran as a recording, before its outbox closes: what it sent and was not counted
         yet, and what all recordings hold."""
         ...
@@ -115,10 +115,10 @@ class SendRecvTransport:
     """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
     buffer_bytes = recorded_bytes = 0
-    records = False
+    supports_graphs = False
 
-    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, passed_over: str = "") -> None:
-        self.name, self.passed_over = name, passed_over
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, fallback_reason: str = "") -> None:
+        self.name, self.fallback_reason = name, fallback_reason
         self.bytes_sent = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._peers = dist.get_process_group_ranks(group)
@@ -139,10 +139,10 @@ class SendRecvTransport:
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in asked.sends]
         received = []
-        for src, there, into in asked.receives:
-            into = torch.empty_like(there) if into is None else into
+        for src, remote, into in asked.receives:
+            into = torch.empty_like(remote) if into is None else into
             if src == self._rank:
-                into.copy_(there)
+                into.copy_(remote)
             else:
                 ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
             received.append(into)
@@ -157,5 +157,5 @@ class SendRecvTransport:
 
         return wait
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         raise AssertionError("a pass over messages is never recorded")

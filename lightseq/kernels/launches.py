@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 4096  # prepared launches; more means that addresses do not repeat
+MAX_LAUNCHES = 4096  # prepared launches; more means that addresses do not repeat
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), alike in shape and dtype
-Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in shape, dtype and strides; parts of each
+TotalsAndParts = tuple[
+    Sequence[Tensor], Sequence[Sequence[Tensor]]
+]  # totals alike in shape, dtype and strides; parts of each
 
 
 class Launch:
@@ -48,16 +50,16 @@ class Launches:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Launch] = {}
-        self._noted: list[Launch] | None = None
+        self._collected: list[Launch] | None = None
 
     @contextmanager
-    def noted(self) -> Iterator[list[Launch]]:
+    def collect(self) -> Iterator[list[Launch]]:
         """What is launched within: a recording of it reads their tables as long as it lasts."""
-        self._noted = []
+        self._collected = []
         try:
-            yield self._noted
+            yield self._collected
         finally:
-            self._noted = None
+            self._collected = None
 
     def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
         """Copies every pair."""
@@ -73,7 +75,7 @@ class Launches:
             self._keep(key, launch)
         self._run(launch)
 
-    def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
+    def add(self, key: Hashable, build: Callable[[], TotalsAndParts], fresh: bool) -> None:
         """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
         launch = self._known.get((key, fresh))
         if launch is None:
@@ -90,12 +92,12 @@ class Launches:
         self._run(launch)
 
     def _run(self, launch: Launch) -> None:
-        if self._noted is not None:
-            self._noted.append(launch)
+        if self._collected is not None:
+            self._collected.append(launch)
         launch()
 
     def _keep(self, key: Hashable, launch: Launch) -> None:
-        if len(self._known) >= MOST:
+        if len(self._known) >= MAX_LAUNCHES:
             self._known.clear()
         self._known[key] = launch
 

@@ -148,9 +148,9 @@ class _Part:
 
 def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
     """Returns the parts on a device, made once: every layer of a batch runs the same segments."""
-    if device not in segments.known:
-        segments.known[device] = tuple(_part(found, device) for found in segments.rounds)
-    return segments.known[device]
+    if device not in segments.cache:
+        segments.cache[device] = tuple(_part(found, device) for found in segments.rounds)
+    return segments.cache[device]
 
 
 def _part(found: Round, device: torch.device) -> _Part:

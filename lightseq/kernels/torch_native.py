@@ -24,7 +24,7 @@ def _swap(x: Tensor) -> Tensor:
     return rearrange(x, "b s h d -> b h s d")
 
 
-def half_on_cuda(spec: KernelSpec) -> str | None:
+def why_not_flash(spec: KernelSpec) -> str | None:
     """The condition every GPU flash kernel shares."""
     if spec.device_type != "cuda":
         return "needs a CUDA device"
@@ -73,7 +73,7 @@ class AtenKernel:
         self._deterministic = deterministic
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        if reason := half_on_cuda(spec):
+        if reason := why_not_flash(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
@@ -137,10 +137,10 @@ class CudnnKernel:
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        return self.unfit(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
+        return self.why_unsupported(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
 
-    def unfit(self, spec: KernelSpec) -> str | None:
-        if reason := half_on_cuda(spec):
+    def why_unsupported(self, spec: KernelSpec) -> str | None:
+        if reason := why_not_flash(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"

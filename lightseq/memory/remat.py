@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
-from lightseq.kernels.checkpoint_context import Results, checkpointed, let_go, runs_again
+from lightseq.kernels.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 from lightseq.memory.offload import Offload
 from lightseq.modules.mlp import KEEPING_MLP_OP
 from lightseq.modules.projections import KEEPING_LINEAR_OP
@@ -73,8 +73,8 @@ def checkpoint_groups(
     The backward pass first runs a group's layers forward again, each of which keeps what its own checkpoint keeps (on
     the host, given `inner`). The last one's backward pass comes at once, so that it may run another forward then, of
     `lasts_again`, that keeps more: it is there no longer than what is computed again would be. Nobody reads what comes
-    out at its end (`runs_again`). The first layer's forward runs them all, and the others hand on what it returns, so
-    that the model that calls them need not know.
+    out at its end (`is_recomputing`). The first layer's forward runs them all, and the others hand on what it returns,
+    so that the model that calls them need not know.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
     for group, last_again in zip(groups, lasts_again, strict=True):
@@ -97,7 +97,7 @@ def _run_group(
         if after_last is None:
             return last(hidden, *args, **kwargs)
         hidden.register_hook(after_last)
-        with checkpointed(None, again=True):
+        with checkpoint_pass(None, recomputing=True):
             return last_again(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
@@ -123,7 +123,7 @@ class _Group(torch.autograd.Function):
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
 
         def after_last(_: Tensor) -> None:
-            let_go(dout)
+            free_memory(dout)
 
         with torch.enable_grad():
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # of the output itself nothing is needed any more
@@ -141,7 +141,7 @@ def _keep_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: 
 
 
 def _again_contexts() -> Contexts:
-    return checkpointed(None, runs_again()), checkpointed(None, again=True)
+    return checkpoint_pass(None, is_recomputing()), checkpoint_pass(None, recomputing=True)
 
 
 def _keep_contexts(offload: Offload | None) -> Contexts:
@@ -160,4 +160,4 @@ def _keep_contexts(offload: Offload | None) -> Contexts:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
         return tuple(fetch(x).detach() for x in kept.popleft())
 
-    return checkpointed(keeping, runs_again()), checkpointed(taking, again=True)
+    return checkpoint_pass(keeping, is_recomputing()), checkpoint_pass(taking, recomputing=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq.kernels.checkpoint_context import results_of
+from lightseq.kernels.checkpoint_context import stored_or_computed
 from lightseq.modules.low_rank import Linear, is_linear, linear_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -48,7 +48,7 @@ def _keeping(kind: type[nn.Module]) -> type[nn.Module]:
 @torch.library.custom_op("lightseq::keeping_linear", mutates_args=())
 def _keeping_linear(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
     """`tensors` are a Linear's."""
-    (y_NO,) = results_of(lambda: (Linear.of(tensors, scale).forward(x_NI),))
+    (y_NO,) = stored_or_computed(lambda: (Linear.of(tensors, scale).forward(x_NI),))
     return y_NO
 
 

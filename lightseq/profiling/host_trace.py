@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightseq.profiling.trace import IDLE, PHASES, Account
+from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown
 
-INSIDE: Final = " > "  # between the names of operators, outermost first
+PATH_SEPARATOR: Final = " > "  # between the names of operators, outermost first
 # What an operator is for, by its path: the first pattern that matches.
 HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("attention's exchange", r"lightseq(::|_)attention\w*$|lightseq::attention.* c10d::\w+$"),
@@ -21,14 +21,14 @@ HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("weights: cast and join", r"FSDP::"),
     ("loss", r"CrossEntropy"),
     ("optimizer, norm, clip", r"(?i)optimizer|adam|foreach|norm_out$|clip|^update\b"),
-    ("other operators", INSIDE),
+    ("other operators", PATH_SEPARATOR),
     (IDLE, ""),  # no operator: Python
 )
 STEP: Final = re.compile(r"step \d+")
 
 
 @dataclass(frozen=True)
-class Moment:
+class OperatorInterval:
     """A stretch of one thread in which the operators did not change."""
 
     us: float
@@ -36,15 +36,15 @@ class Moment:
     begins: bool  # with the call of the innermost one
 
 
-def host_account(events: Sequence[Mapping[str, Any]]) -> Account:
+def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     """Raises ValueError for a trace without a step."""
     said = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     steps = [e for e in said if STEP.fullmatch(e["name"])]
     if not steps:
         raise ValueError("the trace holds no step of training; train with --profile_steps 10:12")
-    account = Account(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
+    account = StepBreakdown(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
     own = [e for e in events if e.get("ph") == "X" and e.get("tid") == steps[0].get("tid") and _counts(e)]
-    for moment in moments_of(own):
+    for moment in operator_intervals(own):
         if not moment.path or not STEP.fullmatch(moment.path[0]):
             continue
         phase = next((name for name in moment.path if name in PHASES), "")
@@ -64,24 +64,24 @@ def _counts(event: Mapping[str, Any]) -> bool:
     return event.get("cat") == "cpu_op"
 
 
-def moments_of(events: Iterable[Mapping[str, Any]]) -> Iterator[Moment]:
+def operator_intervals(events: Iterable[Mapping[str, Any]]) -> Iterator[OperatorInterval]:
     """Gapless while any event lasts."""
     stack: list[tuple[str, float]] = []  # name and end
     now, fresh = 0.0, False
     for event in [*sorted(events, key=lambda e: (e["ts"], -e["dur"])), None]:
         until = float("inf") if event is None else event["ts"]
         while stack and stack[-1][1] <= until:
-            yield Moment(max(0.0, stack[-1][1] - now), tuple(name for name, _ in stack), fresh)
+            yield OperatorInterval(max(0.0, stack[-1][1] - now), tuple(name for name, _ in stack), fresh)
             now, fresh = max(now, stack.pop()[1]), False
         if event is None:
             return
         if stack:
-            yield Moment(until - now, tuple(name for name, _ in stack), fresh)
+            yield OperatorInterval(until - now, tuple(name for name, _ in stack), fresh)
         now, fresh = until, True
         stack.append((event["name"], event["ts"] + event["dur"]))
 
 
 def kind_of(path: Sequence[str]) -> str:
     """`path` begins with the phase, if there is one."""
-    joined = INSIDE.join(path)
+    joined = PATH_SEPARATOR.join(path)
     return next(kind for kind, pattern in HOST_KINDS if re.search(pattern, joined))

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.traffic import transfers_by_kind
 
 # What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
 # that communication counts where nothing else runs, which is what it costs.
@@ -34,7 +34,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 IDLE = "nothing runs"
 PHASES = ("forward", "backward", "update")
-MOST_KERNELS: Final = 60  # of a summary, those that took longest
+MAX_KERNELS: Final = 60  # of a summary, those that took longest
 ON_HOST: Final = "host"  # the kind of all that a CPU does
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -51,7 +51,7 @@ class Span:
 
 
 @dataclass
-class Account:
+class StepBreakdown:
     """Milliseconds of a step: `spent`, what the device was busy with, and `hidden`, what ran beside that."""
 
     steps: int
@@ -62,7 +62,7 @@ class Account:
     names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kernel
 
 
-def read(path: Path) -> list[Mapping[str, Any]]:
+def read_trace(path: Path) -> list[Mapping[str, Any]]:
     """The events of a trace. Raises ValueError for a file that is no whole one."""
     if not path.is_file():
         raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
@@ -74,19 +74,19 @@ def read(path: Path) -> list[Mapping[str, Any]]:
     return events
 
 
-def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
+def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     """Raises ValueError for a trace of a CPU."""
-    spans, steps = spans_of(events)
+    spans, steps = device_spans(events)
     if not spans:
         raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
-    account = Account(steps, (end - begin) / steps / 1e3)
+    account = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
         ms = (span.end - span.start) / steps / 1e3
         account.launches[KINDS[span.kind][0]] += 1
         account.hidden[KINDS[span.kind][0]] += ms
         account.names[span.name] += ms
-    for us, busy, phase in moments(spans):
+    for us, busy, phase in busy_intervals(spans):
         kind = KINDS[busy.kind][0] if busy else IDLE
         account.spent[kind, phase] += us / steps / 1e3
         if busy:
@@ -94,7 +94,7 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
     return account
 
 
-def spans_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
+def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
     """What ran on the device in order of time, and how many steps the trace holds."""
     launched: dict[int, float] = {}
     phases: list[tuple[float, float, str]] = []
@@ -128,7 +128,7 @@ def kind_of(name: str) -> int:
     return next(i for i, (_, pattern) in enumerate(KINDS) if re.search(pattern, name, re.IGNORECASE))
 
 
-def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
+def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
     """(microseconds, what the device was busy with, phase), gapless; of spans side by side the first kind counts."""
     edges = sorted(
         [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
@@ -151,18 +151,18 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is drawn of a traced run, and a person reads: milliseconds a step by kind and phase, the kernels that took
     longest, bytes and GB/s of what moved. On a CPU the phases alone."""
     try:
-        account = account_of(events)
+        account = gpu_breakdown(events)
     except ValueError:
-        account = phases_of(events)
+        account = phase_breakdown(events)
     spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
-    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
     moved = [
         {
             "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
             "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
             "highest_gb_per_second": max(kind.rates) / 1e9,
         }
-        for name, kind in kinds_of(events).items()
+        for name, kind in transfers_by_kind(events).items()
     ]  # fmt: skip
     return {
         "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
@@ -171,12 +171,12 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def phases_of(events: Sequence[Mapping[str, Any]]) -> Account:
+def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     """By what the program says that it was at."""
     said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
     steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
     count = max(1, len({e["name"] for e in steps}))
-    account = Account(count, sum(e["dur"] for e in steps) / count / 1e3)
+    account = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
     for e in said:
         if e["name"] in PHASES:
             account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3

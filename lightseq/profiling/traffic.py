@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # Of n ranks, what one sends or receives as a share of the larger of its two sides: NCCL's own "bus bandwidth"
 # (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Others count their larger side once.
-SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+BUS_SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 BYTES: Final[Mapping[str, int]] = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Short": 2, "Int": 4, "Float": 4,
     "Long": 8, "Double": 8,
@@ -20,7 +20,7 @@ COPIES: Final[Mapping[str, str]] = {
 
 
 @dataclass
-class Kind:
+class Transfers:
     """Movements of one kind."""
 
     sizes: list[float] = field(default_factory=list)  # bytes that crossed a link
@@ -32,9 +32,9 @@ class Kind:
         return [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True) if seconds > 0]
 
 
-def kinds_of(events: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
+def transfers_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Transfers]:
     """By name, what moves most first. Collectives of other names and sizes than those above are left out."""
-    found: dict[str, Kind] = defaultdict(Kind)
+    found: dict[str, Transfers] = defaultdict(Transfers)
     for event in events:
         named = _copy(event) if event.get("cat") == "gpu_memcpy" else _collective(event)
         if named is not None and event.get("dur", 0) > 0:
@@ -56,6 +56,6 @@ def _collective(event: Mapping[str, Any]) -> tuple[str, float] | None:
     name = about["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
     name, ranks = name.replace("allreduce", "all_reduce"), int(about["Group size"])
     elements = max(int(about["In msg nelems"]), int(about["Out msg nelems"]))
-    share = SHARES[name] * (ranks - 1) / ranks if name in SHARES else 1.0
+    share = BUS_SHARES[name] * (ranks - 1) / ranks if name in BUS_SHARES else 1.0
     label = f"{name.replace('_', '-')}, {about['dtype'].lower()}, {ranks} ranks"
     return label, elements * BYTES[about["dtype"]] * share

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightseq.schedule.layout import Kind, Layout
-from lightseq.schedule.table import Assignment, Mask, Rows, Schedule, Tile, steps_of
+from lightseq.schedule.layout import Layout, LayoutKind
+from lightseq.schedule.table import Assignment, LazyAssignment, Mask, Schedule, Tile, derive_steps
 
 
 def ring(layout: Layout) -> Assignment:
     """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
     shards = [layout.chunks(rank) for rank in range(layout.world)]
-    return Rows(
-        layout.world, lambda t: [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)]
+    return LazyAssignment(
+        layout.world,
+        lambda t: [(_causal_or_full(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)],
     )
 
 
@@ -27,7 +28,7 @@ def striped(layout: Layout) -> Assignment:
     def tile(r: int, j: int) -> Tile:
         return Tile((r,), (j,), Mask.CAUSAL if j <= r else Mask.STRICT)
 
-    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+    return LazyAssignment(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def zigzag(layout: Layout) -> Assignment:
@@ -41,7 +42,7 @@ def zigzag(layout: Layout) -> Assignment:
             return Tile(mine, mine, Mask.CAUSAL)
         return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
 
-    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+    return LazyAssignment(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def balanced(layout: Layout) -> Assignment:
@@ -56,10 +57,12 @@ def balanced(layout: Layout) -> Assignment:
     def tile(t: int, r: int) -> Tile:
         if 2 * t == world:
             first, second = max(r, (r + t) % world), min(r, (r + t) % world)
-            return _tile(shards[first][:1] if r == first else shards[first][1:], shards[second])
-        return _tile(shards[r], shards[r - t]) if r >= t else _tile(shards[world + r - t], shards[r])
+            return _causal_or_full(shards[first][:1] if r == first else shards[first][1:], shards[second])
+        return (
+            _causal_or_full(shards[r], shards[r - t]) if r >= t else _causal_or_full(shards[world + r - t], shards[r])
+        )
 
-    return Rows(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
+    return LazyAssignment(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
 
 
 def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
@@ -74,7 +77,7 @@ def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
     return [[tiles(rank, heads) for rank in range(layout.world)] for heads in range(head_groups)]
 
 
-def whole(layout: Layout, head_groups: int = 1) -> Assignment:
+def full_sequence(layout: Layout, head_groups: int = 1) -> Assignment:
     """One place that holds the whole sequence: what is left of a schedule where all ranks share the heads."""
     everything = layout.chunks(0)
     return [[(Tile(everything, everything, Mask.CAUSAL, heads),)] for heads in range(head_groups)]
@@ -95,7 +98,7 @@ def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
     return [[tuple(split(t, u) for t in tiles) for tiles in row for u in range(ulysses)] for row in assignment]
 
 
-def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
+def _causal_or_full(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
     return Tile(q, kv, Mask.CAUSAL if q == kv else Mask.FULL)
 
 
@@ -103,17 +106,17 @@ def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
 class Algorithm:
     """A row of the table of schedules.
 
-    `assign` takes the layout of the places of the sequence, and the number of head groups where it has them, and
+    `assign_tiles` takes the layout of the places of the sequence, and the number of head groups where it has them, and
     returns the tiles of every place at every step.
     """
 
-    layout: Kind
+    layout: LayoutKind
     chunks_per_rank: int
-    assign: Callable[..., Assignment]
-    # Heads can be computed in groups, one after the other: `assign` takes their number.
+    assign_tiles: Callable[..., Assignment]
+    # Heads can be computed in groups, one after the other: `assign_tiles` takes their number.
     has_head_groups: bool = False
     # Ranks that share a place of the sequence and split its heads, unless --ulysses_size says otherwise.
-    ranks_per_place: Literal["one", "half", "all"] = "one"
+    ulysses_group: Literal["one", "half", "all"] = "one"
     # What packed documents do to the work of ranks. own_layout: chunks are dealt out anew for every batch, which needs
     # tiles of one query chunk with all its keys. even: all ranks share every document. uneven: neither.
     packed_work: Literal["own_layout", "even", "uneven"] = "uneven"
@@ -125,8 +128,8 @@ SCHEDULES: dict[str, Algorithm] = {
     "zigzag": Algorithm("zigzag", 2, zigzag),
     "balanced": Algorithm("contiguous", 2, balanced),
     "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True, packed_work="own_layout"),
-    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True, ranks_per_place="all", packed_work="even"),
-    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ranks_per_place="half", packed_work="own_layout"),
+    "ulysses": Algorithm("contiguous", 1, full_sequence, has_head_groups=True, ulysses_group="all", packed_work="even"),
+    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ulysses_group="half", packed_work="own_layout"),
 }
 
 
@@ -137,14 +140,16 @@ def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int
     under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
     after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
     """
-    empty = outline(name, world, head_groups, ulysses_size)
-    assignment = assign(empty)
+    empty = schedule_without_steps(name, world, head_groups, ulysses_size)
+    assignment = assign_tiles(empty)
     if empty.ulysses_size > 1:
         assignment = with_ulysses(assignment, empty.ulysses_size)
-    return replace(empty, forward=steps_of(empty.layout, assignment), backward=steps_of(empty.layout, assignment, True))
+    return replace(
+        empty, forward=derive_steps(empty.layout, assignment), backward=derive_steps(empty.layout, assignment, True)
+    )
 
 
-def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
     """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
@@ -154,18 +159,18 @@ def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | Non
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
-    ulysses = ulysses_ranks(name, world, ulysses_size)
+    ulysses = ulysses_group_size(name, world, ulysses_size)
     layout = Layout(algorithm.layout, world, algorithm.chunks_per_rank, ulysses)
-    can_keep = algorithm.ranks_per_place == "all" and world > 1
-    return Schedule(name, layout, head_groups * ulysses, (), (), can_keep=can_keep)
+    can_keep_gathered = algorithm.ulysses_group == "all" and world > 1
+    return Schedule(name, layout, head_groups * ulysses, (), (), can_keep_gathered=can_keep_gathered)
 
 
-def assign(schedule: Schedule) -> Assignment:
+def assign_tiles(schedule: Schedule) -> Assignment:
     """The tiles of a schedule's places, before the ranks of a place share out its heads."""
     algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
     if not algorithm.has_head_groups:
-        return algorithm.assign(outer)
-    return algorithm.assign(outer, schedule.turns)
+        return algorithm.assign_tiles(outer)
+    return algorithm.assign_tiles(outer, schedule.turns)
 
 
 def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
@@ -174,7 +179,7 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     if heads % groups or (kv_heads % groups and groups % kv_heads):
         if schedule.turns > 1:
             remedy = "leave head_groups out"
-        elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ranks_per_place == "one":
+        elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ulysses_group == "one":
             remedy = "leave --ulysses_size out"
         else:
             remedy = "prefix takes any number"
@@ -184,9 +189,9 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         )
 
 
-def ulysses_ranks(name: str, world: int, asked: int | None) -> int:
+def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
     """Returns how many ranks share a place of the sequence. Raises ValueError where they cannot."""
-    shared_by = SCHEDULES[name].ranks_per_place
+    shared_by = SCHEDULES[name].ulysses_group
     if shared_by == "all":
         if asked not in (None, world):
             raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import Rates, estimate
-from lightseq.schedule.traffic import Load, load
+from lightseq.schedule.traffic import Traffic, count_traffic
 
 OURS, ONE_GPU = "lightseq", "single-gpu"  # implementations whose records are read
 ROUNDS = 40
@@ -24,7 +24,7 @@ LARGEST_STEP = 1.0  # of a logarithm in one round
 class Point:
     """One measured layer, forward and backward."""
 
-    load: Load
+    traffic: Traffic
     shape: AttentionShape
     transport: str
     kernel: str
@@ -32,7 +32,7 @@ class Point:
     keep_gathered: bool = False
 
     def predicted(self, rates: Rates) -> float:
-        return estimate(self.load, self.shape, rates, self.keep_gathered).seconds
+        return estimate(self.traffic, self.shape, rates, self.keep_gathered).seconds
 
 
 def read_points(path: Path) -> list[Point]:
@@ -42,7 +42,7 @@ def read_points(path: Path) -> list[Point]:
         try:
             record = json.loads(line) if line.strip() else {}
             if record.get("seconds_median") and record.get("implementation") in (OURS, ONE_GPU):
-                points.append(point_of(record))
+                points.append(make_point(record))
         except KeyError as error:
             raise ValueError(f"{path} line {number} has no {error}; give records of benchmarks/attention.py") from None
         except (json.JSONDecodeError, TypeError, AttributeError):
@@ -52,21 +52,21 @@ def read_points(path: Path) -> list[Point]:
     return points
 
 
-def point_of(record: Mapping[str, Any]) -> Point:
+def make_point(record: Mapping[str, Any]) -> Point:
     """Every measured world is one host, as the benchmark's symmetric transport asks for."""
     alone = record["implementation"] == ONE_GPU
     world = 1 if alone else record["world"]
-    size = None if alone or SCHEDULES[record["schedule"]].ranks_per_place == "all" else record["ulysses_size"]
+    size = None if alone or SCHEDULES[record["schedule"]].ulysses_group == "all" else record["ulysses_size"]
     groups = 1 if alone else record["head_groups"] or 1
     shape = AttentionShape(
         record["length"], record["heads"], record["kv_heads"], record["head_dim"], record.get("batch", 1)
     )
-    counted = load("ulysses" if alone else record["schedule"], world, world, groups, size)
-    seconds, keeps = float(record["seconds_median"]), bool(record.get("keep_gathered"))
-    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps)
+    counted = count_traffic("ulysses" if alone else record["schedule"], world, world, groups, size)
+    seconds, keeps_gathered = float(record["seconds_median"]), bool(record.get("keep_gathered"))
+    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps_gathered)
 
 
-def fit(points: Sequence[Point], start: Rates) -> Rates:
+def fit_rates(points: Sequence[Point], start: Rates) -> Rates:
     """The rates that come closest to all points, in relative terms; far ones count less (Cauchy's weights).
 
     Damped Gauss-Newton on the logarithms, which keeps rates positive.
@@ -101,7 +101,11 @@ def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel:
     found = {name for point in mine if (name := point.transport) in starts}
     if not found:
         raise ValueError(f"no layer over {' or '.join(starts)} was measured; give records taken on several GPUs")
-    return {name: fit([p for p in mine if p.transport in (name, "")], starts[name]) for name in starts if name in found}
+    return {
+        name: fit_rates([p for p in mine if p.transport in (name, "")], starts[name])
+        for name in starts
+        if name in found
+    }
 
 
 def _errors(points: Sequence[Point], x: np.ndarray) -> np.ndarray:

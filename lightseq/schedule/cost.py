@@ -76,7 +76,7 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
     q = rows * shape.heads / schedule.head_groups * shape.head_dim
     kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
     lse = 4 * rows * shape.heads / schedule.head_groups
-    e, again = shape.element_bytes, 0 if backward and schedule.keeps else 1  # q, k and v that were not kept
+    e, again = shape.element_bytes, 0 if backward and schedule.keeps_gathered else 1  # q, k and v that were not kept
     sizes = {
         "kv": again * 2 * kv * e,
         "q": (again + 2) * q * e + lse if backward else q * e,  # backward: dout and out too

@@ -13,21 +13,21 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.schedule.algorithms import SCHEDULES, assign, prefix, with_ulysses
+from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, prefix, with_ulysses
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.segments import CAUSAL, KEYS, ROWS, K, Q, Segments
-from lightseq.schedule.table import Assignment, Schedule, Tile, steps_of
+from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
 
 Ints = NDArray[np.int64]
 
 # Tables of packed sequences that are kept: they hardly come again, and a kernel's indices of their rows lie on the
 # device for as long (12 MiB of each at 1M tokens over four ranks under striped).
-MOST_PACKED = 8
+MAX_PACKED_TABLES = 8
 PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel, so that a row without a key need not exist
-MOST_CHUNKS = 32  # of one rank
-LEAST_CHUNK_TOKENS = 16
-LARGEST_IMBALANCE = 1.03  # of attention area, the fullest rank's over the mean: more chunks are tried beyond it
-MOST_SWAPS = 256
+MAX_CHUNKS = 32  # of one rank
+MIN_CHUNK_TOKENS = 16
+MAX_IMBALANCE = 1.03  # of attention area, the fullest rank's over the mean: more chunks are tried beyond it
+MAX_SWAPS = 256
 
 
 def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
@@ -41,14 +41,14 @@ def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
     return found
 
 
-def padded(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
+def pad_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
     """The boundaries with what is missing up to `length` as documents of padding."""
     return (*boundaries, *range(boundaries[-1] + PADDING_TOKENS, length, PADDING_TOKENS), *(
         [length] if boundaries[-1] < length else []
     ))  # fmt: skip
 
 
-def restarting_positions(boundaries: Sequence[int]) -> Ints:
+def document_positions(boundaries: Sequence[int]) -> Ints:
     """The position of every token in its own document."""
     edges = np.asarray(boundaries)
     return np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
@@ -67,15 +67,15 @@ def area_before(boundaries: Sequence[int], places: Ints) -> Ints:
 # ---- chunks to ranks -------------------------------------------------------------------------------------------------
 
 
-def finest_chunks(length: int, places: int) -> int:
+def max_chunks_per_rank(length: int, places: int) -> int:
     """The most chunks a rank that a sequence of this length is cut into: it is padded for them, whatever it holds."""
     chunks = 1
-    while places > 1 and chunks < MOST_CHUNKS and length // (places * 2 * chunks) >= LEAST_CHUNK_TOKENS:
+    while places > 1 and chunks < MAX_CHUNKS and length // (places * 2 * chunks) >= MIN_CHUNK_TOKENS:
         chunks *= 2
     return chunks
 
 
-def share_out(areas: Ints, places: int) -> tuple[int, ...]:
+def assign_chunks(areas: Ints, places: int) -> tuple[int, ...]:
     """The place of every chunk: as many chunks for each, and nearly the same area.
 
     The largest that is left goes to the place with least that has room; then chunks are swapped with those of the
@@ -89,7 +89,7 @@ def share_out(areas: Ints, places: int) -> tuple[int, ...]:
         homes[chunk], room[place] = place, room[place] - 1
         if room[place]:
             heapq.heappush(heap, (total + int(areas[chunk]), place))
-    for _ in range(MOST_SWAPS):
+    for _ in range(MAX_SWAPS):
         totals = np.bincount(homes, areas, places)
         fullest = int(totals.argmax())
         mine, theirs = np.flatnonzero(homes == fullest), np.flatnonzero(homes != fullest)
@@ -112,15 +112,15 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
     """As few chunks a rank as keep all ranks within LARGEST_IMBALANCE: large ones suit kernels."""
     places, length = world // ulysses, boundaries[-1]
     best: tuple[float, Layout] | None = None
-    chunks, most = 1, finest_chunks(length, places)
+    chunks, most = 1, max_chunks_per_rank(length, places)
     while chunks <= most and length % (world * chunks) == 0:
         edges = np.linspace(0, length, places * chunks + 1).astype(np.int64)
         areas = np.diff(area_before(boundaries, edges))
-        homes = share_out(areas, places)
+        homes = assign_chunks(areas, places)
         uneven = imbalance(areas, homes)
         if best is None or uneven < best[0]:
             best = uneven, Layout("balanced", world, chunks, ulysses, homes)
-        if best[0] <= LARGEST_IMBALANCE:
+        if best[0] <= MAX_IMBALANCE:
             break
         chunks *= 2
     assert best is not None
@@ -135,7 +135,7 @@ def padded_length(schedule: Schedule, length: int) -> int:
     layout = schedule.layout
     if not _is_balanced(schedule):
         return layout.padded_length(length)
-    unit = layout.world * finest_chunks(length, layout.outer.world)
+    unit = layout.world * max_chunks_per_rank(length, layout.outer.world)
     return -(-length // unit) * unit
 
 
@@ -145,25 +145,25 @@ def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
     return whole // schedule.world
 
 
-@lru_cache(maxsize=MOST_PACKED)  # a batch's table serves all its layers, forward and backward
+@lru_cache(maxsize=MAX_PACKED_TABLES)  # a batch's table serves all its layers, forward and backward
 def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
     """The schedule's table for one sequence of documents. Schedules that pull keys get a layout of their own."""
     layout = schedule.layout
     if _is_balanced(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = one_by_one(prefix(layout.outer, schedule.turns))
+        tiles = one_tile_per_step(prefix(layout.outer, schedule.turns))
     else:
-        tiles = assign(schedule)
-    limited = limit(tiles, layout.outer, boundaries)
+        tiles = assign_tiles(schedule)
+    limited = limit_to_documents(tiles, layout.outer, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
         schedule, layout=layout, boundaries=boundaries,
-        forward=steps_of(layout, limited), backward=steps_of(layout, limited, backward=True),
+        forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
     )  # fmt: skip
 
 
-def one_by_one(assignment: Assignment) -> Assignment:
+def one_tile_per_step(assignment: Assignment) -> Assignment:
     """A step for every tile of a rank, so that only the first one's keys are waited for.
 
     In the order of the sequence: what a document's tiles share stays from one to the next.
@@ -187,31 +187,31 @@ def _is_balanced(schedule: Schedule) -> bool:
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 
 
-def limit(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
+def limit_to_documents(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
     """The same tiles with segments for masks, without tiles and chunks in which no document meets itself."""
     edges = np.asarray(boundaries)
-    chunks = np.array([layout.progression(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
+    chunks = np.array([layout.chunk_range(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, ...]] = {}
 
     def limited(tile: Tile) -> tuple[Tile, ...]:
         if (tile.q, tile.kv) not in known:
-            known[tile.q, tile.kv] = _limited(tile, chunks, edges)
+            known[tile.q, tile.kv] = _limit_tile(tile, chunks, edges)
         return tuple(found._replace(heads=tile.heads) for found in known[tile.q, tile.kv])
 
     rows = [[tuple(found for tile in tiles for found in limited(tile)) for tiles in row] for row in assignment]
     return [row for row in rows if any(row)]
 
 
-def _limited(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
+def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
     """The tile as it is left, or nothing."""
-    segments = segments_of(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
+    segments = find_segments(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
     if not len(segments.table):
         return ()
     segments, q, kv = segments.cut(int(chunks[0, 2]))
     return (Tile(tile.q[q], tile.kv[kv], segments),)
 
 
-def segments_of(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
+def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
     """Causal pairs of each document between chunks of queries and of keys, side by side, in rising order each.
 
     Chunks are progressions of positions: first, step, how many. In a chunk of queries those of a document are one as

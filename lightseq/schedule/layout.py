@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["contiguous", "zigzag", "striped", "balanced"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+LayoutKind = Literal["contiguous", "zigzag", "striped", "balanced"]
+LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Layout:
     chunks is cut once more, into one piece for each of them.
     """
 
-    kind: Kind
+    kind: LayoutKind
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
     homes: tuple[int, ...] = ()  # balanced: by chunk; the places, where several ranks share one
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"layout {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.kind not in LAYOUT_KINDS:
+            raise ValueError(f"layout {self.kind!r} is unknown; choose one of {', '.join(LAYOUT_KINDS)}")
         if self.world < 1:
             raise ValueError(f"a layout needs at least one rank, not {self.world}")
         if self.world % self.ulysses:
@@ -87,10 +87,10 @@ class Layout:
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
             return self.outer.chunk_positions(whole, length).chunk(self.ulysses)[piece]
-        first, step, count = self.progression(chunk, length)
+        first, step, count = self.chunk_range(chunk, length)
         return torch.arange(first, first + step * count, step)
 
-    def progression(self, chunk: int, length: int) -> tuple[int, int, int]:
+    def chunk_range(self, chunk: int, length: int) -> tuple[int, int, int]:
         """The global positions of one chunk's tokens, where places are not shared: the first, the step, how many."""
         assert self.ulysses == 1, "a piece of a place's chunk has no progression of its own"
         size = length // self.chunk_count

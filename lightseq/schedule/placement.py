@@ -27,7 +27,7 @@ class Arena:
         return start
 
 
-class Block(NamedTuple):
+class ResultBlock(NamedTuple):
     """The results of one tile for an item, on their way to the chunks' homes; they lie side by side."""
 
     tile: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     chunks: tuple[int, ...]
 
 
-def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
+def local_start(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
     """Where `chunks` lie side by side in the rank's own tensors; None where they do not."""
     mine = layout.chunks(rank)
     if chunks[0] not in mine:
@@ -44,11 +44,11 @@ def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | Non
     return start if mine[start : start + len(chunks)] == chunks else None
 
 
-def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = OPERANDS) -> tuple[Arena, ...]:
+def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathered_items: Items = OPERANDS) -> tuple[Arena, ...]:
     """Every arena of a pass on one rank. One grows over neighbouring steps as long as they share chunks."""
     done: list[Arena] = []
     for t, step in enumerate(steps):
-        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathers).items():
+        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathered_items).items():
             before = [a for a in done if (a.item, a.heads, a.last) == (item, heads, t - 1) and chunks & {*a.chunks}]
             if before:
                 done.remove(before[0])
@@ -58,20 +58,22 @@ def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = 
     return tuple(done)
 
 
-def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items) -> dict[tuple[str, int], set[int]]:
+def _gathered(
+    tiles: tuple[Tile, ...], layout: Layout, rank: int, gathered_items: Items
+) -> dict[tuple[str, int], set[int]]:
     """What a step's tiles read that does not lie side by side in the rank's own tensors."""
     found: dict[tuple[str, int], set[int]] = {}
     for tile in tiles:
         for item, chunks in (("q", tile.q), ("kv", tile.kv)):
-            if item in gathers and local_place(layout, rank, chunks) is None:
+            if item in gathered_items and local_start(layout, rank, chunks) is None:
                 found.setdefault((item, tile.heads), set()).update(chunks)
     return found
 
 
-def blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[Block, ...]:
+def result_blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[ResultBlock, ...]:
     """What a rank's tiles of a step leave in its outbox, in order: all its results for an item, if one must travel."""
     made = [
-        Block(i, item, chunks)
+        ResultBlock(i, item, chunks)
         for i, tile in enumerate(step.tiles[rank])
         for item, chunks in ((("dq", tile.q), ("dkv", tile.kv)) if backward else (("out", tile.q),))
     ]

@@ -64,7 +64,7 @@ def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[
             q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
             kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
             operands = {"q": q, "kv": kv}
-            needs |= {(rank, item, c, tile.heads) for item in schedule.gathers(backward) for c in operands[item]}
+            needs |= {(rank, item, c, tile.heads) for item in schedule.gathered_items(backward) for c in operands[item]}
             results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
             results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
     return needs, results

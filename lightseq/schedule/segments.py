@@ -33,7 +33,7 @@ class Segments:
     """All segments of one tile, in the order of their queries. No query is in two of them, several may share keys."""
 
     table: NDArray[np.int64]
-    known: dict[Any, Any] = field(default_factory=dict)  # what kernels work out about them, by device
+    cache: dict[Any, Any] = field(default_factory=dict)  # what kernels work out about them, by device
 
     def __repr__(self) -> str:
         return f"Segments({self.table.tolist()})"

@@ -61,7 +61,7 @@ Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Sequence[tuple[Tile, ...]]]):
+class LazyAssignment(Sequence[Sequence[tuple[Tile, ...]]]):
     """An assignment whose steps are made when they are asked for: that of a thousand ranks has a million tiles."""
 
     steps: int
@@ -92,8 +92,10 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
-    can_keep: bool = False  # what a rank gathers can take the place of its own q, k and v, which no tile of its reads
-    keeps: bool = False  # q, k and v that the forward pass gathered are there in the backward pass: none moves again
+    # Gathered q, k and v can replace a rank's own between the passes: no tile reads those.
+    can_keep_gathered: bool = False
+    # The backward pass finds q, k and v as the forward pass gathered them; they do not move again.
+    keeps_gathered: bool = False
 
     @property
     def world(self) -> int:
@@ -115,30 +117,33 @@ class Schedule:
         """Ranks that share each place of the sequence, each with heads of its own."""
         return self.layout.ulysses
 
-    def gathers(self, backward: bool) -> "Items":
+    def gathered_items(self, backward: bool) -> "Items":
         """What travels to a tile in a pass, if it is not there."""
-        return ("q",) if backward and self.keeps else OPERANDS
+        return ("q",) if backward and self.keeps_gathered else OPERANDS
 
     @cached_property
-    def keeping(self) -> "Schedule":
-        """The same, but that the backward pass finds what the forward pass gathered. Only who `can_keep` has it."""
-        assert self.can_keep, f"{self} needs its ranks' own tensors again"
+    def keeping_gathered(self) -> "Schedule":
+        """This schedule, with a backward pass that reuses what the forward pass gathered (`can_keep_gathered`)."""
+        assert self.can_keep_gathered, f"{self} needs its ranks' own tensors again"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
-        return replace(self, backward=steps_of(self.layout, rows, True, gathers=("q",)), keeps=True)
+        return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
 
 
 # ---- what follows from the tiles -----------------------------------------------------------------------------------
 
 
-def steps_of(
-    layout: Layout, assignment: Sequence[Sequence[tuple[Tile, ...]]], backward: bool = False, gathers: Items = OPERANDS
+def derive_steps(
+    layout: Layout,
+    assignment: Sequence[Sequence[tuple[Tile, ...]]],
+    backward: bool = False,
+    gathered_items: Items = OPERANDS,
 ) -> tuple[Step, ...]:
     """The moves: remote operands travel one step before their tile, results one step after it.
 
     An operand that the next step needs as well stays where it is.
     """
     rows = [list(row) for row in assignment]
-    if any(_operands(layout, rank, tile, gathers) for rank, tiles in enumerate(rows[0]) for tile in tiles):
+    if any(_operands(layout, rank, tile, gathered_items) for rank, tiles in enumerate(rows[0]) for tile in tiles):
         rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
     moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
     held: set[Move] = set()
@@ -146,7 +151,7 @@ def steps_of(
         needed: set[Move] = set()
         for rank, tiles in enumerate(row):
             for i, tile in enumerate(tiles):
-                for item, chunk in _operands(layout, rank, tile, gathers):
+                for item, chunk in _operands(layout, rank, tile, gathered_items):
                     needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
                 for item, chunk in _results(layout, rank, tile, backward):
                     moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
@@ -157,10 +162,10 @@ def steps_of(
     return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))
 
 
-def _operands(layout: Layout, rank: int, tile: Tile, gathers: Items) -> list[tuple[str, int]]:
+def _operands(layout: Layout, rank: int, tile: Tile, gathered_items: Items) -> list[tuple[str, int]]:
     """What a rank needs for a tile and does not hold itself."""
     needs = [("q", chunk) for chunk in tile.q] + [("kv", chunk) for chunk in tile.kv]
-    return [(item, chunk) for item, chunk in needs if item in gathers and layout.home(chunk) != rank]
+    return [(item, chunk) for item, chunk in needs if item in gathered_items and layout.home(chunk) != rank]
 
 
 def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape, move_bytes
 from lightseq.schedule.table import Move, Schedule
-from lightseq.schedule.traffic import Load, StepLoad
+from lightseq.schedule.traffic import StepTraffic, Traffic
 
 FLOAT32_BYTES = 4
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))  # what a load's columns are forward and backward
@@ -23,7 +23,7 @@ class Rates:
     network_bytes_per_second: float  # received from other hosts, at the same time
     exchange_seconds: float  # until anything arrives in a step: barriers, launches
     overlap_loss: float  # what kernels lose to communication beside them, as a share of its time
-    bundle_seconds: float  # every bundle received costs on top of its bytes
+    message_seconds: float  # every bundle received costs on top of its bytes
     memory_bytes_per_second: float  # packing what travels, adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
 
@@ -52,21 +52,21 @@ class Estimate:
         return self.compute_seconds + self.exposed_seconds + self.memory_seconds
 
 
-def estimate(load: Load, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
+def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
     """What the table that the load was counted from takes at these rates, as `make_context` would run it."""
-    if keep_gathered and load.schedule.can_keep:
-        load = replace(load, schedule=replace(load.schedule, keeps=True))
+    if keep_gathered and traffic.schedule.can_keep_gathered:
+        traffic = replace(traffic, schedule=replace(traffic.schedule, keeps_gathered=True))
     compute = exposed = memory = gathered = 0.0
     for backward in (False, True):
-        sizes = bundle_bytes(load.schedule, shape, backward)
-        for step in load.steps:
-            busy = _compute_seconds(step, load.schedule, shape, rates, backward)
+        sizes = column_bytes(traffic.schedule, shape, backward)
+        for step in traffic.steps:
+            busy = _compute_seconds(step, traffic.schedule, shape, rates, backward)
             moving = _moving_seconds(step, sizes, rates)
             compute += step.count * busy
             arriving = moving + rates.exchange_seconds * (moving > 0)
             exposed += step.count * (max(arriving - busy, 0.0) + rates.overlap_loss * min(moving, busy))
-            gathered = max(gathered, float((step.held @ sizes[:2]).max()))
-        memory += _memory_bytes(load, shape, sizes, rates, backward) / rates.memory_bytes_per_second
+            gathered = max(gathered, float((step.gathered @ sizes[:2]).max()))
+        memory += _memory_bytes(traffic, shape, sizes, rates, backward) / rates.memory_bytes_per_second
     return Estimate(compute, exposed, memory, gathered)
 
 
@@ -76,13 +76,15 @@ def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
     return flops / rates.flops_per_second + 2 * rates.call_seconds
 
 
-def bundle_bytes(schedule: Schedule, shape: AttentionShape, backward: bool) -> np.ndarray:
+def column_bytes(schedule: Schedule, shape: AttentionShape, backward: bool) -> np.ndarray:
     """Bytes of one bundle of each of a load's columns; 0 for a column that the pass does not have."""
     moves = [item and Move(item, 0, 0, 0) for item in COLUMNS[backward]]
     return np.array([float(move_bytes(schedule, shape, move, backward)) if move else 0.0 for move in moves])
 
 
-def _compute_seconds(step: StepLoad, schedule: Schedule, shape: AttentionShape, rates: Rates, backward: bool) -> float:
+def _compute_seconds(
+    step: StepTraffic, schedule: Schedule, shape: AttentionShape, rates: Rates, backward: bool
+) -> float:
     """Of the rank that computes longest."""
     chunk = shape.length / schedule.layout.outer.chunk_count
     flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
@@ -90,16 +92,16 @@ def _compute_seconds(step: StepLoad, schedule: Schedule, shape: AttentionShape, 
     return float((step.work @ np.array([per_area, rates.call_seconds])).max())
 
 
-def _moving_seconds(step: StepLoad, sizes: np.ndarray, rates: Rates) -> float:
+def _moving_seconds(step: StepTraffic, sizes: np.ndarray, rates: Rates) -> float:
     """Of the rank that receives longest; links inside a host and across hosts work side by side."""
-    links = ((step.inside, rates.host_bytes_per_second), (step.across, rates.network_bytes_per_second))
-    cost = [x @ np.where(sizes > 0, sizes / rate + rates.bundle_seconds, 0.0) for x, rate in links]
+    links = ((step.same_host, rates.host_bytes_per_second), (step.other_hosts, rates.network_bytes_per_second))
+    cost = [x @ np.where(sizes > 0, sizes / rate + rates.message_seconds, 0.0) for x, rate in links]
     return float(max(x.max() for x in cost))
 
 
-def _memory_bytes(load: Load, shape: AttentionShape, sizes: np.ndarray, rates: Rates, backward: bool) -> float:
+def _memory_bytes(traffic: Traffic, shape: AttentionShape, sizes: np.ndarray, rates: Rates, backward: bool) -> float:
     """What one rank reads and writes beside its kernels: packing what it sends, taking in results."""
-    schedule, travels = load.schedule, load.travels
+    schedule, travels = traffic.schedule, traffic.travels
     groups = np.array(
         [schedule.head_groups, min(schedule.head_groups, shape.kv_heads)]
     )  # shared heads travel packed once
@@ -108,8 +110,8 @@ def _memory_bytes(load: Load, shape: AttentionShape, sizes: np.ndarray, rates: R
     element = float(shape.element_bytes)
     taken = 0.0
     for i, item in enumerate(COLUMNS[backward][2:]):
-        if item is None or not (travels[2 + i] or load.accumulates[i]):
+        if item is None or not (travels[2 + i] or traffic.accumulates[i]):
             continue
-        passes = 1 + rates.merge_passes * FLOAT32_BYTES / element if load.accumulates[i] else 2.0
-        taken += passes * float(load.parts[:, i].max()) * sizes[2 + i]
+        passes = 1 + rates.merge_passes * FLOAT32_BYTES / element if traffic.accumulates[i] else 2.0
+        taken += passes * float(traffic.results[:, i].max()) * sizes[2 + i]
     return float(packed + taken)

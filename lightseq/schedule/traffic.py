@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightseq.schedule.algorithms import assign, outline
+from lightseq.schedule.algorithms import assign_tiles, schedule_without_steps
 from lightseq.schedule.table import Assignment, Mask, Schedule, Tile
 
 FEW_GROUPS = 3  # head groups after the first and before the last are alike
@@ -20,7 +20,7 @@ EDGE_STEPS = 3  # at either end, never taken for others: first operands, last re
 
 
 @dataclass(frozen=True, eq=False)
-class StepLoad:
+class StepTraffic:
     """One step, or `count` steps alike. Each array has a row for every kind of rank in the step.
 
     What moves is counted in bundles: a chunk of one head group. Its columns are q, kv, results for queries (forward:
@@ -29,31 +29,32 @@ class StepLoad:
 
     count: int
     work: np.ndarray  # area of score matrix in chunks of a place squared, kernel calls
-    inside: np.ndarray  # bundles received from ranks of the same host
-    across: np.ndarray  # bundles received from other hosts
-    held: np.ndarray  # bundles of q and kv gathered for this step and already for the next
+    same_host: np.ndarray  # bundles received from ranks of the same host
+    other_hosts: np.ndarray  # bundles received from other hosts
+    gathered: np.ndarray  # bundles of q and kv gathered for this step and already for the next
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StepLoad):
+        if not isinstance(other, StepTraffic):
             return NotImplemented
         return all(
-            np.array_equal(getattr(self, x), getattr(other, x)) for x in ("count", "work", "inside", "across", "held")
+            np.array_equal(getattr(self, x), getattr(other, x))
+            for x in ("count", "work", "same_host", "other_hosts", "gathered")
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class Traffic:
     """All steps of a pass; forward and backward have the same tiles. `schedule` has no steps of its own."""
 
     schedule: Schedule
-    steps: tuple[StepLoad, ...]
-    parts: np.ndarray  # results for queries, for keys that a rank takes in; a row for every kind of rank
+    steps: tuple[StepTraffic, ...]
+    results: np.ndarray  # results for queries, for keys that a rank takes in; a row for every kind of rank
     accumulates: tuple[bool, bool]  # whether results for queries, for keys come in parts at several steps
 
     @property
     def travels(self) -> np.ndarray:
         """Whether each of the four columns moves at all."""
-        return np.sum([step.inside.sum(0) + step.across.sum(0) for step in self.steps], axis=0) > 0
+        return np.sum([step.same_host.sum(0) + step.other_hosts.sum(0) for step in self.steps], axis=0) > 0
 
 
 class _Row(NamedTuple):
@@ -65,29 +66,31 @@ class _Row(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def load(
+def count_traffic(
     name: str,
     world: int,
     gpus_per_host: int,
     head_groups: int = 1,
     ulysses_size: int | None = None,
     every_step: bool = False,
-) -> Load:
+) -> Traffic:
     """The load of `make_schedule`'s table. Raises ValueError for what cannot be had."""
-    schedule = outline(name, world, head_groups, ulysses_size)
-    fewer = outline(name, world, min(head_groups, FEW_GROUPS), ulysses_size)  # a group more is a middle step more
-    counting = _Counting(schedule, gpus_per_host, assign(fewer))
-    steps, parts = [], np.zeros((counting.places, 2))
-    for t, count in counting.runs(every_step):
+    schedule = schedule_without_steps(name, world, head_groups, ulysses_size)
+    fewer = schedule_without_steps(
+        name, world, min(head_groups, FEW_GROUPS), ulysses_size
+    )  # a group more is a middle step more
+    counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
+    steps, results = [], np.zeros((counting.places, 2))
+    for t, count in counting.sampled_steps(every_step):
         count += (head_groups - FEW_GROUPS) * (t == 1 and head_groups > FEW_GROUPS)
         step = counting.step(t)
-        if step.work.any() or step.inside.any() or step.across.any():
+        if step.work.any() or step.same_host.any() or step.other_hosts.any():
             steps.append(replace(step, count=count))
-        parts += count * counting.parts(t)
-    return Load(schedule, tuple(steps), _kinds(parts), counting.accumulates())
+        results += count * counting.results(t)
+    return Traffic(schedule, tuple(steps), _distinct_rows(results), counting.accumulates())
 
 
-class _Counting:
+class _TrafficCounter:
     """Counts the steps of one assignment of tiles to places."""
 
     def __init__(self, schedule: Schedule, gpus_per_host: int, assignment: Assignment) -> None:
@@ -102,7 +105,7 @@ class _Counting:
         self._seen = np.zeros((2, self.groups * self.chunks), dtype=bool)
         self._again = [False, False]
 
-    def runs(self, every_step: bool) -> list[tuple[int, int]]:
+    def sampled_steps(self, every_step: bool) -> list[tuple[int, int]]:
         """(step, how many it stands for): from before the first row of tiles until after the last."""
         first, last = -1, len(self.assignment)
         if every_step or last - first < 4 * EDGE_STEPS:
@@ -130,7 +133,7 @@ class _Counting:
         heads = np.array([tile.heads for tile in flat], dtype=np.int64)
         work = np.stack([np.bincount(place, area, self.places), np.bincount(place, minlength=self.places)], axis=1)
         sides = ([tile.q for tile in flat], [tile.kv for tile in flat])
-        return _Row(work, *(_entries(place, chunks, heads) for chunks in sides))
+        return _Row(work, *(_tile_entries(place, chunks, heads) for chunks in sides))
 
     def _needs(self, t: int) -> np.ndarray:
         """What the tiles of a row read: true at (head group, q or kv, chunk, place)."""
@@ -140,14 +143,16 @@ class _Counting:
             needs[heads, item, chunk, place] = True
         return needs
 
-    def _step(self, t: int) -> StepLoad:
+    def _step(self, t: int) -> StepTraffic:
         coming = self.needs(t + 1) & ~self.needs(t)
         wanted = [coming[:, item].nonzero() for item in (0, 1)]
         arrivals = [(place, self.homes[chunk]) for _, chunk, place in wanted]
         arrivals += [(self.homes[chunk], place) for place, chunk, _ in (self.row(t - 1).q, self.row(t - 1).kv)]
         near, far = zip(*(self._received(dst, src) for dst, src in arrivals), strict=True)
-        inside, across = (_kinds(np.stack(columns, axis=1)) for columns in (near, far))
-        return StepLoad(1, _kinds(self.row(t).work), inside, across, _kinds(self._held(t)))
+        same_host, other_hosts = (_distinct_rows(np.stack(columns, axis=1)) for columns in (near, far))
+        return StepTraffic(
+            1, _distinct_rows(self.row(t).work), same_host, other_hosts, _distinct_rows(self._gathered(t))
+        )
 
     def _received(self, dst: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bundles per rank, from its host and from others: each rank of place dst hears all ranks of place src."""
@@ -157,17 +162,17 @@ class _Counting:
         near = np.clip(np.minimum((host + 1) * h, (src + 1) * u) - np.maximum(host * h, src * u), 0, None)
         world, flat = self.places * u, rank.ravel()
         counts = (np.bincount(flat, x.ravel(), world) for x in (near - (src == dst[:, None]), u - near))
-        inside, across = counts
-        return inside, across
+        same_host, other_hosts = counts
+        return same_host, other_hosts
 
-    def _held(self, t: int) -> np.ndarray:
+    def _gathered(self, t: int) -> np.ndarray:
         """Gathered bundles: all that a place's tiles read of an item, where some of it is not there already."""
         both = self.needs(t) | self.needs(t + 1)
         away = (self.homes[:, None] != np.arange(self.places)) | (self.ulysses > 1)
-        held = [self.ulysses * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
-        return np.stack(held, axis=1)
+        gathered = [self.ulysses * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
+        return np.stack(gathered, axis=1)
 
-    def parts(self, t: int) -> np.ndarray:
+    def results(self, t: int) -> np.ndarray:
         """Results of row t by the place that takes them in."""
         row, found = self.row(t), []
         for i, (_, chunk, heads) in enumerate((row.q, row.kv)):
@@ -187,13 +192,13 @@ def _area(tile: Tile) -> float:
     return len(tile.q) * len(tile.kv) - masked
 
 
-def _entries(place: np.ndarray, chunks: Sequence[tuple[int, ...]], heads: np.ndarray) -> np.ndarray:
+def _tile_entries(place: np.ndarray, chunks: Sequence[tuple[int, ...]], heads: np.ndarray) -> np.ndarray:
     """(place, chunk, head group) of every chunk of every tile."""
     sizes = [len(x) for x in chunks]
     every = np.fromiter(chain.from_iterable(chunks), dtype=np.int64, count=sum(sizes))
     return np.stack([np.repeat(place, sizes), every, np.repeat(heads, sizes)])
 
 
-def _kinds(rows: np.ndarray) -> np.ndarray:
+def _distinct_rows(rows: np.ndarray) -> np.ndarray:
     """Each distinct row once."""
     return np.array(sorted({*map(tuple, rows.tolist())}))  # np.unique is many times slower for so few

@@ -23,8 +23,8 @@ from lightseq.comm.transport import Outbox
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
-from lightseq.schedule.algorithms import make_schedule, ulysses_ranks
-from lightseq.schedule.auto import Choice
+from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
+from lightseq.schedule.auto import ScheduleChoice
 
 TOKENS = 512  # of a chunk in the run that is counted
 MOST_PLACES = 16  # of a table that is made; beyond, two smaller ones are drawn out as a line
@@ -41,10 +41,10 @@ class AttentionMemory:
 
 @lru_cache(maxsize=512)
 def attention_memory(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool = False
 ) -> AttentionMemory:
     """Of the rank that takes most."""
-    ulysses = ulysses_ranks(choice.schedule, world, choice.ulysses_size)
+    ulysses = ulysses_group_size(choice.schedule, world, choice.ulysses_size)
     places = world // ulysses
     if places <= MOST_PLACES:
         return _counted(choice, world, heads, kv_heads, dim, element, keep_gathered)
@@ -57,7 +57,7 @@ def attention_memory(
 
 
 def _counted(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, element: int, keep_gathered: bool
 ) -> AttentionMemory:
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
     layout = table.layout
@@ -67,9 +67,9 @@ def _counted(
     out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")
     kernel, found = Elided(FlashAttention4()), []
     kept: Gathered | None = None
-    if keep_gathered and table.can_keep:
+    if keep_gathered and table.can_keep_gathered:
         size = gathered_elements(table, q, kv_heads)
-        table, kept = table.keeping, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
+        table, kept = table.keeping_gathered, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
     for rank in sorted({0, world // 2, world - 1}):
         carrier = _Counting()
         with _Live() as forward:

@@ -6,14 +6,14 @@ from math import ceil
 
 from transformers import PreTrainedConfig
 
-from lightseq.comm.transport import plain
+from lightseq.comm.transport import base_transport_name
 from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.rates import Chip
 from lightseq.models.adapters import adapter_parameters, lora_of
 from lightseq.models.architecture import Architecture, examine
-from lightseq.schedule.algorithms import outline
-from lightseq.schedule.auto import Choice, cheapest, packed_choice
+from lightseq.schedule.algorithms import schedule_without_steps
+from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.timing import RATES
@@ -85,13 +85,13 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        asked = plain(self.config.transport)
+        asked = base_transport_name(self.config.transport)
         return "symmetric" if inside and asked in ("auto", "symmetric") else "nccl"
 
     @cached_property
     def tokens(self) -> int:
         """Of one rank in a forward pass."""
-        c, schedule = self.config, outline(*self.schedule_words)
+        c, schedule = self.config, schedule_without_steps(*self.schedule_words)
         return local_tokens(schedule, c.model_max_length, c.packing != "none") * self.sequences
 
     @property
@@ -109,20 +109,22 @@ class PlannedRun:
         return AttentionShape(length, self.heads, self.kv_heads, self.head_dim, self.sequences, self.element)
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> ScheduleChoice:
         """The schedule that training takes, by the same rates and for one sequence."""
-        asked, per_host = Choice(self.config.schedule, self.config.ulysses_size), self.hardware.gpus_per_host
+        asked, per_host = ScheduleChoice(self.config.schedule, self.config.ulysses_size), self.hardware.gpus_per_host
         one = AttentionShape(self.config.model_max_length, self.heads, self.kv_heads, self.head_dim)
         if self.config.packing != "none":
-            asked = packed_choice(self.sequence_ranks, one, asked)
+            asked = choose_packed(self.sequence_ranks, one, asked)
         rates = RATES[self.transport]
-        return cheapest(
+        return choose_by_time(
             self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keeps_gathered(self.config.remat_policy)
         )
 
     @property
     def keeps_gathered(self) -> bool:
-        return keeps_gathered(self.config.remat_policy) and outline(*self.schedule_words).can_keep
+        return (
+            keeps_gathered(self.config.remat_policy) and schedule_without_steps(*self.schedule_words).can_keep_gathered
+        )
 
     @property
     def schedule_words(self) -> tuple[str, int, int, int | None]:

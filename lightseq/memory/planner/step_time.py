@@ -37,7 +37,7 @@ from lightseq.memory.planner.rates import (
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import projection_weights, unread_weights
 from lightseq.modules.mlp import TILE_TOKENS
-from lightseq.schedule.auto import Choice, priced
+from lightseq.schedule.auto import ScheduleChoice, estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import Estimate, Rates
 
@@ -88,10 +88,16 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _estimate(
-    choice: Choice, ranks: int, shape: AttentionShape, rates: Rates, share: float, per_host: int, keep_gathered: bool
+    choice: ScheduleChoice,
+    ranks: int,
+    shape: AttentionShape,
+    rates: Rates,
+    share: float,
+    per_host: int,
+    keep_gathered: bool,
 ) -> Estimate:
     scaled = replace(rates, flops_per_second=rates.flops_per_second * share)
-    return priced(choice, ranks, shape, scaled, per_host, keep_gathered)
+    return estimate_choice(choice, ranks, shape, scaled, per_host, keep_gathered)
 
 
 def matrix_seconds(run: PlannedRun) -> float:

@@ -4,8 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightseq.schedule.algorithms import ulysses_ranks
-from lightseq.schedule.auto import Choice, Priced, best, choices, priced, refusal
+from lightseq.schedule.algorithms import ulysses_group_size
+from lightseq.schedule.auto import (
+    ChoiceEstimate,
+    ScheduleChoice,
+    choose_best,
+    estimate_choice,
+    possible_choices,
+    why_impossible,
+)
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import Estimate, Rates, kernel_seconds
 
@@ -28,7 +35,7 @@ class Row:
     gpus: int
     schedule: str
     transport: str
-    choice: Choice | None = None
+    choice: ScheduleChoice | None = None
     estimate: Estimate | None = None
     fastest: bool = False
     skipped: str | None = None
@@ -45,24 +52,24 @@ def rows(
         transport = cluster.transport(count)
         found = {name: _priced(name, count, shape, cluster) for name in schedules}
         every = [p for some in found.values() for p in some]
-        taken = best(every, shape.kv_heads, limit).choice if every else None
+        taken = choose_best(every, shape.kv_heads, limit).choice if every else None
         for name, some in found.items():
             if not some:
-                yield Row(count, name, transport, skipped=refusal(Choice(name), count, shape))
+                yield Row(count, name, transport, skipped=why_impossible(ScheduleChoice(name), count, shape))
                 continue
-            row = _row(count, transport, best(some, shape.kv_heads, limit), limit)
+            row = _row(count, transport, choose_best(some, shape.kv_heads, limit), limit)
             yield replace(row, fastest=row.choice is not None and row.choice == taken)
 
 
-def _priced(name: str, gpus: int, shape: AttentionShape, cluster: Cluster) -> list[Priced]:
+def _priced(name: str, gpus: int, shape: AttentionShape, cluster: Cluster) -> list[ChoiceEstimate]:
     rates = cluster.rates[cluster.transport(gpus)]
     return [
-        Priced(choice, priced(choice, gpus, shape, rates, cluster.gpus_per_host))
-        for choice in choices(gpus, shape, Choice(name))
+        ChoiceEstimate(choice, estimate_choice(choice, gpus, shape, rates, cluster.gpus_per_host))
+        for choice in possible_choices(gpus, shape, ScheduleChoice(name))
     ]
 
 
-def _row(gpus: int, transport: str, chosen: Priced, limit: float | None) -> Row:
+def _row(gpus: int, transport: str, chosen: ChoiceEstimate, limit: float | None) -> Row:
     name = chosen.choice.schedule
     if limit is not None and chosen.estimate.gathered_bytes > limit:
         return Row(
@@ -78,7 +85,7 @@ def record(row: Row, shape: AttentionShape, cluster: Cluster) -> dict[str, Any]:
         "gpus": row.gpus,
         "schedule": row.schedule,
         "head_groups": c and (c.head_groups or 1),
-        "ulysses_size": c and ulysses_ranks(c.schedule, row.gpus, c.ulysses_size),
+        "ulysses_size": c and ulysses_group_size(c.schedule, row.gpus, c.ulysses_size),
         "transport": row.transport,
         "seconds": e and e.seconds,
         "compute_seconds": e and e.compute_seconds,
