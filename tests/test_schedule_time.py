@@ -44,7 +44,7 @@ def _area(schedule: Schedule, tile: Tile) -> float:
 
 
 def _counted(schedule: Schedule, step: Step, backward: bool, gpus_per_host: int) -> tuple[np.ndarray, ...]:
-    """Work, bundles from the own host and bundles from others, from the moves of the table itself."""
+    """Work, items from the own host and items from others, from the moves of the table itself."""
     work, moved = np.zeros((schedule.world, 2)), np.zeros((2, schedule.world, 4))
     for rank, tiles in enumerate(step.tiles):
         work[rank] = sum(_area(schedule, tile) for tile in tiles), len(tiles)
@@ -64,7 +64,7 @@ def _unrolled(counted: Traffic, backward: bool) -> list[tuple[np.ndarray, ...]]:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("gpus_per_host", [3, 8])
 def test_the_load_is_that_of_the_table(world: int, gpus_per_host: int) -> None:
-    """For every schedule: each step's work and its received bundles, by kind of rank, as the moves themselves say."""
+    """For every schedule: each step's work and its received items, by kind of rank, as the moves themselves say."""
     for name, groups, size in _cases(world):
         table = make_schedule(name, world, groups, size)
         counted = count_traffic(name, world, gpus_per_host, groups, size, every_step=True)

@@ -25,7 +25,7 @@ from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 
 @dataclass
 class Progress:
-    """Number of attention passes that a rank's host has begun (of long ones: has seen the end of)."""
+    """Number of attention passes that a rank's host has begun, or finished if they are long."""
 
     passes: int = 0
 
@@ -36,10 +36,10 @@ class ForwardPass:
 
     outermost: object = None  # the module that was called; it calls the modules inside of it
     packed: bool = False  # it was passed documents
-    attention_passes: int = 0  # of the rank, before it began
+    attention_passes: int = 0  # of the rank before this forward pass
     loss: tuple[Tensor, int] | None = None  # what the loss function returned, and its version
-    batches: int = 0  # that the model was given so far
-    comparison: tuple[dist.Work, list[Tensor]] | None = None  # of the ranks' documents, under way
+    batches: int = 0  # passed to the model so far
+    comparison: tuple[dist.Work, list[Tensor]] | None = None  # of the documents of all ranks, under way
     shared: bool = False  # by a model and its deep copy
 
 
@@ -57,7 +57,7 @@ class SequenceContext:
     group: dist.ProcessGroup
     selection: Selection
     transport: Transport
-    shapes: set[tuple[int, ...]] = field(default_factory=set)  # that all ranks were seen to have in common
+    shapes: set[tuple[int, ...]] = field(default_factory=set)  # known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
     keeps_gathered: bool = False  # gathered q, k and v stay from a forward pass to its backward pass
@@ -82,17 +82,17 @@ class Documents:
     It is no plain tensor because wrappers of models move those to the device, where the host would wait for them.
     """
 
-    boundaries: Tensor  # int64, on the CPU; the end stands there several times, so that batches differ in values alone
+    boundaries: Tensor  # int64, on the CPU, the end repeated so that shapes do not change
     layout: Layout
     balance: float  # attention area of the mean rank over the largest
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """Positions at which documents begin, those of padding among them, and the end."""
+        """First positions of all documents, those of padding among them, and the end."""
         return without_repeats(self.boundaries)
 
     def match(self, context: SequenceContext) -> bool:
-        """Returns whether they were packed as the context's schedule lays them out."""
+        """Returns whether the documents were packed for the context's schedule."""
         whole = self.padded_boundaries
         if whole[-1] != padded_length(context.schedule, whole[-1]):
             return False
@@ -103,7 +103,7 @@ class Documents:
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
 
-MIN_BOUNDARIES = 256  # in the tensor; a compiled graph sees another shape only where a sequence has more documents
+MIN_BOUNDARIES = 256  # in the tensor, so that compiled graphs see a new shape only for more documents
 
 
 def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
@@ -137,7 +137,7 @@ class AttentionConfig:
     schedule: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
-    # Ranks that share a place of the sequence and split its heads; a divisor of all ranks (default: the schedule's).
+    # Ranks in a Ulysses group, which splits heads; a divisor of all ranks (default: the schedule's).
     ulysses_size: int | None = None
     # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
     head_groups: int | None = None
@@ -174,7 +174,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
-    # A compiled graph carries the name, and torch's cache on disk knows the graph by it: what decides shapes is in it.
+    # Compiled graphs contain the name, and torch's cache on disk finds them by it, so it has all that decides shapes.
     cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps_gathered else ''}"
     name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(

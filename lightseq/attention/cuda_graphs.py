@@ -38,17 +38,15 @@ class GraphCache:
         self.graphs: dict[Hashable, RecordedPass] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._bytes, self._fails = (
-            0,
-            torch.cuda.get_allocator_backend() != "native",
-        )  # others do not report the size of a pool
+        self._bytes = 0
+        self._fails = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
         self._failed: torch.cuda.CUDAGraph | None = None
 
     def run(
-        self, spec: PassSpec, places: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
+        self, spec: PassSpec, memory_key: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> None:
-        """Runs a pass, by its graph if there is one. `places` identifies all memory it touches and what it computes."""
-        key = (spec, places, torch.cuda.current_stream().stream_id)
+        """Runs a pass, by its graph if there is one. `memory_key` is its memory and what it computes."""
+        key = (spec, memory_key, torch.cuda.current_stream().stream_id)
         if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
             transport.count_replay(known.bytes_sent, self._bytes)

@@ -127,7 +127,9 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     A shape is compared once, because comparing waits; ranks that differ in shapes already seen are not found.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
-    if shape in context.shapes or base_transport_name(context.transport.name) == "none":  # which waits for nobody
+    if (
+        shape in context.shapes or base_transport_name(context.transport.name) == "none"
+    ):  # it does not wait for other ranks
         return
     mine = (shape, None if documents is None else without_repeats(documents))
     everyone = [mine] * context.schedule.world
@@ -176,7 +178,7 @@ def _forward(
 def _forward_in_checkpoint(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the same, unless a checkpoint around it has stored the results."""
+    """Runs `_forward`, unless a checkpoint around it has stored the results."""
     wrapper = operator_wrapper()
     if wrapper is None:
         return _forward(q, k, v, scale, context, documents)

@@ -1,7 +1,7 @@
-"""The lowered program of a rank: one pass over a schedule, with every place in memory worked out.
+"""The lowered program of a rank: one pass over a schedule, with the address of every buffer.
 
 A schedule's table is lowered once for given shapes and run for every layer and step: at short lengths the host has less
-than a millisecond for a layer. `PassSpec` is what a program is lowered from, and says how large the outbox must be.
+than a millisecond for a layer. `PassSpec` is what a program is lowered from; it also gives the size of the outbox.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from lightseq.schedule.layout import Layout
 from lightseq.schedule.placement import Arena, arenas, local_start, result_blocks
 from lightseq.schedule.table import Schedule, Step, Tile
 
-ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
+ALIGNMENT = 256  # bytes; suits the widest loads and the copy engines
 REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long sent data has to stay
 
 Layouts = Mapping[str, BufferLayout]
@@ -46,7 +46,7 @@ class PassSpec:
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of one rank: the causal half of its share, the backward as 2.5 forwards."""
+        """FLOPs of one rank: the causal half of its share, a backward pass as 2.5 forward passes."""
         q = self.layouts["q"]
         forward = 2 * q.batch * (q.rows * q.chunks) ** 2 * self.schedule.world * q.heads * q.groups * q.dim
         return 2.5 * forward if self.backward else forward
@@ -132,7 +132,7 @@ def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) 
 
 
 class Fetch(NamedTuple):
-    """A chunk that is copied into an arena; `remote` is its place in the outbox of `src`."""
+    """A chunk that is copied into an arena; `remote` is a view in the outbox of `src`."""
 
     arena: int
     slot: int
@@ -141,7 +141,7 @@ class Fetch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A result of another rank for this one; `unpacked` are its tensors where it lies in the outbox of `src`."""
+    """A result of another rank for this one; `unpacked` are its tensors as views in the outbox of `src`."""
 
     item: str
     slot: ChunkSlot
@@ -167,7 +167,7 @@ class Reduction:
 
 
 class Operand(NamedTuple):
-    """What a tile reads: neighbouring chunks of an arena, or of the rank's own tensors where `arena` is None."""
+    """Input of a tile: neighbouring chunks of an arena, or of the rank's own tensors if `arena` is None."""
 
     arena: int | None
     start: int
@@ -176,10 +176,10 @@ class Operand(NamedTuple):
 
 
 class OutputSlot(NamedTuple):
-    """Where a tile writes its result for an item.
+    """Memory for a tile's result of an item.
 
-    Into the outbox (`outbox`); into the final tensor, where the tile is the only one to contribute (`final`); or into
-    new memory. `own` are the chunks that this rank has yet to reduce: index in the tile, slot, place in the outbox.
+    It is in the outbox (`outbox`), in the final tensor if no other tile contributes (`final`), or new. `own` are the
+    chunks that this rank has yet to reduce: index in the tile, slot, and view in the outbox.
     """
 
     item: str
@@ -202,7 +202,9 @@ class StepProgram(NamedTuple):
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
     reduced_items: tuple[str, ...]  # items of which results are reduced here
-    reductions: tuple[Reduction, ...] | None  # where a transport reads in place; None: some lie in memory of the pass
+    reductions: (
+        tuple[Reduction, ...] | None
+    )  # if the transport reads in place; None: some parts are in memory of the pass
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]  # arenas that are freed
     has_moves: bool  # on this rank or another
@@ -211,7 +213,7 @@ class StepProgram(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    staged: tuple[tuple[str, Buffer], ...]  # operands that travel, and their places in the outbox
+    staged: tuple[tuple[str, Buffer], ...]  # operands that travel, and their views in the outbox
     arenas: tuple[Arena, ...]
     steps: tuple[StepProgram, ...]
 
@@ -219,7 +221,7 @@ class Program:
 def lower(spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
     """Lowers a pass to a program in an outbox.
 
-    `memory` is the outbox (uint8); `at(rank, tensor)` is the same place in another rank's outbox (`Transport.at`).
+    `memory` is the outbox (uint8); `at(rank, tensor)` is the same offset in another rank's (`Transport.at`).
     """
     lowering = _Lowering(spec, memory, at)
     programs: list[StepProgram] = []
@@ -257,7 +259,7 @@ class _Lowering:
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         sends, fetched, arrivals = self.messages(t)
         fetches = [own for i in opens for own in self.own_fetches(i)] + fetched
-        # What is here already, then the next neighbour's: so no rank is read by all others at once.
+        # This rank's own first, then the next neighbour's, so that no rank is read by all others at once.
         fetches.sort(key=lambda fetch: (fetch.src - self.rank) % self.layout.world)
         results = [
             (output.item, slot, place)
@@ -361,7 +363,7 @@ class _Lowering:
         return self.layouts[item].slots(buffer, chunks.index(chunk), 1)
 
     def sent_block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Buffer] | None:
-        """Returns the chunks of a tile's result that a rank sends, and their place in this rank's outbox."""
+        """Returns the chunks of a tile's result that a rank sends, and their offset in the outbox as a view of this rank's."""
         start = self.spec.result_offsets.get(t, 0)
         for block in result_blocks(self.steps[t], self.layout, rank, self.spec.backward):
             layout = self.layouts[block.item]

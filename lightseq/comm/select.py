@@ -1,4 +1,4 @@
-"""Every transport by its name, those that move less or hide less among them."""
+"""Choice of the transport by name, and variants that measure overlap, CUDA graphs and communication."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +12,7 @@ from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, Send
 
 
 class _WrappedTransport:
-    """A transport that leaves the work to another one."""
+    """Base of transports that change one thing about another one."""
 
     def __init__(self, inner: Transport, suffix: str) -> None:
         self.name, self.fallback_reason = inner.name + suffix, inner.fallback_reason
@@ -48,7 +48,7 @@ class _WrappedTransport:
 
 
 class Blocking(_WrappedTransport):
-    """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
+    """Transport that waits for every exchange before the next tile, to measure the gain of overlap."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner, BLOCKING)
@@ -59,7 +59,7 @@ class Blocking(_WrappedTransport):
 
 
 class Unrecorded(_WrappedTransport):
-    """A transport whose short passes are launched one by one, each time: it shows what recording them is worth."""
+    """Transport without CUDA graphs of short passes, to measure their gain."""
 
     supports_graphs = False
 
@@ -68,10 +68,10 @@ class Unrecorded(_WrappedTransport):
 
 
 class NoTransport:
-    """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication.
+    """Transport that moves nothing, to measure a schedule without its communication.
 
-    Fresh memory holds zeros, on which a GPU at its power limit computes a tenth faster than on what would have come: a
-    place that is seen for the first time gets data of this rank's own.
+    Memory that is seen for the first time is filled with this rank's own data: a GPU at its power limit computes a
+    tenth faster on zeros.
     """
 
     name, fallback_reason = "none", ""
@@ -95,8 +95,8 @@ class NoTransport:
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         received = [r.remote if r.into is None else r.into for r in asked.receives]
         for _, remote, into in asked.receives:
-            if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
-                self._seen.add(place)
+            if into is not None and (memory := (into.data_ptr(), into.nbytes)) not in self._seen:
+                self._seen.add(memory)
                 if into.is_cuda and torch.cuda.is_current_stream_capturing():
                     _copy_once(into, remote)
                 else:
@@ -108,9 +108,9 @@ class NoTransport:
 
 
 def _copy_once(into: Tensor, remote: Tensor) -> None:
-    """Now, and not whenever what is being recorded runs."""
+    """Copies now, outside the CUDA graph that is being recorded."""
     aside = torch.cuda.Stream(into.device)
-    while True:  # torch hands a few streams out again and again, the one that records among them
+    while True:  # torch reuses a few streams, among them the recording one
         with torch.cuda.stream(aside):
             if not torch.cuda.is_current_stream_capturing():
                 into.copy_(remote)
@@ -120,10 +120,10 @@ def _copy_once(into: Tensor, remote: Tensor) -> None:
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """`auto`, or a transport by name. Raises ValueError for one that cannot work here.
+    """Makes a transport by name. Raises ValueError for one that cannot work here.
 
-    `auto` is gloo on CPU, symmetric where every rank can map the others' memory, nccl otherwise. Each, with `-blocking`
-    behind its name, is the same without overlap, and with `-unrecorded` without recordings of passes.
+    `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. The suffix `-blocking` turns
+    overlap off, `-unrecorded` CUDA graphs of passes.
     """
     for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
         if name.endswith(suffix):

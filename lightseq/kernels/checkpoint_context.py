@@ -1,4 +1,4 @@
-"""What an operator knows of the checkpoint around it: what that has kept of its results, and whether it runs again."""
+"""Context of a checkpoint, which lets custom operators reuse their stored outputs during recomputation."""
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
-# What is called in the place of an operator's computation, which it is given.
+# Called with an operator's computation, in place of it.
 OperatorWrapper = Callable[[Callable[[], Results]], Results]
 
 
@@ -21,7 +21,7 @@ _PASS: ContextVar[_Pass] = ContextVar("pass", default=_NO_CHECKPOINT)
 
 
 class checkpoint_pass:
-    """One of the two passes of a checkpoint: within it, in this thread, operators that ask are told.
+    """Context manager around one of the two passes of a checkpoint, for operators in this thread.
 
     `stored_or_computed` then calls `wrapper` (None: the computation itself); `is_recomputing` returns `recomputing`.
     A dispatch mode would do the same at about ten microseconds for every other operation.
@@ -38,10 +38,10 @@ class checkpoint_pass:
 
 
 def take_memory(gradient: Tensor) -> Tensor:
-    """The memory of a gradient that a backward pass was given, so that it goes as soon as the result does.
+    """Takes the memory of a gradient that a backward pass was passed, and frees it with the returned tensor.
 
-    Autograd holds what it gave until the pass is over, and is left with a tensor of no memory. To be used where nobody
-    else reads that tensor; others that share its memory keep it.
+    Autograd would hold the gradient until the pass ends; it is left with a tensor without memory. Nobody else may read
+    that tensor. Tensors that share its memory keep it.
     """
     taken = gradient.detach()
     free_memory(gradient)
@@ -49,21 +49,21 @@ def take_memory(gradient: Tensor) -> Tensor:
 
 
 def free_memory(x: Tensor) -> None:
-    """Leaves a tensor without memory, whoever holds it."""
+    """Frees the memory of a tensor, whoever holds it."""
     x.set_()  # type: ignore[call-overload]
 
 
 def operator_wrapper() -> OperatorWrapper | None:
-    """Returns what a checkpoint puts in the place of an operator's computation; None without a checkpoint."""
+    """Returns the wrapper that a checkpoint puts around an operator's computation; None without a checkpoint."""
     return _PASS.get().wrapper
 
 
 def stored_or_computed(compute: Callable[[], Results]) -> Results:
-    """Returns what an operator computes, or what a checkpoint around it has stored."""
+    """Returns the results of an operator: stored by a checkpoint around it, else computed."""
     wrapper = operator_wrapper()
     return compute() if wrapper is None else wrapper(compute)
 
 
 def is_recomputing() -> bool:
-    """Whether a layer runs once more, for what its backward pass needs: nobody reads what comes out at its end."""
+    """Returns whether a layer is being recomputed for its backward pass, which does not read the layer's output."""
     return _PASS.get().recomputing

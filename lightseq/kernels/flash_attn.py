@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4, called at the functions below their autograd so that the backward gets the global lse.
+"""FlashAttention 2, 3 and 4, called below their autograd functions so that the backward gets the global lse.
 
 fa2: package flash-attn (https://github.com/Dao-AILab/flash-attention). fa3: its `hopper` folder, module
 flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cute. All align causal masks bottom-right.
@@ -18,7 +18,7 @@ from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_me
 from lightseq.kernels.tile import Lengths
 from lightseq.kernels.torch_native import why_not_flash
 
-_DISABLED_FEATURES: Final[dict[str, Any]] = {  # what FA2 could do besides
+_DISABLED_FEATURES: Final[dict[str, Any]] = {  # FA2 requires these arguments
     "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ class _FlashAttention:
             return reason
         try:
             self._load()
-        except Exception as error:  # half an installation raises what it likes: fa4's a RuntimeError, others an OSError
+        except Exception as error:  # a broken installation raises any error: fa4 a RuntimeError, others an OSError
             said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
         return None
@@ -152,7 +152,7 @@ class FlashAttention4(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Computes a dense batch where there are no lengths."""
+        """Computes segments, or a dense batch without lengths."""
         out, lse, *_ = self._load()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
         )
@@ -180,7 +180,7 @@ def _named(lengths: Lengths | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@cache  # every call would make Python forget which warnings it has given once
+@cache  # each call resets the warnings that Python has given once
 def _silence_fa4() -> None:
-    """It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect."""
+    """Silences a harmless warning of its compiler, which would fill pages on every rank."""
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)

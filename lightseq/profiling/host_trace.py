@@ -1,6 +1,6 @@
-"""Where the time of a traced step went on a CPU: every millisecond once, by the operator that the process was in.
+"""Breakdown of a traced step on a CPU: every millisecond counts once, for the innermost operator.
 
-Of operators inside each other the innermost counts; what lies around it says what it was for.
+The operators around it tell its purpose.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Final
 from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown
 
 PATH_SEPARATOR: Final = " > "  # between the names of operators, outermost first
-# What an operator is for, by its path: the first pattern that matches.
+# Kinds of operators by the first pattern that matches their path.
 HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("attention's exchange", r"lightseq(::|_)attention\w*$|lightseq::attention.* c10d::\w+$"),
     ("attention, backward", r"lightseq::attention_backward"),
@@ -22,22 +22,22 @@ HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("loss", r"CrossEntropy"),
     ("optimizer, norm, clip", r"(?i)optimizer|adam|foreach|norm_out$|clip|^update\b"),
     ("other operators", PATH_SEPARATOR),
-    (IDLE, ""),  # no operator: Python
+    (IDLE, ""),  # no operator: Python code
 )
 STEP: Final = re.compile(r"step \d+")
 
 
 @dataclass(frozen=True)
 class OperatorInterval:
-    """A stretch of one thread in which the operators did not change."""
+    """An interval of one thread with the same stack of operators."""
 
     us: float
     path: tuple[str, ...]  # of operators, outermost first; phases are among them
-    begins: bool  # with the call of the innermost one
+    begins: bool  # the innermost one is called at its start
 
 
 def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Raises ValueError for a trace without a step."""
+    """Returns the breakdown of a trace. Raises ValueError for one without a step."""
     said = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     steps = [e for e in said if STEP.fullmatch(e["name"])]
     if not steps:
@@ -57,7 +57,7 @@ def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
 
 
 def _counts(event: Mapping[str, Any]) -> bool:
-    """gloo notes on the caller's thread what runs on another one."""
+    """Returns whether an event ran on its thread: gloo records events on the caller's that run on another."""
     name = event["name"]
     if event.get("cat") == "user_annotation":
         return name in PHASES or name.startswith(("FSDP::", "Optimizer.")) or STEP.fullmatch(name) is not None
@@ -65,7 +65,7 @@ def _counts(event: Mapping[str, Any]) -> bool:
 
 
 def operator_intervals(events: Iterable[Mapping[str, Any]]) -> Iterator[OperatorInterval]:
-    """Gapless while any event lasts."""
+    """Yields intervals without gaps while any event lasts."""
     stack: list[tuple[str, float]] = []  # name and end
     now, fresh = 0.0, False
     for event in [*sorted(events, key=lambda e: (e["ts"], -e["dur"])), None]:
@@ -82,6 +82,6 @@ def operator_intervals(events: Iterable[Mapping[str, Any]]) -> Iterator[Operator
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """`path` begins with the phase, if there is one."""
+    """Returns the kind of a path, which begins with the phase if there is one."""
     joined = PATH_SEPARATOR.join(path)
     return next(kind for kind, pattern in HOST_KINDS if re.search(pattern, joined))

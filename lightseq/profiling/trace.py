@@ -1,6 +1,6 @@
-"""Where the time of a traced step went: every millisecond once, under the kind of what the device was busy with.
+"""Breakdown of a traced step on a GPU: every millisecond counts once, by the kind of work.
 
-Knows the files that torch.profiler writes, and nothing of torch.
+It reads files of torch.profiler, and does not import torch.
 """
 
 import bisect
@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lightseq.profiling.traffic import transfers_by_kind
 
-# What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
-# that communication counts where nothing else runs, which is what it costs.
+# Kinds of kernels by the first pattern that matches their name. Earlier rows win where kernels run side by side, so
+# that communication counts only while nothing else runs, which is its cost.
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
@@ -34,14 +34,14 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 IDLE = "nothing runs"
 PHASES = ("forward", "backward", "update")
-MAX_KERNELS: Final = 60  # of a summary, those that took longest
-ON_HOST: Final = "host"  # the kind of all that a CPU does
+MAX_KERNELS: Final = 60  # in a summary, the longest
+ON_HOST: Final = "host"  # the kind of all work of a CPU
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran on the device, in microseconds."""
+    """A kernel, copy or memset on the device, in microseconds."""
 
     kind: int  # its row of KINDS
     name: str
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass
 class StepBreakdown:
-    """Milliseconds of a step: `spent`, what the device was busy with, and `hidden`, what ran beside that."""
+    """Milliseconds of a step. `spent` counts each once; `hidden` is work that ran beside other work."""
 
     steps: int
     step_ms: float
@@ -63,7 +63,7 @@ class StepBreakdown:
 
 
 def read_trace(path: Path) -> list[Mapping[str, Any]]:
-    """The events of a trace. Raises ValueError for a file that is no whole one."""
+    """Reads the events of a trace. Raises ValueError for an incomplete file."""
     if not path.is_file():
         raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
@@ -75,7 +75,7 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
 
 
 def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Raises ValueError for a trace of a CPU."""
+    """Returns the breakdown of a trace. Raises ValueError for one of a CPU."""
     spans, steps = device_spans(events)
     if not spans:
         raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
@@ -95,7 +95,7 @@ def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
 
 
 def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
-    """What ran on the device in order of time, and how many steps the trace holds."""
+    """Returns the spans of the device in order of time, and the number of steps."""
     launched: dict[int, float] = {}
     phases: list[tuple[float, float, str]] = []
     device: list[Mapping[str, Any]] = []
@@ -129,7 +129,7 @@ def kind_of(name: str) -> int:
 
 
 def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
-    """(microseconds, what the device was busy with, phase), gapless; of spans side by side the first kind counts."""
+    """Yields (microseconds, span, phase) without gaps. Of spans side by side the first kind counts; None: idle."""
     edges = sorted(
         [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
     )
@@ -138,7 +138,7 @@ def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, 
     for at, starts, i in edges:
         if at > before:
             busy = min((spans[j] for j in running), key=lambda span: span.kind, default=None)
-            # While nothing runs, the device waits for what comes next.
+            # Idle time belongs to the phase of the next span.
             yield at - before, busy, busy.phase if busy else spans[i].phase
             before = at
         if starts:
@@ -148,8 +148,10 @@ def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, 
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is drawn of a traced run, and a person reads: milliseconds a step by kind and phase, the kernels that took
-    longest, bytes and GB/s of what moved. On a CPU the phases alone."""
+    """Summarises a trace: milliseconds a step by kind and phase, longest kernels, bytes and GB/s of transfers.
+
+    On a CPU it has the phases alone.
+    """
     try:
         account = gpu_breakdown(events)
     except ValueError:
@@ -172,7 +174,7 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """By what the program says that it was at."""
+    """Returns the breakdown by the phases that the program annotates."""
     said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
     steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
     count = max(1, len({e["name"] for e in steps}))

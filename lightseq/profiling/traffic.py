@@ -1,4 +1,4 @@
-"""What moved in profiled steps and how fast: collectives of NCCL, copies between GPUs, to the host and within a GPU."""
+"""Transfers in profiled steps: collectives of NCCL, copies between GPUs, to the host and within a GPU."""
 
 import re
 from collections import defaultdict
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# Of n ranks, what one sends or receives as a share of the larger of its two sides: NCCL's own "bus bandwidth"
-# (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Others count their larger side once.
+# Bytes that one of n ranks sends or receives, over (n - 1) / n of the larger of its input and output: NCCL's "bus
+# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count that side
+# once.
 BUS_SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 BYTES: Final[Mapping[str, int]] = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Short": 2, "Int": 4, "Float": 4,
@@ -21,19 +22,19 @@ COPIES: Final[Mapping[str, str]] = {
 
 @dataclass
 class Transfers:
-    """Movements of one kind."""
+    """Transfers of one kind."""
 
     sizes: list[float] = field(default_factory=list)  # bytes that crossed a link
-    seconds: list[float] = field(default_factory=list)  # with what they waited for other ranks
+    seconds: list[float] = field(default_factory=list)  # with waiting for other ranks
 
     @property
     def rates(self) -> list[float]:
-        """Bytes a second of each."""
+        """Bytes per second of each transfer."""
         return [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True) if seconds > 0]
 
 
 def transfers_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Transfers]:
-    """By name, what moves most first. Collectives of other names and sizes than those above are left out."""
+    """Groups transfers by name, most bytes first. Collectives without a known dtype are left out."""
     found: dict[str, Transfers] = defaultdict(Transfers)
     for event in events:
         named = _copy(event) if event.get("cat") == "gpu_memcpy" else _collective(event)

@@ -13,7 +13,10 @@ from lightseq.schedule.table import Assignment, LazyAssignment, Mask, Schedule, 
 
 
 def ring(layout: Layout) -> Assignment:
-    """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
+    """Assigns tiles as ring attention does (arXiv 2310.01889).
+
+    At step t rank r computes with the keys of rank r - t. Early ranks idle.
+    """
     shards = [layout.chunks(rank) for rank in range(layout.world)]
     return LazyAssignment(
         layout.world,
@@ -22,7 +25,7 @@ def ring(layout: Layout) -> Assignment:
 
 
 def striped(layout: Layout) -> Assignment:
-    """Striped attention (arXiv 2311.09431): every pair of ranks shares half a tile."""
+    """Assigns tiles as striped attention does (arXiv 2311.09431): half a tile for every pair of ranks."""
     world = layout.world
 
     def tile(r: int, j: int) -> Tile:
@@ -32,7 +35,7 @@ def striped(layout: Layout) -> Assignment:
 
 
 def zigzag(layout: Layout) -> Assignment:
-    """Ring over the zigzag layout: after the local step every step is half a full tile for every rank."""
+    """Assigns a ring over the zigzag layout: after the local step every rank computes half a full tile a step."""
     world = layout.world
     held = [layout.chunks(rank) for rank in range(world)]
 
@@ -46,7 +49,7 @@ def zigzag(layout: Layout) -> Assignment:
 
 
 def balanced(layout: Layout) -> Assignment:
-    """DistFlashAttn (arXiv 2310.03294): a rank whose own queries are done computes for one that still has work.
+    """Assigns tiles as DistFlashAttn does (arXiv 2310.03294): ranks whose own queries are done help others.
 
     In an even world the last step has work for half of the ranks only. There the two ranks of a pair, the one with the
     queries and the one with the keys, take one half of the queries each, so that even worlds balance too.
@@ -66,7 +69,7 @@ def balanced(layout: Layout) -> Assignment:
 
 
 def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
-    """Every query chunk against its whole prefix in one kernel call: partial outputs are never merged.
+    """Assigns every query chunk its whole prefix in one kernel call: partial outputs are never merged.
 
     The key/value chunks of a group of heads are fetched while the group before it computes.
     """
@@ -78,15 +81,15 @@ def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
 
 
 def full_sequence(layout: Layout, head_groups: int = 1) -> Assignment:
-    """One place that holds the whole sequence: what is left of a schedule where all ranks share the heads."""
+    """Assigns the whole sequence to one tile: the schedule of a single Ulysses group of all ranks."""
     everything = layout.chunks(0)
     return [[(Tile(everything, everything, Mask.CAUSAL, heads),)] for heads in range(head_groups)]
 
 
 def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
-    """The same tiles for `ulysses` ranks in each place, each with its own heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """Turns an assignment of Ulysses groups into one of ranks, each with its own heads (arXiv 2309.14509).
 
-    Over a ring of several places this is the 2-D scheme of USP (arXiv 2405.07719).
+    With several groups this is the 2-D scheme of USP (arXiv 2405.07719).
     """
 
     def pieces(chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,19 +109,19 @@ def _causal_or_full(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
 class Algorithm:
     """A row of the table of schedules.
 
-    `assign_tiles` takes the layout of the places of the sequence, and the number of head groups where it has them, and
-    returns the tiles of every place at every step.
+    `assign_tiles` takes the layout of the Ulysses groups, and the number of head groups if `has_head_groups`, and
+    returns the tiles of every group at every step.
     """
 
     layout: LayoutKind
     chunks_per_rank: int
     assign_tiles: Callable[..., Assignment]
-    # Heads can be computed in groups, one after the other: `assign_tiles` takes their number.
+    # Heads can be computed in groups, one after the other.
     has_head_groups: bool = False
-    # Ranks that share a place of the sequence and split its heads, unless --ulysses_size says otherwise.
+    # Ranks in a Ulysses group, unless --ulysses_size says otherwise.
     ulysses_group: Literal["one", "half", "all"] = "one"
-    # What packed documents do to the work of ranks. own_layout: chunks are dealt out anew for every batch, which needs
-    # tiles of one query chunk with all its keys. even: all ranks share every document. uneven: neither.
+    # Balance of packed documents. own_layout: every batch gets a layout of its own, which needs tiles of one query
+    # chunk with all its keys. even: all ranks share every document. uneven: neither.
     packed_work: Literal["own_layout", "even", "uneven"] = "uneven"
 
 
@@ -134,11 +137,11 @@ SCHEDULES: dict[str, Algorithm] = {
 
 
 def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
-    """The schedule of that name for a number of ranks.
+    """Makes the schedule of that name for a number of ranks.
 
-    `ulysses_size` ranks share a place of the sequence and split its heads: all of them under `ulysses`, half of them
-    under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
-    after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
+    `ulysses_size` is the size of a Ulysses group: all ranks under `ulysses`, half of them under `usp` unless it is
+    given, else 1. `head_groups` is the number of groups that a rank computes its heads in, one after the other. Raises
+    ValueError for an unknown name and for sizes that the schedule does not support.
     """
     empty = schedule_without_steps(name, world, head_groups, ulysses_size)
     assignment = assign_tiles(empty)
@@ -150,7 +153,7 @@ def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int
 
 
 def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
-    """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
+    """Makes a schedule without its steps: enough to check the arguments, at no cost for any number of ranks."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
@@ -166,7 +169,7 @@ def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_
 
 
 def assign_tiles(schedule: Schedule) -> Assignment:
-    """The tiles of a schedule's places, before the ranks of a place share out its heads."""
+    """Assigns tiles to the Ulysses groups of a schedule, before their ranks split the heads."""
     algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
     if not algorithm.has_head_groups:
         return algorithm.assign_tiles(outer)
@@ -190,7 +193,7 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
 
 
 def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
-    """Returns how many ranks share a place of the sequence. Raises ValueError where they cannot."""
+    """Returns the number of ranks in a Ulysses group. Raises ValueError for an unsupported size."""
     shared_by = SCHEDULES[name].ulysses_group
     if shared_by == "all":
         if asked not in (None, world):

@@ -1,4 +1,4 @@
-"""Chooses a schedule, and how it cuts ranks and heads, by predicted time: what `--schedule auto` stands for."""
+"""Choice of a schedule and its sizes by predicted time, for `--schedule auto`."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,13 +10,13 @@ from lightseq.schedule.timing import Estimate, Rates, estimate
 from lightseq.schedule.traffic import count_traffic
 
 HEAD_GROUPS = (1, 2, 4, 8)
-MAX_SLOWDOWN = 0.002  # of the time: heads in more turns need less memory, and a layer must not take longer for it
-MAX_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, in one turn of heads
+MAX_SLOWDOWN = 0.002  # share of a layer's time that more head groups may cost: they need less memory
+MAX_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, of one head group
 AUTO = "auto"
 
 
 class ScheduleChoice(NamedTuple):
-    """A schedule by name with its sizes; as a question, None and "auto" are what may be chosen."""
+    """A schedule by name with its sizes. None and "auto" leave a field open."""
 
     schedule: str = AUTO
     ulysses_size: int | None = None
@@ -38,10 +38,10 @@ def choose_by_time(
     gathered_limit_bytes: float | None = None,
     keep_gathered: bool = False,
 ) -> ScheduleChoice:
-    """The choice that takes least time; the same on every rank, as it depends on its arguments alone.
+    """Chooses the schedule of least predicted time. Every rank chooses the same: only the arguments count.
 
-    Choices that gather more than the limit on a rank count only where all do; then the one that gathers least is
-    taken. Raises ValueError where nothing that was asked for can be had.
+    Choices that gather more than the limit are left out; if all do, the one that gathers least is chosen. Raises
+    ValueError if no choice fits `asked`.
     """
     found = [
         ChoiceEstimate(choice, estimate_choice(choice, world, shape, rates, gpus_per_host, keep_gathered))
@@ -51,8 +51,10 @@ def choose_by_time(
 
 
 def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = ScheduleChoice()) -> ScheduleChoice:  # noqa: B008
-    """The least critical arithmetic, then the least exposed, then the least moved bytes; heads in as many turns as were
-    asked for, else in one. Raises ValueError as `choose_by_time`."""
+    """Chooses by counts alone: least arithmetic on the critical path, then fewest exposed, then fewest moved bytes.
+
+    Raises ValueError as `choose_by_time`.
+    """
 
     def price(choice: ScheduleChoice) -> tuple[float, int, int]:
         c = cost(make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size), shape)
@@ -62,9 +64,9 @@ def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = 
 
 
 def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:
-    """What is left open where sequences hold several documents: `auto` is prefix, which shares their work out.
+    """Chooses for packed documents: `auto` is prefix, which balances their work.
 
-    Heads take as few turns as memory for keys allows, for there they hide nothing.
+    It takes the fewest head groups that memory for keys allows: with packed documents more of them hide nothing.
     """
     asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
     whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
@@ -76,14 +78,14 @@ def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> S
 def choose_best(
     found: list[ChoiceEstimate], kv_heads: int, gathered_limit_bytes: float | None = None
 ) -> ChoiceEstimate:
-    """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least.
+    """Chooses the fastest that keeps to the limit on gathered bytes; if none does, the one that gathers least.
 
-    Of the fastest schedule the most turns that heads can take in nearly the same time and with no more memory.
+    Of the fastest schedule it takes the most head groups that need nearly the same time and no more memory.
     """
     fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
     if not fit:
         return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
-    fastest = min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `possible_choices`
+    fastest = min(fit, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
     most = max(kv_heads, _head_parts(fastest.choice))
     alike = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
@@ -92,8 +94,11 @@ def choose_best(
 
 
 def _head_parts(choice: ScheduleChoice) -> int:
-    """Parts that heads are cut into. Where chunks of keys travel, more of them than there are key/value heads take
-    memory: parts that share a head each gather it, and its gradients add up in float32."""
+    """Returns the number of parts that heads are cut into.
+
+    More parts than key/value heads take memory where keys travel: parts that share a head each gather it, and its
+    gradients add up in float32.
+    """
     return (choice.head_groups or 1) * (choice.ulysses_size or 1)
 
 
@@ -114,7 +119,7 @@ def possible_choices(
     shape: AttentionShape,
     asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008
 ) -> Iterator[ScheduleChoice]:
-    """Everything that can be had for that many ranks and heads, and agrees with what was asked for."""
+    """Yields every choice that these ranks and heads allow and that fits `asked`."""
     for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
         shared = SCHEDULES[name].ulysses_group == "half"
         sizes = [u for u in range(2, world) if world % u == 0] if shared else [None]
@@ -127,7 +132,7 @@ def possible_choices(
 
 
 def _require_choices(world: int, shape: AttentionShape, asked: ScheduleChoice) -> list[ScheduleChoice]:
-    """What can be had; raises ValueError, with a reason, where that is nothing."""
+    """Returns the possible choices. Raises ValueError with a reason if there are none."""
     if found := list(possible_choices(world, shape, asked)):
         return found
     name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
@@ -135,7 +140,7 @@ def _require_choices(world: int, shape: AttentionShape, asked: ScheduleChoice) -
 
 
 def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) -> str | None:
-    """Why a choice cannot be had; None if it can."""
+    """Returns the reason why a choice is impossible, None if it is possible."""
     try:
         schedule = schedule_without_steps(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
         check_heads(schedule, shape.heads, shape.kv_heads)

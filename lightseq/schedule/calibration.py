@@ -1,4 +1,4 @@
-"""Fits a machine's rates to measured attention layers, as `benchmarks/attention.py` records them."""
+"""Fit of a machine's rates to attention layers measured by `benchmarks/attention.py`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Point:
 
 
 def read_points(path: Path) -> list[Point]:
-    """The layers measured in a JSONL file; its header and what was skipped are passed over."""
+    """Reads the measured layers of a JSONL file, without its header and skipped points."""
     points = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -53,7 +53,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def make_point(record: Mapping[str, Any]) -> Point:
-    """Every measured world is one host, as the benchmark's symmetric transport asks for."""
+    """Makes the point of a record. All its ranks are on one host, as the symmetric transport requires."""
     alone = record["implementation"] == ONE_GPU
     world = 1 if alone else record["world"]
     size = None if alone or SCHEDULES[record["schedule"]].ulysses_group == "all" else record["ulysses_size"]
@@ -67,7 +67,7 @@ def make_point(record: Mapping[str, Any]) -> Point:
 
 
 def fit_rates(points: Sequence[Point], start: Rates) -> Rates:
-    """The rates that come closest to all points, in relative terms; far ones count less (Cauchy's weights).
+    """Fits the rates of least relative error over all points; outliers count less (Cauchy weights).
 
     Damped Gauss-Newton on the logarithms, which keeps rates positive.
     """
@@ -90,7 +90,7 @@ def fit_rates(points: Sequence[Point], start: Rates) -> Rates:
 
 
 def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel: str | None) -> dict[str, Rates]:
-    """Rates for every transport of `starts` that the points know; one GPU's kernel belongs to all of them."""
+    """Fits the rates of every transport of `starts` that was measured. Points of one GPU count for all of them."""
     points = list(points)
     kernels = sorted({point.kernel for point in points})
     if kernel is None and len(kernels) > 1:
@@ -109,7 +109,7 @@ def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel:
 
 
 def _errors(points: Sequence[Point], x: np.ndarray) -> np.ndarray:
-    """Relative errors, as logarithms."""
+    """Returns the logarithms of predicted over measured seconds."""
     rates = Rates(*np.exp(x))
     return np.array([np.log(p.predicted(rates) / p.seconds) for p in points])
 
