@@ -363,7 +363,7 @@ class _Lowering:
         return self.layouts[item].slots(buffer, chunks.index(chunk), 1)
 
     def sent_block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Buffer] | None:
-        """Returns the chunks of a tile's result that a rank sends, and their offset in the outbox as a view of this rank's."""
+        """Returns the chunks of a result that a rank sends, and the buffer at their offset in this rank's outbox."""
         start = self.spec.result_offsets.get(t, 0)
         for block in result_blocks(self.steps[t], self.layout, rank, self.spec.backward):
             layout = self.layouts[block.item]

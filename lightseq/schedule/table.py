@@ -124,7 +124,7 @@ class Schedule:
 
     @cached_property
     def keeping_gathered(self) -> "Schedule":
-        """This schedule, with a backward pass that reuses what the forward pass gathered (`can_keep_gathered`)."""
+        """The schedule with a backward pass that reuses what the forward pass gathered. Needs `can_keep_gathered`."""
         assert self.can_keep_gathered, f"{self} needs its ranks' own tensors again"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
         return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
