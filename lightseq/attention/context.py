@@ -37,7 +37,7 @@ class ForwardPass:
     outermost: object = None  # the module that was called; it calls the modules inside of it
     packed: bool = False  # it was passed documents
     attention_passes: int = 0  # of the rank before this forward pass
-    loss: tuple[Tensor, int] | None = None  # what the loss function returned, and its version
+    loss: tuple[Tensor, int] | None = None  # returned by the loss function, and its version
     batches: int = 0  # passed to the model so far
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # of the documents of all ranks, under way
     shared: bool = False  # by a model and its deep copy
@@ -47,8 +47,8 @@ class ForwardPass:
 class SequenceContext:
     """Everything that distributed attention needs on one rank. Made by `make_context` and passed on.
 
-    A custom operator takes tensors, numbers and strings only, so it is passed `name`, under which a registry holds the
-    context, and the memory of its transport, until `release`.
+    A custom operator takes tensors, numbers and strings only, so it is passed `name`. A registry holds the
+    context under that name, with the memory of its transport, until `release`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class SequenceContext:
 class Documents:
     """The documents of one packed sequence, the same on all ranks of a group; made by `pack`, passed to `attention`.
 
-    It is no plain tensor because wrappers of models move those to the device, where the host would wait for them.
+    It is not a tensor, because model wrappers move tensors to the device, where the host would wait for them.
     """
 
     boundaries: Tensor  # int64, on the CPU, the end repeated so that shapes do not change
@@ -141,23 +141,23 @@ class AttentionConfig:
     ulysses_size: int | None = None
     # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
     head_groups: int | None = None
-    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; under autocast say which)
+    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
     device: torch.device | None = None  # of q, k and v (default: the parameters')
-    # Sequence length in tokens that `schedule="auto"` is chosen for, and the longest where layers have a window.
+    # Sequence length in tokens that `schedule="auto"` is chosen for; the longest allowed if layers have a window.
     length: int = 65536
     deterministic: bool = False  # gradients are the same to the bit each time
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
-    # Under ulysses, keep q, k and v as gathered for the backward pass in the place of a rank's own; they travel once.
-    # Leave it False where a checkpoint recomputes q, k and v.
+    # Under ulysses, save gathered q, k and v for the backward pass instead of a rank's own: they travel once. Set it to
+    # False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
 
 
 def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
-    """Makes the context of one sequence-parallel group; every rank of the group passes the same arguments.
+    """Makes the context of one sequence-parallel group. Every rank of the group passes the same arguments.
 
-    `shape` is what open options are chosen for; the config names dtype and device. Raises ValueError for names that do
-    not exist or cannot run here.
+    Open options are chosen for `shape`; the config has dtype and device. Raises ValueError for names that are unknown
+    or cannot run here.
     """
     device, dtype = config.device, config.dtype
     assert device is not None and dtype is not None, "the caller knows them"

@@ -1,8 +1,8 @@
-"""CUDA graphs of short passes that come in the same memory again.
+"""CUDA graphs of short passes that run again in the same memory.
 
-A pass is some tens of kernels, copies and waits. Launched one by one they take the host one to two milliseconds, more
-than a short pass takes the GPU; a graph is one launch. In training memory repeats from step to step, layer by layer.
-Temporary memory of graphs is in a pool of their own, so only small passes are recorded.
+A pass is tens of kernels, copies and waits. Launched one by one they take the host one to two milliseconds, more than
+a short pass takes the GPU; a graph is one launch. In training memory repeats from step to step, layer by layer.
+Temporary memory of graphs is in a pool of its own, so only small passes are recorded.
 """
 
 import gc
@@ -91,7 +91,7 @@ class GraphCache:
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
         """Ends the recording in torch's allocator, which would otherwise never release cached memory again."""
         self._fails, self._failed = True, graph
-        with suppress(RuntimeError):  # where it has ended
+        with suppress(RuntimeError):  # if it has ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         if rank == 0:
             why = str(error).splitlines()[0]
@@ -113,6 +113,6 @@ def _nothing_freed() -> Iterator[None]:
 
 
 def is_short(spec: PassSpec) -> bool:
-    """Returns whether the host may take longer for a pass than the GPU; tables of packed documents do not repeat."""
+    """Returns whether a pass may take the host longer than the GPU. Tables of packed documents do not repeat."""
     small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
     return small and not spec.schedule.boundaries and all(spec.at_once.values())

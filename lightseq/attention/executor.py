@@ -1,4 +1,4 @@
-"""Runs the programs of a schedule on one rank: one executor for every schedule, forward and backward.
+"""The executor, which runs the programs of any schedule on one rank, forward and backward.
 
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
@@ -39,7 +39,7 @@ GatheredBuffers = Mapping[tuple[str, int], Buffer]  # by item and head group
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs forward and backward passes of one schedule on one rank."""
+    """Executor of the passes of one schedule on one rank."""
 
     schedule: Schedule
     rank: int
@@ -50,7 +50,7 @@ class Executor:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
 
-        `gathered` is memory in which everything that is gathered stays for the backward pass.
+        `gathered` is memory that keeps all gathered operands for the backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
 
@@ -100,7 +100,7 @@ class Executor:
     ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
         """Opens the outbox; yields a function that runs the pass, and the accumulators of its results.
 
-        A short pass runs as a CUDA graph, once it has come in the same memory before.
+        A short pass runs as a CUDA graph once it has run in the same memory before.
         """
         device = operands["q"][0].device
         accumulators = {
@@ -132,7 +132,7 @@ class _Execution:
         self._executor, self._spec, self._program, self._layouts = executor, spec, program, spec.layouts
         self._operands, self._accumulators, self._launches = operands, accumulators, launches
         self._find_gathered = gathered
-        self._gathered: GatheredBuffers = {}  # kept from the forward to the backward pass
+        self._gathered: GatheredBuffers = {}  # kept between the forward and the backward pass
         self._arenas: dict[int, Buffer] = {}
         # Results of this rank for itself, reduced beside the next step.
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
@@ -198,7 +198,7 @@ class _Execution:
         arena_slots: dict[int, list[Buffer]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            # In the forward pass whole arenas are kept; the backward pass has no arena for what was.
+            # The forward pass keeps whole arenas; the backward pass has no arena for what was kept.
             kept = None if self._spec.backward else self._gathered.get((arena.item, arena.heads))
             device = self._operands[arena.item][0].device
             self._arenas[i] = kept or self._layouts[arena.item].empty(len(arena.chunks), device)
@@ -264,7 +264,7 @@ class _Execution:
         return ()
 
     def _deliver(self, outputs: tuple[OutputSlot, ...], into: list[Buffer], made: tuple[Tensor, ...]) -> None:
-        """Copies results to their memory where the kernel did not write there, and notes those to be reduced here.
+        """Copies results to their memory where the kernel did not write there, and lists those to be reduced here.
 
         `made` is (out, lse), or (dq, dk, dv).
         """
@@ -305,7 +305,7 @@ def prepared(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Prog
 
 
 def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
-    """Caches specs, which are the same for all layers; few of packed sequences, for each holds its own table."""
+    """Caches specs, which all layers share. Few of packed sequences: each has a table of its own."""
     whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
     return wraps(make)(lambda schedule, *more: (packed if schedule.boundaries else whole)(schedule, *more))
 
@@ -322,7 +322,7 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
 
 @_cached_specs
 def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
-    """Queries travel as q (unless it was kept), dout, out and lse."""
+    """Makes the spec of a backward pass. Queries travel as q (unless it was kept), dout, out and lse."""
     tensors = 2 if schedule.keeps_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {

@@ -1,4 +1,4 @@
-"""q, k and v as a rank gathered them in the forward pass, kept in one piece of memory for its backward pass."""
+"""q, k and v that a rank gathered in the forward pass, kept in one tensor for its backward pass."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """`memory` has `gathered_elements` in the dtype of q, k and v; `kv_heads` is the number on all ranks together."""
+    """Gathered q, k and v in one tensor of `gathered_elements`; `kv_heads` counts those of all ranks."""
 
     memory: Tensor
     kv_heads: int

@@ -122,9 +122,9 @@ def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
 
 
 def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
-    """Raises ValueError on every rank if shapes differ between ranks, where some would otherwise wait for ever.
+    """Raises ValueError on every rank if shapes differ between ranks, instead of a deadlock.
 
-    A shape is compared once, because comparing waits; ranks that differ in shapes already seen are not found.
+    A shape is compared once, because comparing waits. Ranks that differ in shapes seen before are not found.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
     if (
@@ -143,10 +143,10 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
 
 
 def _advance(context: SequenceContext, q: Tensor) -> None:
-    """Counts a pass, and waits for one that takes seconds, which costs the GPU nothing measurable.
+    """Counts a pass, and waits for it if it takes seconds, at no measurable cost for the GPU.
 
-    A host that ran ahead would wait inside a launch once the queue is full (about a thousand), and some launches hold
-    the interpreter there: no signal would be seen and no heartbeat sent, and others would take the rank for dead.
+    A host that runs ahead blocks inside a launch once the queue is full (about a thousand launches), and some launches
+    hold the interpreter lock: the rank would miss signals and heartbeats, and others would think it dead.
     """
     context.progress.passes += 1
     batch, tokens, heads, dim = q.shape
@@ -157,8 +157,8 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, its log-sum-exp, and what was gathered for the backward pass (empty where it is not kept)."""
-    if torch.is_inference_mode_enabled():  # buffers that live longer could not be used by a pass that trains
+    """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
+    if torch.is_inference_mode_enabled():  # else a training pass could not use the buffers made here
         with torch.inference_mode(False), torch.no_grad():
             return _forward(q, k, v, scale, context, documents)
     c = find(context)
@@ -274,7 +274,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without torch's dispatcher, which takes the host longer than a launch."""
+    """The operator without torch's dispatcher, whose host time exceeds that of a launch."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]

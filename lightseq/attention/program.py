@@ -20,7 +20,7 @@ from lightseq.schedule.placement import Arena, arenas, local_start, result_block
 from lightseq.schedule.table import Schedule, Step, Tile
 
 ALIGNMENT = 256  # bytes; suits the widest loads and the copy engines
-REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long sent data has to stay
+REGIONS = 3  # of results in the outbox, used in turn; `Transport.exchange` defines how long sent data has to stay
 
 Layouts = Mapping[str, BufferLayout]
 ChunkSlot = tuple[int, int]  # (index of a chunk in its rank's tensors, head group of the item)
@@ -82,9 +82,9 @@ def aligned(size: int) -> int:
 
 
 def _comes_at_once(item: str, parts: PartCounts) -> bool:
-    """Returns whether results can go straight to the final tensor.
+    """Returns whether results can go straight to the final tensor, without a float32 total.
 
-    So can sums whose parts all come in one step, and outputs that are not merged.
+    True for sums whose parts all come in one step, and for outputs that are not merged.
     """
     if item == "out":
         return all(counts.total() == 1 for counts in parts.values())
@@ -239,7 +239,7 @@ def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Red
 
 
 class _Lowering:
-    """Finds the memory of everything that a pass touches."""
+    """Lowering of one pass: finds the memory of everything that it touches."""
 
     def __init__(self, spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
         self.spec, self.layout, self.rank, self.layouts = spec, spec.schedule.layout, spec.rank, spec.layouts

@@ -24,7 +24,7 @@ def forward_tile(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of one tile. Rows that see no key have out 0 and lse -inf.
 
-    `into` is memory that out may be written to; that tensor is then returned.
+    `into` is memory that out may be written to; if it is, that tensor is returned.
     """
     if isinstance(mask, Segments):
         return _forward_segments(kernel, q, k, v, mask, scale, into)

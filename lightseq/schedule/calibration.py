@@ -15,8 +15,8 @@ from lightseq.schedule.traffic import Traffic, count_traffic
 
 OURS, ONE_GPU = "lightseq", "single-gpu"  # implementations whose records are read
 ROUNDS = 40
-TYPICAL_ERROR = 0.02  # a point further off counts less and less
-PULL = 1e-2  # towards the rates to start from, so that what no point depends on stays as it is
+TYPICAL_ERROR = 0.02  # points further off count less
+PULL = 1e-2  # regularisation towards the starting rates, for rates that no point determines
 LARGEST_STEP = 1.0  # of a logarithm in one round
 
 

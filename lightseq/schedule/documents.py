@@ -26,7 +26,7 @@ MAX_PACKED_TABLES = 8
 PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel. So every row has a key.
 MAX_CHUNKS = 32  # of one rank
 MIN_CHUNK_TOKENS = 16
-MAX_IMBALANCE = 1.03  # of attention area, the fullest rank's over the mean: more chunks are tried beyond it
+MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
 MAX_SWAPS = 256
 
 

@@ -15,7 +15,7 @@ class Mask(Enum):
 
     FULL = "full"
     CAUSAL = "causal"  # aligned bottom-right: the last query sees every key
-    STRICT = "strict"  # key index < query index, as striped needs where the key's rank comes after the query's
+    STRICT = "strict"  # key index < query index, for striped, if the key's rank comes after the query's
 
 
 class Tile(NamedTuple):
@@ -130,7 +130,7 @@ class Schedule:
         return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
 
 
-# ---- what follows from the tiles -----------------------------------------------------------------------------------
+# ---- moves, derived from the tiles -----------------------------------------------------------------------------------
 
 
 def derive_steps(
