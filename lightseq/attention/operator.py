@@ -127,9 +127,8 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
     A shape is compared once, because comparing waits. Ranks that differ in shapes seen before are not found.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
-    if (
-        shape in context.shapes or base_transport_name(context.transport.name) == "none"
-    ):  # it does not wait for other ranks
+    waits_for_ranks = base_transport_name(context.transport.name) != "none"
+    if shape in context.shapes or not waits_for_ranks:
         return
     mine = (shape, None if documents is None else without_repeats(documents))
     everyone = [mine] * context.schedule.world

@@ -202,9 +202,8 @@ class StepProgram(NamedTuple):
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
     reduced_items: tuple[str, ...]  # items of which results are reduced here
-    reductions: (
-        tuple[Reduction, ...] | None
-    )  # if the transport reads in place; None: some parts are in memory of the pass
+    # For a transport that reads in place. None: some parts are in memory of the pass.
+    reductions: tuple[Reduction, ...] | None
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]  # arenas that are freed
     has_moves: bool  # on this rank or another

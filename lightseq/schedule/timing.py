@@ -10,10 +10,8 @@ from lightseq.schedule.table import Move, Schedule
 from lightseq.schedule.traffic import StepTraffic, Traffic
 
 FLOAT32_BYTES = 4
-COLUMNS = (
-    ("q", "kv", "out", None),
-    ("q", "kv", "dq", "dkv"),
-)  # items of the columns of `StepTraffic`, forward and backward
+# Items of the columns of `StepTraffic`, forward and backward.
+COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,8 @@ def _moving_seconds(step: StepTraffic, sizes: np.ndarray, rates: Rates) -> float
 def _memory_bytes(traffic: Traffic, shape: AttentionShape, sizes: np.ndarray, rates: Rates, backward: bool) -> float:
     """Returns the bytes that one rank reads and writes outside its kernels: it packs operands and reduces results."""
     schedule, travels = traffic.schedule, traffic.travels
-    groups = np.array(
-        [schedule.head_groups, min(schedule.head_groups, shape.kv_heads)]
-    )  # shared heads travel packed once
+    # Head groups that share a key/value head are packed once.
+    groups = np.array([schedule.head_groups, min(schedule.head_groups, shape.kv_heads)])
     own = schedule.layout.chunks_per_rank * groups
     packed = 2 * float((own * sizes[:2] * travels[:2]).sum())
     element = float(shape.element_bytes)

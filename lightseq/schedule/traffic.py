@@ -76,9 +76,8 @@ def count_traffic(
 ) -> Traffic:
     """Counts the traffic of `make_schedule`'s table. Raises ValueError as `make_schedule`."""
     schedule = schedule_without_steps(name, world, head_groups, ulysses_size)
-    fewer = schedule_without_steps(
-        name, world, min(head_groups, FEW_GROUPS), ulysses_size
-    )  # a group more is a middle step more
+    # Every further head group repeats a middle step.
+    fewer = schedule_without_steps(name, world, min(head_groups, FEW_GROUPS), ulysses_size)
     counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
     steps, results = [], np.zeros((counting.groups, 2))
     for t, count in counting.sampled_steps(every_step):
