@@ -9,7 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lightseq.attention.context import _choose
+from lightseq.attention import context
+from lightseq.attention.context import AttentionConfig
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule, schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, possible_choices, why_impossible
 from lightseq.schedule.calibration import Point, fit_rates, fit_transports, read_points
@@ -95,7 +96,8 @@ def test_gathered_bytes_are_those_of_two_head_groups() -> None:
     assert shares == [whole, whole, whole / 2]
     lse = 128 * K * 32 / 4 * 4
     ulysses = estimate(count_traffic("ulysses", 4, 4), _shape(128 * K), H200_SYMMETRIC).gathered_bytes
-    assert ulysses == whole / 4 + 2 * 128 * K * 32 / 4 * 128 * 2 + 2 * lse
+    q = 128 * K * 32 / 4 * 128 * 2
+    assert ulysses == whole / 4 + 3 * q + lse  # backward: q, dout, out and lse
 
 
 def test_steps_without_tiles_expose_their_bytes() -> None:
@@ -103,7 +105,7 @@ def test_steps_without_tiles_expose_their_bytes() -> None:
     counted, shape = count_traffic("ulysses", 4, 4), _shape(128 * K)
     slow = replace(H200_SYMMETRIC, host_bytes_per_second=H200_SYMMETRIC.host_bytes_per_second / 2)
     q, kv, lse = 32 * K * 32 * 128 * 2, 2 * 32 * K * 8 * 128 * 2, 32 * K * 32 * 4
-    received = 0.75 * (q + kv + q + lse + 2 * q + 2 * lse + kv + q + kv)
+    received = 0.75 * (q + kv + q + lse + 3 * q + lse + kv + q + kv)
     more = estimate(counted, shape, slow).seconds - estimate(counted, shape, H200_SYMMETRIC).seconds
     assert more == pytest.approx(received / H200_SYMMETRIC.host_bytes_per_second)
 
@@ -117,7 +119,7 @@ def test_memory_counts_what_is_packed_and_what_adds_up() -> None:
     """ulysses packs its operands and copies results home; zigzag adds a float32 sum for every part."""
     rates, rows = H200_SYMMETRIC, 32 * K
     q, kv, lse = rows * 32 * 128 * 2, 2 * rows * 8 * 128 * 2, rows * 32 * 4
-    ulysses = 2 * (q + kv + q + lse) + 2 * (2 * q + 2 * lse + kv + q + kv) + 2 * q + 2 * lse
+    ulysses = 2 * (q + kv) + 2 * (q + lse) + 2 * (3 * q + lse + kv) + 2 * (q + kv)
     got = estimate(count_traffic("ulysses", 4, 4), _shape(128 * K), rates).memory_seconds
     assert got == pytest.approx(ulysses / rates.memory_bytes_per_second)
     counted = count_traffic("zigzag", 4, 4)
@@ -353,6 +355,12 @@ def test_an_outline_is_its_schedule_without_steps() -> None:
         empty, full = schedule_without_steps(name, world, groups, size), make_schedule(name, world, groups, size)
         assert (empty.name, empty.layout, empty.head_groups) == (full.name, full.layout, full.head_groups)
         assert not empty.forward and full.forward
+
+
+def _choose(world: int, shape: AttentionShape, transport: str, per_host: int, asked: ScheduleChoice) -> ScheduleChoice:
+    options = {"schedule": asked.schedule, "ulysses_size": asked.ulysses_size, "head_groups": asked.head_groups}
+    config = AttentionConfig(**options, gpus_per_host=per_host, keep_gathered=False)
+    return context._choose(world, shape, transport, config)
 
 
 def test_a_context_chooses_what_was_left_open() -> None:
