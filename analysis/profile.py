@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightseq.profiling.host_trace import host_account
-from lightseq.profiling.trace import IDLE, PHASES, Account, account_of, read, spans_of
-from lightseq.profiling.traffic import Kind, kinds_of
+from lightseq.profiling.host_trace import host_breakdown
+from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown, device_spans, gpu_breakdown, read_trace
+from lightseq.profiling.traffic import Transfers, transfers_by_kind
 
 from .drawing import FORMATS, GIB, print_lines, save
 from .records import Record
@@ -41,11 +41,11 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.run
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
-    events = read(path)
-    spans, moved = spans_of(events)[0], kinds_of(events)
+    events = read_trace(path)
+    spans, moved = device_spans(events)[0], transfers_by_kind(events)
     if arguments.timeline and not spans:
         raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
-    account = account_of(events) if spans else host_account(events)
+    account = gpu_breakdown(events) if spans else host_breakdown(events)
     picture = figure(spans, str(path)) if arguments.timeline else None
     console = Console()
     console.print(time_table(account))
@@ -70,7 +70,7 @@ def new_table(headings: Sequence[str], **options: object) -> Table:
     return out
 
 
-def time_table(account: Account) -> Table:
+def time_table(account: StepBreakdown) -> Table:
     """Returns a row per kind of work, the longest first. On a CPU, one thread's work hides nothing."""
     hides = bool(account.hidden)
     found = {phase for _, phase in account.spent}
@@ -99,7 +99,7 @@ def time_table(account: Account) -> Table:
     return out
 
 
-def traffic_table(kinds: Mapping[str, Kind], steps: int) -> Table:
+def traffic_table(kinds: Mapping[str, Transfers], steps: int) -> Table:
     """Returns a row per kind of collective or copy; small ones take the time of a launch and have no rate."""
     out = new_table(
         ("calls", "MiB a step", "MiB each", "GB/s", "highest"),
@@ -129,7 +129,7 @@ def memory_table(memory: Record) -> Table:
     return out
 
 
-def kernel_table(account: Account, count: int) -> Table:
+def kernel_table(account: StepBreakdown, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
     out.add_column("kernel or operator", overflow="ellipsis", no_wrap=True, max_width=64)

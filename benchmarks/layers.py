@@ -65,7 +65,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "schedule": context.schedule.name,
                 "head_groups": context.schedule.turns,
                 "ulysses_size": context.schedule.ulysses_size,
-                "keep_gathered": context.keeps,
+                "keep_gathered": context.keeps_gathered,
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
                 **(packing(context, documents, case.boundaries[-1]) if documents else {}),

@@ -1,8 +1,8 @@
-"""Distributed attention inside a Hugging Face causal language model: three lines in a user's own script.
+"""Distributed attention for Hugging Face causal language models, in three lines of a user's own script.
 
 context = hf.enable(model, group)
 batch = hf.shard_batch(context, input_ids, labels)
-loss = model(**batch).loss   # this rank's share: the sum over ranks is the loss, and so for gradients
+loss = model(**batch).loss   # this rank's share: losses and gradients are summed over ranks
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ def enable(
     config: AttentionConfig | None = None,
     **options: Any,
 ) -> SequenceContext:
-    """Patches the model's attention to span the ranks of a group (a one-dimensional mesh, a group, default: all).
+    """Patches the model's attention to span the ranks of a group or one-dimensional mesh (default: all ranks).
 
-    `options` are fields of `AttentionConfig`, and override those of `config`.
+    `options` are fields of `AttentionConfig` that override those of `config`.
 
-    Raises TypeError for an option that does not exist, and ValueError for what attention cannot honour: dropout,
-    windows shorter than `length`, an architecture without the attention interface. The patched model refuses masks,
+    Raises TypeError for an unknown option, and ValueError for what attention does not support: dropout, windows
+    shorter than `length`, an architecture without the attention interface. The patched model refuses masks,
     inputs without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model
     again replaces its context. A deep copy of the model shares it.
     """
@@ -101,15 +101,15 @@ def shard_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a whole batch (batch, length): what the patched model takes, as keyword arguments.
+    """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
 
-    Labels come as Hugging Face has them, aligned with the ids; they are shifted here, on the whole sequence. Every rank
+    Labels are aligned with the ids, as Hugging Face has them; they are shifted here, on the whole sequence. Every rank
     of the group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
-    parallelism or accumulation, replace it by the sum over all. Tokens that a mask leaves out are no targets.
+    parallelism or accumulation, replace it by the sum over all. Masked tokens are no targets.
 
-    A batch of one may hold several documents, side by side: `cu_seqlens` says where each begins, and the end of the
-    last, or `position_ids` restart at each. None attends to another, nor has a target in it. Raises ValueError for a
-    mask other than right padding, and for positions that are neither those of one document nor of several.
+    A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
+    last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens.
+    Raises ValueError for a mask other than right padding, and for positions that belong to neither case.
     """
     check_right_padding(attention_mask)
     if not isinstance(input_ids, Tensor):
@@ -137,7 +137,7 @@ def shard_batch(
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels)
     if labels is not None:
-        valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without any target the loss is 0, not NaN
+        valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
 
@@ -165,8 +165,8 @@ def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.Process
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
-    """Gives the context to every module that looks it up; what looks it up is installed once, however often enabled."""
-    # RoPE that scales with the length of a sequence must see the whole of it on every rank, not its own last token.
+    """Gives the context to every module that reads it. Hooks are installed once, however often a model is enabled."""
+    # RoPE that scales with the length must see that of the whole sequence on every rank, not the local one.
     ropes = [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
     inner = transformers_model(model)
     if isinstance(before := vars(inner).get("sequence_context"), SequenceContext):
@@ -185,7 +185,7 @@ def _rope_forward(
     """Returns cosines and sines of this rank's positions in a sequence as long as the whole one."""
     context = rope.sequence_context
     assert isinstance(context, SequenceContext)
-    call = signature(forward).bind(*args, **kwargs)  # some models name the positions, some also the kind of layer
+    call = signature(forward).bind(*args, **kwargs)  # models pass positions by name or not, and some the kind of layer
     position_ids = call.arguments["position_ids"]
     if position_ids.ndim != 2:
         raise ValueError(

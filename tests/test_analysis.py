@@ -26,7 +26,7 @@ def runs_of(*directories: Path) -> list[Run]:
     return read_runs(directories, [])
 
 
-def steps_of(directory: Path) -> list[float]:
+def derive_steps(directory: Path) -> list[float]:
     return list(read_run(directory, "run").column("step"))
 
 
@@ -136,7 +136,7 @@ def test_a_last_line_cut_off_is_left_out_and_noted(tmp_path: Path, capsys: pytes
     run = make_run(tmp_path / "run", steps=5, tail='{"step": 6, "lo')
     assert main([str(run)]) == 0
     assert "line 6 is cut off, as when a run is killed while writing; it is left out" in capsys.readouterr().err
-    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert derive_steps(run) == [1, 2, 3, 4, 5]
 
 
 def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.C
     assert main([str(run)]) == 0
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith(f"analysis: note: {path} lines 1, 7, 8 and 1 more are left out: line 1 is not")
-    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert derive_steps(run) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, f'{{"step": 6, "loss": {10**400}}}', '{"step": true}'])
@@ -154,7 +154,7 @@ def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.C
 def test_a_line_that_no_program_should_write_is_left_out(tmp_path: Path, command: list[str], line: str) -> None:
     run = make_run(tmp_path / "run", steps=5, tail=line + "\n")
     assert main([*command, str(run)]) == 0
-    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert derive_steps(run) == [1, 2, 3, 4, 5]
 
 
 def test_a_run_that_cannot_be_read_is_noted_and_the_others_are_drawn(
@@ -178,7 +178,7 @@ def test_steps_repeated_after_a_resume_count_once(tmp_path: Path, capsys: pytest
     assert main([str(directory)]) == 0
     assert "2 steps were logged twice" in capsys.readouterr().err
     run = read_run(directory, "run")
-    assert steps_of(directory) == [1, 2, 3, 4, 5, 6] and list(run.column("loss")[3:]) == [1.0, 1.0, 1.0]
+    assert derive_steps(directory) == [1, 2, 3, 4, 5, 6] and list(run.column("loss")[3:]) == [1.0, 1.0, 1.0]
 
 
 def test_equal_names_take_as_many_parents_as_they_need() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.timeline import COMMUNICATION, WAITS, Window, attention_layers, busy_ms, windows
-from lightseq.profiling.host_trace import host_account
-from lightseq.profiling.trace import IDLE, KINDS, Span, account_of, kind_of, summary
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.host_trace import host_breakdown
+from lightseq.profiling.trace import IDLE, KINDS, Span, gpu_breakdown, kind_of, summary
+from lightseq.profiling.traffic import transfers_by_kind
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",
@@ -67,7 +67,7 @@ def two_steps() -> list[dict[str, Any]]:
 
 
 def test_every_millisecond_counts_once_and_hidden_communication_apart() -> None:
-    account = account_of(two_steps())
+    account = gpu_breakdown(two_steps())
     assert (account.steps, account.step_ms) == (2, pytest.approx(9))
     spent = {key: pytest.approx(ms) for key, ms in account.spent.items()}
     assert spent == {
@@ -136,7 +136,7 @@ def on_the_host() -> list[dict[str, Any]]:
 def test_a_trace_of_a_cpu_counts_every_millisecond_of_the_thread_that_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    account = host_account(on_the_host())
+    account = host_breakdown(on_the_host())
     assert (account.steps, account.step_ms) == (2, pytest.approx(11))
     assert {key: pytest.approx(ms) for key, ms in account.spent.items()} == {
         ("attention's exchange", "forward"): 2,
@@ -207,7 +207,7 @@ def collective(name: str, inside: int, outside: int, ranks: int, ms: float, dtyp
 def test_bytes_of_a_collective_are_those_that_cross_a_link() -> None:
     """Of four ranks: all but its own quarter is fetched or sent, under all-reduce both."""
     n = MIB // 4  # elements of a MiB in float32
-    kinds = kinds_of(
+    kinds = transfers_by_kind(
         [
             collective("_allgather_base", n, 4 * n, 4, 1.0),
             collective("_reduce_scatter_base", 4 * n, n, 4, 2.0),

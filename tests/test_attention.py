@@ -153,7 +153,7 @@ def _kept_or_gathered_twice(rank: int) -> None:
         sent = {}
         for keep in (True, False):
             context = _context("ulysses", kernel, torch.float64, dim, head_groups=groups, keep_gathered=keep)
-            assert context.keeps == keep
+            assert context.keeps_gathered == keep
             for got, want in zip(_distributed(context, whole), expected, strict=True):
                 assert (got - want).abs().max() < 1e-12, (groups, kernel, keep)
             sent[keep] = context.transport.bytes_sent
@@ -247,7 +247,7 @@ def test_of_too_many_lengths_the_oldest_alone_is_forgotten() -> None:
     passes = [executor._forward_spec(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
     outbox = Outbox(torch.empty(max(x.outbox_bytes for x in passes), dtype=torch.uint8))
     prepared = partial(executor.prepared, transport=NoTransport(torch.device("cpu")), outbox=outbox)
-    with patch.object(executor, "MOST_PROGRAMS", 2):
+    with patch.object(executor, "MAX_PROGRAMS", 2):
         found = [prepared(asked) for asked in passes]
         assert all(prepared(asked) is x for asked, x in zip(passes[1:], found[1:], strict=True))
         assert prepared(passes[0]) is not found[0]

@@ -23,18 +23,18 @@ from lightseq.kernels.reference import ReferenceKernel
 from lightseq.kernels.selection import _order
 from lightseq.kernels.tile import Lengths
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
-from lightseq.schedule.auto import Choice, packed_choice, refusal
+from lightseq.schedule.auto import ScheduleChoice, choose_packed, why_impossible
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import (
-    LARGEST_IMBALANCE,
-    MOST_PACKED,
+    MAX_IMBALANCE,
+    MAX_PACKED_TABLES,
     area_before,
+    assign_chunks,
+    document_positions,
     imbalance,
     packed_schedule,
-    padded,
+    pad_boundaries,
     padded_length,
-    restarting_positions,
-    share_out,
 )
 from lightseq.schedule.layout import Layout, unshard
 from lightseq.schedule.proof import InvalidSchedule, validate
@@ -59,7 +59,7 @@ def _schedules(world: int) -> list[Schedule]:
         for ulysses, groups in product((None, 2), (1, 2) if algorithm.has_head_groups else (1,)):
             if ulysses == 2 and (name == "ulysses" or world % 2 or world == 2):
                 continue
-            if refusal(Choice(name), world, AttentionShape(64, *HEADS, DIM)) is None or (
+            if why_impossible(ScheduleChoice(name), world, AttentionShape(64, *HEADS, DIM)) is None or (
                 name != "ulysses" and ulysses == 2
             ):
                 found.append(make_schedule(name, world, groups, ulysses))
@@ -72,7 +72,7 @@ def test_documents_meet_themselves_once_and_never_another(world: int) -> None:
     for schedule in _schedules(world):
         for length in (1, 17, 203):
             for boundaries in _sizes(length, rng):
-                whole = padded(boundaries, padded_length(schedule, length))
+                whole = pad_boundaries(boundaries, padded_length(schedule, length))
                 validate(packed_schedule(schedule, whole))
 
 
@@ -118,7 +118,7 @@ def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
         layout = packed_schedule(schedule, boundaries).layout
         areas = np.diff(area_before(boundaries, np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
         assert {layout.homes.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
-        assert imbalance(areas, layout.homes) <= LARGEST_IMBALANCE, (seed, layout)
+        assert imbalance(areas, layout.homes) <= MAX_IMBALANCE, (seed, layout)
 
 
 def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:
@@ -130,14 +130,14 @@ def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:
 
 
 def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
-    assert imbalance(np.array([8, 7, 6, 5]), share_out(np.array([8, 7, 6, 5]), 2)) == 1.0
-    assert imbalance(np.array([1, 1, 1, 9]), share_out(np.array([1, 1, 1, 9]), 2)) == 10 / 6  # two chunks for each
+    assert imbalance(np.array([8, 7, 6, 5]), assign_chunks(np.array([8, 7, 6, 5]), 2)) == 1.0
+    assert imbalance(np.array([1, 1, 1, 9]), assign_chunks(np.array([1, 1, 1, 9]), 2)) == 10 / 6  # two chunks for each
 
 
 def test_areas_and_positions_are_those_of_each_document() -> None:
     boundaries = (0, 1, 5, 12)
-    assert restarting_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
-    pairs = np.cumsum(restarting_positions(boundaries) + 1)
+    assert document_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
+    pairs = np.cumsum(document_positions(boundaries) + 1)
     assert area_before(boundaries, np.arange(13)).tolist() == [0, *pairs.tolist()]
 
 
@@ -241,7 +241,7 @@ def test_kernels_that_take_documents_in_one_call_come_first() -> None:
 
 def test_heads_take_turns_on_documents_only_where_their_keys_are_many() -> None:
     def turns(length: int, heads: int = 32, name: str = "prefix") -> int:
-        return packed_choice(4, AttentionShape(length, heads, min(heads, 8), 128), Choice(name)).head_groups
+        return choose_packed(4, AttentionShape(length, heads, min(heads, 8), 128), ScheduleChoice(name)).head_groups
 
     assert [turns(1 << n) for n in (17, 18, 19, 20, 24)] == [1, 1, 2, 4, 8]
     assert turns(1 << 20, heads=9) == 1 and turns(1 << 20, name="zigzag") == 1  # which cannot
@@ -311,14 +311,14 @@ def _parity(rank: int, lengths: tuple[int, ...], kernels: tuple[str, ...]) -> No
 
 def _tables_left(rank: int) -> int:
     context = _context("striped", "cpu", torch.float64)
-    for end in range(2, 2 + 3 * MOST_PACKED):
+    for end in range(2, 2 + 3 * MAX_PACKED_TABLES):
         _packed(context, _inputs(64), (0, end, 64))
     gc.collect()
     return sum(isinstance(x, Schedule) and x.boundaries is not None for x in gc.get_objects())
 
 
 def test_few_tables_of_documents_that_are_past_are_kept() -> None:
-    assert max(spawn(2, _tables_left)) <= MOST_PACKED
+    assert max(spawn(2, _tables_left)) <= MAX_PACKED_TABLES
 
 
 @pytest.mark.parametrize("world", [3, 4])  # 2: with a kernel that takes documents in one call, above

@@ -60,9 +60,9 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
 
     def layer(transport: Any) -> None:
         forward = Executor(table, rank, _Kernel(), transport, 0.125)
-        out, lse = forward.forward(q, k, v, kept if table.can_keep else None)
-        backward = replace(forward, schedule=table.keeping) if table.can_keep else forward
-        backward.backward(dout, kept if table.can_keep else (q, k, v), out, lse)
+        out, lse = forward.forward(q, k, v, kept if table.can_keep_gathered else None)
+        backward = replace(forward, schedule=table.keeping_gathered) if table.can_keep_gathered else forward
+        backward.backward(dout, kept if table.can_keep_gathered else (q, k, v), out, lse)
 
     def count(frame: Any, event: str, called: Any) -> None:
         if event in ("call", "c_call"):

@@ -150,7 +150,7 @@ def test_a_package_that_is_half_installed_is_passed_over_with_its_first_line(mon
 
     monkeypatch.setattr("importlib.import_module", fail)
     spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 128)
-    reasons = dict(select("auto", spec).passed_over)
+    reasons = dict(select("auto", spec).skipped)
     assert reasons["fa4"] == "flash-attn-4 cannot be imported (No CTK flavor installed: one of a.cu12.so, a.cu13.so)"
     assert reasons["fa3"].endswith("cannot be imported (OSError)")
     with pytest.raises(ValueError, match="kernel fa4 cannot run here: flash-attn-4 cannot be imported"):
@@ -159,11 +159,11 @@ def test_a_package_that_is_half_installed_is_passed_over_with_its_first_line(mon
 
 def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
     chosen = select("auto", KernelSpec("cpu", (0, 0), torch.float32, 7))
-    assert chosen.kernel.name == "cpu" and not chosen.passed_over
+    assert chosen.kernel.name == "cpu" and not chosen.skipped
     chosen = select("auto", KernelSpec("cuda", (9, 0), torch.float32, 64))
     assert chosen.kernel.name == "reference"
-    assert [name for name, _ in chosen.passed_over] == ["fa4", "fa3", "cudnn", "fa2", "aten"]
-    assert all("float32" in reason for _, reason in chosen.passed_over)
+    assert [name for name, _ in chosen.skipped] == ["fa4", "fa3", "cudnn", "fa2", "aten"]
+    assert all("float32" in reason for _, reason in chosen.skipped)
 
 
 @pytest.mark.parametrize("name, words", [("fa5", "unknown; choose auto or one of fa4"), ("fa4", "needs a CUDA device")])

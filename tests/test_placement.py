@@ -1,4 +1,4 @@
-"""Where bundles lie: arenas hold what tiles read and no more, and packing gives back exactly what went in."""
+"""Placement of buffers: arenas hold what tiles read and no more, and packing gives back exactly what went in."""
 
 import dataclasses
 from collections import Counter
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightseq.attention.buffers import buffer_layout
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
-from lightseq.schedule.placement import Arena, arenas, local_place
+from lightseq.schedule.placement import Arena, arenas, local_start
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.table import Schedule
 
@@ -36,7 +36,7 @@ def _check_arenas(schedule: Schedule, backward: bool, rank: int) -> None:
     for t, step in enumerate(steps):
         for tile in step.tiles[rank]:
             for item, chunks in (("q", tile.q), ("kv", tile.kv)):
-                if local_place(layout, rank, chunks) is None:
+                if local_start(layout, rank, chunks) is None:
                     kind = (item, tile.heads)
                     (arena,) = (a for a in found if (a.item, a.heads) == kind and a.first <= t <= a.last)
                     assert arena.chunks[arena.find(chunks) :][: len(chunks)] == chunks
@@ -141,13 +141,13 @@ def test_what_is_staged_comes_out_as_it_went_in(packing: tuple, dtype: torch.dty
         assert f.groups == min(schedule.head_groups, tensors[0].shape[2]) and f.rows == rows
         assert f.groups * f.chunks * f.chunk_bytes == sum(x.nbytes for x in whole), "all of it, and nothing twice"
         memory = torch.full((f.staged_chunks * f.chunk_bytes + 16,), 255, dtype=torch.uint8)
-        bundle = f.packed(memory, f.staged_chunks)
-        for to, x in f.stage(bundle, whole):
+        buffer = f.packed(memory, f.staged_chunks)
+        for to, x in f.stage(buffer, whole):
             to.copy_(x)
         assert (memory[-16:] == 255).all()
         for group in range(f.groups):
             for start, count in [(0, chunks), *((i, 1) for i in range(chunks))]:
-                got = f.unpacked(f.slots(bundle, group * f.chunks + start, count))
+                got = f.unpacked(f.slots(buffer, group * f.chunks + start, count))
                 s = slice(start * rows, (start + count) * rows)
                 n = slice(group * f.heads, (group + 1) * f.heads)
                 want = [*(x[:, s, n] for x in tensors), *([] if its_lse is None else [its_lse[:, n, s]])]
@@ -158,11 +158,11 @@ def test_what_is_staged_comes_out_as_it_went_in(packing: tuple, dtype: torch.dty
 def test_a_packed_chunk_is_one_piece_of_memory_that_can_be_sent() -> None:
     x, lse = torch.randn(2, 6, 8, 16), torch.randn(2, 8, 6)
     f = buffer_layout(make_schedule("usp", 4), x.shape, x.dtype, 2, lse.dtype)
-    bundle = f.packed(torch.empty(f.staged_chunks * f.chunk_bytes, dtype=torch.uint8), f.staged_chunks)
+    buffer = f.packed(torch.empty(f.staged_chunks * f.chunk_bytes, dtype=torch.uint8), f.staged_chunks)
     for i in range(f.staged_chunks):
-        assert all(part.is_contiguous() for part in f.slots(bundle, i, 1))
-        views = f.unpacked(f.slots(bundle, i, 1))  # made before anything arrives
-        for part in f.slots(bundle, i, 1):
+        assert all(part.is_contiguous() for part in f.slots(buffer, i, 1))
+        views = f.unpacked(f.slots(buffer, i, 1))  # made before anything arrives
+        for part in f.slots(buffer, i, 1):
             part.fill_(i)
         assert all((view == i).all() for view in views)
-    assert [x.shape for x in f.empty(2, torch.device("cpu"))] == [x.shape for x in f.slots(bundle, 0, 2)]
+    assert [x.shape for x in f.empty(2, torch.device("cpu"))] == [x.shape for x in f.slots(buffer, 0, 2)]

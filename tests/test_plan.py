@@ -48,7 +48,7 @@ from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.memory.planner.step_time import host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
-from lightseq.schedule.auto import Choice, cheapest, choices, priced
+from lightseq.schedule.auto import ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
 
@@ -238,10 +238,10 @@ def test_gate_and_up_are_freed_before_attention_runs_backward(size: int, offload
 
 @pytest.mark.parametrize("name", ["prefix", "ring", "zigzag"])
 def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
-    small, large, counted = (attention_memory(Choice(name), world, 8, 2, 64, 2) for world in (8, 16, 12))
+    small, large, counted = (attention_memory(ScheduleChoice(name), world, 8, 2, 64, 2) for world in (8, 16, 12))
     for a, b, c in zip(*(vars(x).values() for x in (small, large, counted)), strict=True):
         assert c == pytest.approx((a + b) / 2, rel=0.02)
-    extrapolated = attention_memory(Choice(name), 24, 8, 2, 64, 2)
+    extrapolated = attention_memory(ScheduleChoice(name), 24, 8, 2, 64, 2)
     assert extrapolated.backward == pytest.approx(2 * large.backward - small.backward)
 
 
@@ -252,13 +252,15 @@ def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
 def test_head_groups_never_need_more_memory(gpus: int, heads: int, kv_heads: int, length: int, transport: str) -> None:
     """Groups that share key/value heads gather them again, and add up their gradients in float32."""
 
-    def taken(choice: Choice) -> float:
+    def taken(choice: ScheduleChoice) -> float:
         found = attention_memory(choice, gpus, heads, kv_heads, 128, 2)
         return found.buffers + max(found.forward, found.backward)
 
     shape, rates = AttentionShape(length, heads, kv_heads, 128), RATES[transport]
-    fastest = min(choices(gpus, shape), key=lambda choice: priced(choice, gpus, shape, rates, 8).seconds)
-    assert taken(cheapest(gpus, shape, rates, 8)) <= taken(fastest)
+    fastest = min(
+        possible_choices(gpus, shape), key=lambda choice: estimate_choice(choice, gpus, shape, rates, 8).seconds
+    )
+    assert taken(choose_by_time(gpus, shape, rates, 8)) <= taken(fastest)
 
 
 # ---- --offload auto -------------------------------------------------------------------------------------------------
@@ -434,7 +436,8 @@ def test_state_that_need_not_wait_on_the_host_comes_back() -> None:
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: list[int] = []
     monkeypatch.setattr(
-        "lightseq.memory.planner.run.cheapest", lambda world, *a, **k: ranks.append(world) or cheapest(world, *a, **k)
+        "lightseq.memory.planner.run.choose_by_time",
+        lambda world, *a, **k: ranks.append(world) or choose_by_time(world, *a, **k),
     )
     assert changes_to_fit(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
     assert max(ranks) == 8

@@ -23,7 +23,7 @@ from lightseq.memory.planner.plan import Plan, _plan_as_it_is, make_plan
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
-from lightseq.schedule.auto import Choice
+from lightseq.schedule.auto import ScheduleChoice
 
 RESULTS = Path(plan_points.__file__).parent / "results"
 POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_lines(file)]
@@ -127,7 +127,7 @@ def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_results_take_memory_when_the_first_part_of_them_comes(request: pytest.FixtureRequest) -> None:
-    layer = (Choice("ulysses", None, 1), 4, 32, 8, 128, 2)
+    layer = (ScheduleChoice("ulysses", None, 1), 4, 32, 8, 128, 2)
     now = attention_memory(*layer)
     request.getfixturevalue("results_from_the_beginning")
     early = attention_memory(*layer)
@@ -169,7 +169,7 @@ def _planned_layer(r: dict[str, Any]) -> float:
     ulysses = r["ulysses_size"] if r["schedule"] == "usp" else None
     q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
     keeps, sizes = r.get("keep_gathered", False), (r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2)
-    found = attention_memory(Choice(r["schedule"], ulysses, r["head_groups"]), *sizes, keep_gathered=keeps)
+    found = attention_memory(ScheduleChoice(r["schedule"], ulysses, r["head_groups"]), *sizes, keep_gathered=keeps)
     held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
     held += keeps * (q + 2 * kv)  # the benchmark holds its own as well
     return (held + found.backward + found.buffers) * r["length"] / r["world"]

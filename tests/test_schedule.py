@@ -9,9 +9,9 @@ from schedules import fitting
 
 from lightseq.cli import main
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.auto import cheapest_by_count
+from lightseq.schedule.auto import choose_by_counts
 from lightseq.schedule.cost import AttentionShape, cost
-from lightseq.schedule.layout import KINDS, Layout, shard, unshard
+from lightseq.schedule.layout import LAYOUT_KINDS, Layout, shard, unshard
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.render import render
 from lightseq.schedule.table import Mask, Schedule, Step, Tile
@@ -57,10 +57,10 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
 def test_what_is_kept_does_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)
-        kept = schedule.keeping
+        kept = schedule.keeping_gathered
         validate(kept)
         with pytest.raises(InvalidSchedule, match="are missing"):
-            validate(dataclasses.replace(kept, keeps=False))
+            validate(dataclasses.replace(kept, keeps_gathered=False))
         shape = AttentionShape(1024 * world, 4 * groups * world, groups * world, 64)
         once, twice = cost(kept, shape), cost(schedule, shape)
         gathered = (world - 1) * 1024 * 64 * 2 * (4 + 2) * groups * world  # (query + 2 key/value) heads of bfloat16
@@ -70,7 +70,7 @@ def test_what_is_kept_does_not_move_again(groups: int) -> None:
 
 @pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"ulysses"}))
 def test_who_reads_own_tensors_in_the_backward_pass_keeps_nothing(name: str) -> None:
-    assert not make_schedule(name, 4).can_keep
+    assert not make_schedule(name, 4).can_keep_gathered
 
 
 def _without_one(steps: tuple[Step, ...], rng: random.Random, what: str) -> tuple[Step, ...] | None:
@@ -158,10 +158,10 @@ def test_bytes_are_counted_as_a_hand_would() -> None:
 
 def test_auto_never_picks_an_unbalanced_schedule() -> None:
     for world in (2, 3, 4, 8, 16):
-        assert _busy(cheapest_by_count(world, SHAPE).schedule, world) > 0.99
+        assert _busy(choose_by_counts(world, SHAPE).schedule, world) > 0.99
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUT_KINDS)
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("length", [1, 7, 48, 61])
 def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, length: int) -> None:

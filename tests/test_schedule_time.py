@@ -9,14 +9,15 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lightseq.attention.context import _choose
-from lightseq.schedule.algorithms import SCHEDULES, make_schedule, outline
-from lightseq.schedule.auto import Choice, cheapest, cheapest_by_count, choices, refusal
-from lightseq.schedule.calibration import Point, fit, fit_transports, read_points
+from lightseq.attention import context
+from lightseq.attention.context import AttentionConfig
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule, schedule_without_steps
+from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, possible_choices, why_impossible
+from lightseq.schedule.calibration import Point, fit_rates, fit_transports, read_points
 from lightseq.schedule.cost import AttentionShape, tile_flops
 from lightseq.schedule.table import Schedule, Step, Tile
 from lightseq.schedule.timing import H200_NCCL, H200_SYMMETRIC, RATES, estimate, kernel_seconds
-from lightseq.schedule.traffic import Load, load
+from lightseq.schedule.traffic import Traffic, count_traffic
 
 WORLDS = (*range(1, 13), 16, 32)
 ITEMS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
@@ -44,7 +45,7 @@ def _area(schedule: Schedule, tile: Tile) -> float:
 
 
 def _counted(schedule: Schedule, step: Step, backward: bool, gpus_per_host: int) -> tuple[np.ndarray, ...]:
-    """Work, bundles from the own host and bundles from others, from the moves of the table itself."""
+    """Work, items from the own host and items from others, from the moves of the table itself."""
     work, moved = np.zeros((schedule.world, 2)), np.zeros((2, schedule.world, 4))
     for rank, tiles in enumerate(step.tiles):
         work[rank] = sum(_area(schedule, tile) for tile in tiles), len(tiles)
@@ -54,20 +55,20 @@ def _counted(schedule: Schedule, step: Step, backward: bool, gpus_per_host: int)
     return work, moved[0], moved[1]
 
 
-def _unrolled(counted: Load, backward: bool) -> list[tuple[np.ndarray, ...]]:
+def _unrolled(counted: Traffic, backward: bool) -> list[tuple[np.ndarray, ...]]:
     keep = np.array([item is not None for item in ITEMS[backward]])
     steps = [s for s in counted.steps for _ in range(s.count)]
-    every = [(s.work, s.inside * keep, s.across * keep) for s in steps]
+    every = [(s.work, s.same_host * keep, s.other_hosts * keep) for s in steps]
     return [arrays for arrays in every if any(x.any() for x in arrays)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("gpus_per_host", [3, 8])
 def test_the_load_is_that_of_the_table(world: int, gpus_per_host: int) -> None:
-    """For every schedule: each step's work and its received bundles, by kind of rank, as the moves themselves say."""
+    """For every schedule: each step's work and its received items, by kind of rank, as the moves themselves say."""
     for name, groups, size in _cases(world):
         table = make_schedule(name, world, groups, size)
-        counted = load(name, world, gpus_per_host, groups, size, every_step=True)
+        counted = count_traffic(name, world, gpus_per_host, groups, size, every_step=True)
         for backward, steps in ((False, table.forward), (True, table.backward)):
             found = _unrolled(counted, backward)
             assert len(found) == len(steps), (name, groups, size)
@@ -79,7 +80,7 @@ def test_the_load_is_that_of_the_table(world: int, gpus_per_host: int) -> None:
 @pytest.mark.parametrize("name", ["ring", "striped", "zigzag", "balanced"])
 @pytest.mark.parametrize("world, gpus_per_host", [(13, 4), (16, 8), (31, 1), (32, 4), (32, 8), (48, 8), (60, 7)])
 def test_few_steps_stand_for_all(name: str, world: int, gpus_per_host: int) -> None:
-    few, every = (load(name, world, gpus_per_host, every_step=every) for every in (False, True))
+    few, every = (count_traffic(name, world, gpus_per_host, every_step=every) for every in (False, True))
     assert sum(step.count for step in few.steps) == len(every.steps)
     for length in (64 * K, 4096 * K):
         got, want = (estimate(x, _shape(length), H200_NCCL).seconds for x in (few, every))
@@ -89,25 +90,28 @@ def test_few_steps_stand_for_all(name: str, world: int, gpus_per_host: int) -> N
 def test_gathered_bytes_are_those_of_two_head_groups() -> None:
     """prefix holds the whole sequence's keys and values of the group that computes and of the one that comes next."""
     whole = 2 * 128 * K * 8 * 128 * 2
-    shares = [estimate(load("prefix", 4, 4, g), _shape(128 * K), H200_SYMMETRIC).gathered_bytes for g in (1, 2, 4)]
+    shares = [
+        estimate(count_traffic("prefix", 4, 4, g), _shape(128 * K), H200_SYMMETRIC).gathered_bytes for g in (1, 2, 4)
+    ]
     assert shares == [whole, whole, whole / 2]
     lse = 128 * K * 32 / 4 * 4
-    ulysses = estimate(load("ulysses", 4, 4), _shape(128 * K), H200_SYMMETRIC).gathered_bytes
-    assert ulysses == whole / 4 + 2 * 128 * K * 32 / 4 * 128 * 2 + 2 * lse
+    ulysses = estimate(count_traffic("ulysses", 4, 4), _shape(128 * K), H200_SYMMETRIC).gathered_bytes
+    q = 128 * K * 32 / 4 * 128 * 2
+    assert ulysses == whole / 4 + 3 * q + lse  # backward: q, dout, out and lse
 
 
 def test_steps_without_tiles_expose_their_bytes() -> None:
     """ulysses hides nothing; a link twice as slow costs what its bytes take."""
-    counted, shape = load("ulysses", 4, 4), _shape(128 * K)
+    counted, shape = count_traffic("ulysses", 4, 4), _shape(128 * K)
     slow = replace(H200_SYMMETRIC, host_bytes_per_second=H200_SYMMETRIC.host_bytes_per_second / 2)
     q, kv, lse = 32 * K * 32 * 128 * 2, 2 * 32 * K * 8 * 128 * 2, 32 * K * 32 * 4
-    received = 0.75 * (q + kv + q + lse + 2 * q + 2 * lse + kv + q + kv)
+    received = 0.75 * (q + kv + q + lse + 3 * q + lse + kv + q + kv)
     more = estimate(counted, shape, slow).seconds - estimate(counted, shape, H200_SYMMETRIC).seconds
     assert more == pytest.approx(received / H200_SYMMETRIC.host_bytes_per_second)
 
 
 def test_a_long_ring_is_counted_by_few_steps() -> None:
-    counted = load("zigzag", 128, 8)
+    counted = count_traffic("zigzag", 128, 8)
     assert len(counted.steps) < 48 and sum(step.count for step in counted.steps) == 129
 
 
@@ -115,11 +119,11 @@ def test_memory_counts_what_is_packed_and_what_adds_up() -> None:
     """ulysses packs its operands and copies results home; zigzag adds a float32 sum for every part."""
     rates, rows = H200_SYMMETRIC, 32 * K
     q, kv, lse = rows * 32 * 128 * 2, 2 * rows * 8 * 128 * 2, rows * 32 * 4
-    ulysses = 2 * (q + kv + q + lse) + 2 * (2 * q + 2 * lse + kv + q + kv) + 2 * q + 2 * lse
-    got = estimate(load("ulysses", 4, 4), _shape(128 * K), rates).memory_seconds
+    ulysses = 2 * (q + kv) + 2 * (q + lse) + 2 * (3 * q + lse + kv) + 2 * (q + kv)
+    got = estimate(count_traffic("ulysses", 4, 4), _shape(128 * K), rates).memory_seconds
     assert got == pytest.approx(ulysses / rates.memory_bytes_per_second)
-    counted = load("zigzag", 4, 4)
-    parts_q, parts_kv = counted.parts.max(0) / 2  # of half of a rank's rows
+    counted = count_traffic("zigzag", 4, 4)
+    parts_q, parts_kv = counted.results.max(0) / 2  # of half of a rank's rows
     passes = 1 + rates.merge_passes * 4 / 2
     zigzag = 2 * kv + passes * parts_q * (q + lse) + 2 * kv + passes * (parts_q * q + parts_kv * kv)
     got = estimate(counted, _shape(128 * K), rates).memory_seconds
@@ -132,7 +136,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def _waited_for_the_host(point: Point) -> bool:
-    schedule = point.load.schedule
+    schedule = point.traffic.schedule
     whole = schedule.name in ("ulysses", "prefix") and schedule.head_groups == schedule.ulysses_size
     return schedule.world > 1 and point.shape.length < (16 * K if whole else 32 * K)
 
@@ -146,7 +150,7 @@ def test_default_rates_are_near_what_was_measured(name: str) -> None:
     assert len(points) >= 2
     for point in points:
         assert point.predicted(H200_SYMMETRIC) == pytest.approx(point.seconds, rel=0.08), (
-            point.shape.length, point.load.schedule,
+            point.shape.length, point.traffic.schedule,
         )  # fmt: skip
 
 
@@ -154,7 +158,7 @@ def test_default_rates_are_near_what_was_measured(name: str) -> None:
     "name, length, milliseconds", [("ulysses", 128, 211.0), ("zigzag", 32, 15.9), ("zigzag", 128, 218.0)]
 )
 def test_default_rates_are_near_what_was_measured_over_nccl(name: str, length: int, milliseconds: float) -> None:
-    seconds = estimate(load(name, 4, 4), _shape(length * K), H200_NCCL).seconds
+    seconds = estimate(count_traffic(name, 4, 4), _shape(length * K), H200_NCCL).seconds
     assert seconds == pytest.approx(milliseconds / 1e3, rel=0.1)
 
 
@@ -175,7 +179,7 @@ OF_TWO = [("attention-2xh200-lean.jsonl", 2, length) for length in (8, 16, 32, 6
 def test_auto_is_within_three_percent_of_the_best_measured(files: str, world: int, length: int) -> None:
     """By the nearest number of head groups, where the chosen one was not measured; what several runs measured by its
     mean, for at 16K, where the host is the limit, they differ by up to a tenth."""
-    chosen = cheapest(world, _shape(length * K), H200_SYMMETRIC, world)
+    chosen = choose_by_time(world, _shape(length * K), H200_SYMMETRIC, world)
     records = [json.loads(line) for f in RESULTS.glob(files) for line in f.read_text().splitlines()]
     runs = defaultdict(list)
     for r in records:
@@ -212,7 +216,7 @@ def _points() -> list[Point]:
     cases = [("prefix", 1), ("prefix", 4), ("ulysses", 1), ("zigzag", 1), ("ring", 1), ("balanced", 1)]
     found = []
     for (name, groups), length in ((c, n * K) for c in cases for n in (8, 16, 32, 128)):
-        counted = load(name, 4, 4, groups)
+        counted = count_traffic(name, 4, 4, groups)
         seconds = estimate(counted, _shape(length), HIDDEN).seconds
         found.append(Point(counted, _shape(length), "symmetric", "fa4", seconds))
     return found
@@ -220,9 +224,9 @@ def _points() -> list[Point]:
 
 def test_a_fit_reproduces_what_it_was_made_from() -> None:
     points = _points()
-    fitted = fit(points, H200_SYMMETRIC)
+    fitted = fit_rates(points, H200_SYMMETRIC)
     for p in points:
-        assert estimate(p.load, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.01)
+        assert estimate(p.traffic, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.01)
     assert fitted.flops_per_second == pytest.approx(HIDDEN.flops_per_second, rel=0.02)
     assert fitted.network_bytes_per_second == pytest.approx(H200_SYMMETRIC.network_bytes_per_second)
     assert min(astuple(fitted)) > 0
@@ -231,9 +235,9 @@ def test_a_fit_reproduces_what_it_was_made_from() -> None:
 def test_one_wrong_point_does_not_spoil_a_fit() -> None:
     points = _points()
     spoiled = [replace(points[0], seconds=5 * points[0].seconds), *points[1:]]
-    fitted = fit(spoiled, H200_SYMMETRIC)
+    fitted = fit_rates(spoiled, H200_SYMMETRIC)
     for p in points[1:]:
-        assert estimate(p.load, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.02)
+        assert estimate(p.traffic, p.shape, fitted).seconds == pytest.approx(p.seconds, rel=0.02)
 
 
 RECORD = (
@@ -251,7 +255,7 @@ def test_records_are_read_and_others_passed_over(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
     points = read_points(tmp_path / "a.jsonl")
-    assert [(p.load.schedule.name, p.load.schedule.ulysses_size, p.seconds) for p in points] == [
+    assert [(p.traffic.schedule.name, p.traffic.schedule.ulysses_size, p.seconds) for p in points] == [
         ("ulysses", 4, 0.005),
         ("usp", 2, 0.006),
     ]
@@ -290,10 +294,10 @@ def test_records_that_cannot_be_fitted_are_refused(tmp_path: Path, text: str, ke
 def test_the_cheapest_is_the_least_of_all_that_can_be_had() -> None:
     shape = _shape(256 * K)
     seconds = {
-        c: estimate(load(c.schedule, 8, 4, c.head_groups or 1, c.ulysses_size), shape, H200_NCCL).seconds
-        for c in choices(8, shape)
+        c: estimate(count_traffic(c.schedule, 8, 4, c.head_groups or 1, c.ulysses_size), shape, H200_NCCL).seconds
+        for c in possible_choices(8, shape)
     }
-    assert seconds[cheapest(8, shape, H200_NCCL, 4)] == min(seconds.values())
+    assert seconds[choose_by_time(8, shape, H200_NCCL, 4)] == min(seconds.values())
     assert {c.schedule for c in seconds} == {*SCHEDULES}
     assert {(c.ulysses_size, c.head_groups) for c in seconds if c.schedule == "usp"} == {
         (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8)
@@ -301,61 +305,76 @@ def test_the_cheapest_is_the_least_of_all_that_can_be_had() -> None:
 
 
 def test_two_levels_pay_across_hosts_and_heads_stay_inside_one() -> None:
-    assert cheapest(64, _shape(1024 * K), H200_NCCL, 8)[:2] == ("usp", 8)
+    assert choose_by_time(64, _shape(1024 * K), H200_NCCL, 8)[:2] == ("usp", 8)
 
 
 def test_a_memory_limit_chooses_more_head_groups() -> None:
     """Where nothing keeps to the limit, the least is taken rather than nothing."""
-    shape, asked = _shape(32 * K), Choice("prefix")
-    free = cheapest(4, shape, H200_SYMMETRIC, 4, asked)
+    shape, asked = _shape(32 * K), ScheduleChoice("prefix")
+    free = choose_by_time(4, shape, H200_SYMMETRIC, 4, asked)
     assert free == ("prefix", None, 1)
-    assert cheapest(4, shape, H200_SYMMETRIC, 4, asked, 67.2 * 2**20) == ("prefix", None, 4)
-    assert cheapest(4, shape, H200_SYMMETRIC, 4, asked, 1.0) == ("prefix", None, 8)
+    assert choose_by_time(4, shape, H200_SYMMETRIC, 4, asked, 67.2 * 2**20) == ("prefix", None, 4)
+    assert choose_by_time(4, shape, H200_SYMMETRIC, 4, asked, 1.0) == ("prefix", None, 8)
 
 
 def test_what_was_asked_for_is_kept() -> None:
     shape = _shape(64 * K)
-    assert cheapest(8, shape, H200_SYMMETRIC, 8, Choice("usp", 2))[:2] == ("usp", 2)
-    assert cheapest(8, shape, H200_SYMMETRIC, 8, Choice("prefix", None, 4)) == ("prefix", None, 4)
-    assert {c.ulysses_size for c in choices(8, shape, Choice(ulysses_size=4))} == {4}
+    assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("usp", 2))[:2] == ("usp", 2)
+    assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("prefix", None, 4)) == ("prefix", None, 4)
+    assert {c.ulysses_size for c in possible_choices(8, shape, ScheduleChoice(ulysses_size=4))} == {4}
 
 
 def test_heads_decide_what_can_be_had() -> None:
-    assert {c.schedule for c in choices(8, _shape(64 * K, 9, 3))} == {"ring", "striped", "zigzag", "balanced", "prefix"}
-    assert "9 query and 3" in (refusal(Choice("ulysses"), 8, _shape(64 * K, 9, 3)) or "")
+    assert {c.schedule for c in possible_choices(8, _shape(64 * K, 9, 3))} == {
+        "ring",
+        "striped",
+        "zigzag",
+        "balanced",
+        "prefix",
+    }
+    assert "9 query and 3" in (why_impossible(ScheduleChoice("ulysses"), 8, _shape(64 * K, 9, 3)) or "")
     with pytest.raises(ValueError, match="9 query and 3 key/value heads do not allow"):
-        cheapest(8, _shape(64 * K, 9, 3), H200_SYMMETRIC, 8, Choice("ulysses"))
+        choose_by_time(8, _shape(64 * K, 9, 3), H200_SYMMETRIC, 8, ScheduleChoice("ulysses"))
 
 
-@pytest.mark.parametrize("asked", [Choice("usp"), Choice("usp", 2), Choice("zigzag", 3), Choice("ring", None, 2)])
-def test_what_no_table_has_is_refused_by_the_table(asked: Choice) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [ScheduleChoice("usp"), ScheduleChoice("usp", 2), ScheduleChoice("zigzag", 3), ScheduleChoice("ring", None, 2)],
+)
+def test_what_no_table_has_is_refused_by_the_table(asked: ScheduleChoice) -> None:
     world = 2 if asked.schedule == "usp" else 4
     with pytest.raises(ValueError) as expected:
         make_schedule(asked.schedule, world, asked.head_groups or 1, asked.ulysses_size)
     with pytest.raises(ValueError) as got:
-        cheapest(world, _shape(64 * K), H200_SYMMETRIC, 8, asked)
+        choose_by_time(world, _shape(64 * K), H200_SYMMETRIC, 8, asked)
     assert str(got.value) == str(expected.value)
 
 
 def test_an_outline_is_its_schedule_without_steps() -> None:
     for world, (name, groups, size) in ((w, case) for w in (4, 6) for case in _cases(w)):
-        empty, full = outline(name, world, groups, size), make_schedule(name, world, groups, size)
+        empty, full = schedule_without_steps(name, world, groups, size), make_schedule(name, world, groups, size)
         assert (empty.name, empty.layout, empty.head_groups) == (full.name, full.layout, full.head_groups)
         assert not empty.forward and full.forward
 
 
+def _choose(world: int, shape: AttentionShape, transport: str, per_host: int, asked: ScheduleChoice) -> ScheduleChoice:
+    options = {"schedule": asked.schedule, "ulysses_size": asked.ulysses_size, "head_groups": asked.head_groups}
+    config = AttentionConfig(**options, gpus_per_host=per_host, keep_gathered=False)
+    return context._choose(world, shape, transport, config)
+
+
 def test_a_context_chooses_what_was_left_open() -> None:
     """By predicted time between GPUs; between CPU processes by counting, where head groups stay one."""
-    shape, auto = _shape(1024 * K), Choice()
-    assert _choose(64, shape, "nccl", 8, auto) == cheapest(64, shape, H200_NCCL, 8)
-    assert _choose(3, shape, "nccl", 1, Choice("prefix")).head_groups in (2, 4, 8)
-    assert _choose(4, shape, "symmetric", 4, Choice("usp", 2, 4)) == ("usp", 2, 4)
-    assert _choose(4, shape, "gloo", 4, auto) == cheapest_by_count(4, shape)
-    assert _choose(4, shape, "gloo", 4, Choice("prefix")) == ("prefix", None, None)
+    shape, auto = _shape(1024 * K), ScheduleChoice()
+    assert _choose(64, shape, "nccl", 8, auto) == choose_by_time(64, shape, H200_NCCL, 8)
+    assert _choose(3, shape, "nccl", 1, ScheduleChoice("prefix")).head_groups in (2, 4, 8)
+    assert _choose(4, shape, "symmetric", 4, ScheduleChoice("usp", 2, 4)) == ("usp", 2, 4)
+    assert _choose(4, shape, "gloo", 4, auto) == choose_by_counts(4, shape)
+    assert _choose(4, shape, "gloo", 4, ScheduleChoice("prefix")) == ("prefix", None, None)
 
 
 def test_auto_between_cpu_processes_keeps_to_what_was_asked_for_beside_it() -> None:
-    assert _choose(6, AttentionShape(1024, 12, 3, 64), "gloo", 6, Choice(ulysses_size=3))[1:] == (3, 1)
-    assert _choose(4, _shape(K), "gloo", 4, Choice(head_groups=2)).head_groups == 2
+    assert _choose(6, AttentionShape(1024, 12, 3, 64), "gloo", 6, ScheduleChoice(ulysses_size=3))[1:] == (3, 1)
+    assert _choose(4, _shape(K), "gloo", 4, ScheduleChoice(head_groups=2)).head_groups == 2
     with pytest.raises(ValueError, match="ulysses_size 3 does not divide 4 ranks"):
-        _choose(4, _shape(K), "gloo", 4, Choice(ulysses_size=3))
+        _choose(4, _shape(K), "gloo", 4, ScheduleChoice(ulysses_size=3))

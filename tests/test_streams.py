@@ -84,7 +84,7 @@ class _Replays:
             run()
         transport._side = side
         current.wait_stream(graph)
-        transport.recorded(0, 0)
+        transport.count_replay(0, 0)
         _Replays.runs += 1
 
 
@@ -124,7 +124,7 @@ def _attention(
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
             for length in (12, 12, 24):
                 parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
-                table = context.schedule.keeping if keeps else context.schedule
+                table = context.schedule.keeping_gathered if keeps else context.schedule
                 size = gathered_elements(table, parts[0], HEADS[1])
                 forward = Executor(context.schedule, rank, context.selection.kernel, transport, scale)
                 backward = Executor(table, rank, context.selection.kernel, transport, scale)
@@ -148,7 +148,7 @@ def test_what_ranks_exchange_is_in_order_on_every_stream(tmp_path: Path) -> None
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:
     if forgets:
-        SymmetricTransport.recorded = lambda *_: None  # type: ignore[method-assign]
+        SymmetricTransport.count_replay = lambda *_: None  # type: ignore[method-assign]
     return _attention(rank, folder, "", recordings), _Replays.runs
 
 

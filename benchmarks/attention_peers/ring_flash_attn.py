@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.attention_peers import flash_attn_stand_in
 from benchmarks.measure import Case, Layer, gathered
-from lightseq.schedule.documents import restarting_positions
+from lightseq.schedule.documents import document_positions
 
 
 def import_package() -> ModuleType:
@@ -76,7 +76,7 @@ def llama3_varlen_layer(case: Case, all_heads: bool) -> Iterator[Layer]:
 
 def packed_layer(case: Case, local: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Layer:
     """`area_balance` is the mean over the largest rank's attention area: ranks compute what their own tokens see."""
-    areas = gathered(case, int((restarting_positions(case.boundaries)[local.numpy()] + 1).sum()))
+    areas = gathered(case, int((document_positions(case.boundaries)[local.numpy()] + 1).sum()))
     balance = sum(areas) / case.world / max(areas)
     return Layer(
         attend=lambda q, k, v: attend(q[0], k[0], v[0]).unsqueeze(0),

@@ -1,1 +1,1 @@
-"""Distributed attention as one operator, from the schedule's table to the kernel calls of a rank."""
+"""Distributed attention as one operator, lowered from the schedule's table to the kernel calls of a rank."""

@@ -1,4 +1,4 @@
-"""Accumulators of results: partial gradients add up, partial outputs merge, wherever they were computed."""
+"""Accumulators of results on their home rank: partial gradients are added, partial outputs merged."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from lightseq.kernels import Launches, addresses, merge_into
 class Accumulator(ABC):
     """The final tensors of an item on its home rank: (B, S, N, D), and perhaps the lse (B, N, S).
 
-    Memory is allocated when the first part comes: until then a pass holds most of its operands. Parts that come at once
-    are reduced in the final tensors, others in float32 or wider.
+    Memory is allocated when the first part arrives: until then a pass holds most of its operands. Parts that all arrive
+    in one step are reduced in the final tensors, others in float32 or wider.
     """
 
     def __init__(self, layout: BufferLayout, device: torch.device, at_once: bool) -> None:
@@ -25,11 +25,11 @@ class Accumulator(ABC):
         self._begun: set[ChunkSlot] = set()
 
     def begin(self) -> None:
-        """Starts over: nothing has been reduced."""
+        """Resets the accumulator."""
         self._begun.clear()
 
     def open(self) -> None:
-        """Allocates the totals, on the stream that reads them later; to be called before anything is written."""
+        """Allocates the totals, on the stream that reads them later. Call it before the first part is written."""
         if not self._totals:
             dtype = self._layout.dtype
             self._totals = self._layout.whole(self._device, dtype if self._at_once else wide(dtype))
@@ -47,7 +47,7 @@ class Accumulator(ABC):
 
 
 class Sum(Accumulator):
-    """Adds parts of gradients."""
+    """Accumulator that adds parts of gradients."""
 
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
         parts = reduction.parts
@@ -66,7 +66,7 @@ class Sum(Accumulator):
 
 
 class Merge(Accumulator):
-    """Merges outputs over different keys by their lse."""
+    """Accumulator that merges outputs over different keys by their lse."""
 
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
         parts = reduction.parts

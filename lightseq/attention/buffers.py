@@ -52,7 +52,7 @@ class BufferLayout:
 
     @property
     def staged_chunks(self) -> int:
-        """Number of chunks that `stage` writes: those of one rank, once for every head group."""
+        """Chunks that `stage` writes: those of one rank, once for every head group."""
         return self.groups * self.chunks
 
     def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:

@@ -1,8 +1,8 @@
-"""CUDA graphs of short passes that come in the same memory again.
+"""CUDA graphs of short passes that run again in the same memory.
 
-A pass is some tens of kernels, copies and waits. Launched one by one they take the host one to two milliseconds, more
-than a short pass takes the GPU; a graph is one launch. In training memory repeats from step to step, layer by layer.
-Temporary memory of graphs is in a pool of their own, so only small passes are recorded.
+A pass is tens of kernels, copies and waits. Launched one by one they take the host one to two milliseconds, more than
+a short pass takes the GPU; a graph is one launch. In training memory repeats from step to step, layer by layer.
+Temporary memory of graphs is in a pool of its own, so only small passes are recorded.
 """
 
 import gc
@@ -18,11 +18,11 @@ from lightseq.attention.program import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
 
-MOST_FLOPS = 2e12  # of a pass: about three milliseconds of an H100, which hide the host's work for the next one
-MOST_OUTBOX_BYTES = 2**28  # temporary memory of a pass is about twice as much
-TIMES_BEFORE = 2  # in the same memory, before a pass is recorded
-MOST_RECORDINGS = 512  # two passes of every layer
-MOST_SEEN = 4096
+MAX_FLOPS = 2e12  # of a pass: about three milliseconds of an H100, which hide the host's work for the next one
+MAX_OUTBOX_BYTES = 2**28  # temporary memory of a pass is about twice as much
+RUNS_BEFORE_RECORDING = 2  # in the same memory, before a pass is recorded
+MAX_GRAPHS = 512  # two passes of every layer
+MAX_SEEN = 4096
 
 
 class RecordedPass(NamedTuple):
@@ -35,37 +35,35 @@ class GraphCache:
     """Graphs of the passes over one outbox; they hold addresses in it, and are dropped with it."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, RecordedPass] = {}
+        self.graphs: dict[Hashable, RecordedPass] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._bytes, self._fails = (
-            0,
-            torch.cuda.get_allocator_backend() != "native",
-        )  # others do not report the size of a pool
+        self._bytes = 0
+        self._fails = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
         self._failed: torch.cuda.CUDAGraph | None = None
 
     def run(
-        self, spec: PassSpec, places: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
+        self, spec: PassSpec, memory_key: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> None:
-        """Runs a pass, by its graph if there is one. `places` identifies all memory it touches and what it computes."""
-        key = (spec, places, torch.cuda.current_stream().stream_id)
-        if (known := self.known.get(key)) is not None:
+        """Runs a pass, by its graph if there is one. `memory_key` is its memory and what it computes."""
+        key = (spec, memory_key, torch.cuda.current_stream().stream_id)
+        if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
-            transport.recorded(known.bytes_sent, self._bytes)
+            transport.count_replay(known.bytes_sent, self._bytes)
         elif self._comes_again(key) and (made := self._record(spec, run, launches, transport)) is not None:
-            self.known[key] = made
+            self.graphs[key] = made
             made.graph.replay()
-            transport.recorded(0, self._bytes)
+            transport.count_replay(0, self._bytes)
         else:
             run()
 
     def _comes_again(self, key: Hashable) -> bool:
-        if self._fails or len(self.known) >= MOST_RECORDINGS or torch.cuda.is_current_stream_capturing():
+        if self._fails or len(self.graphs) >= MAX_GRAPHS or torch.cuda.is_current_stream_capturing():
             return False
-        if len(self._seen) >= MOST_SEEN:
+        if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[key] += 1
-        return self._seen[key] > TIMES_BEFORE
+        return self._seen[key] > RUNS_BEFORE_RECORDING
 
     def _record(
         self, spec: PassSpec, run: Callable[[], None], launches: Launches, transport: Transport
@@ -74,7 +72,7 @@ class GraphCache:
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with _nothing_freed(), torch.cuda.stream(self._stream), launches.noted() as noted:
+            with _nothing_freed(), torch.cuda.stream(self._stream), launches.collect() as collected:
                 graph.capture_begin(self._pool, "relaxed")  # other threads may go on
                 try:
                     run()
@@ -85,15 +83,15 @@ class GraphCache:
                 graph.capture_end()
         except RuntimeError as error:
             self._give_up(graph, error, spec.rank)
-            transport.recorded(sent - transport.bytes_sent, self._bytes)  # nothing was sent
+            transport.count_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
-        return RecordedPass(graph, transport.bytes_sent - sent, noted)
+        return RecordedPass(graph, transport.bytes_sent - sent, collected)
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
         """Ends the recording in torch's allocator, which would otherwise never release cached memory again."""
         self._fails, self._failed = True, graph
-        with suppress(RuntimeError):  # where it has ended
+        with suppress(RuntimeError):  # if it has ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         if rank == 0:
             why = str(error).splitlines()[0]
@@ -115,6 +113,6 @@ def _nothing_freed() -> Iterator[None]:
 
 
 def is_short(spec: PassSpec) -> bool:
-    """Returns whether the host may take longer for a pass than the GPU; tables of packed documents do not repeat."""
-    small = spec.flops <= MOST_FLOPS and spec.outbox_bytes <= MOST_OUTBOX_BYTES
+    """Returns whether a pass may take the host longer than the GPU. Tables of packed documents do not repeat."""
+    small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
     return small and not spec.schedule.boundaries and all(spec.at_once.values())

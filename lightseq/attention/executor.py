@@ -1,4 +1,4 @@
-"""Runs the programs of a schedule on one rank: one executor for every schedule, forward and backward.
+"""The executor, which runs the programs of any schedule on one rank, forward and backward.
 
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
@@ -29,17 +29,17 @@ from lightseq.attention.program import (
 )
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels import Kernel, Launches, Saved, addresses, backward_tile, forward_tile
-from lightseq.schedule.documents import MOST_PACKED
+from lightseq.schedule.documents import MAX_PACKED_TABLES
 from lightseq.schedule.table import Schedule
 
-MOST_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
+MAX_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
 
 GatheredBuffers = Mapping[tuple[str, int], Buffer]  # by item and head group
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs forward and backward passes of one schedule on one rank."""
+    """Executor of the passes of one schedule on one rank."""
 
     schedule: Schedule
     rank: int
@@ -50,7 +50,7 @@ class Executor:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
 
-        `gathered` is memory in which everything that is gathered stays for the backward pass.
+        `gathered` is memory that keeps all gathered operands for the backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
 
@@ -100,7 +100,7 @@ class Executor:
     ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
         """Opens the outbox; yields a function that runs the pass, and the accumulators of its results.
 
-        A short pass runs as a CUDA graph, once it has come in the same memory before.
+        A short pass runs as a CUDA graph once it has run in the same memory before.
         """
         device = operands["q"][0].device
         accumulators = {
@@ -109,7 +109,7 @@ class Executor:
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             program, launches = prepared(spec, self.transport, outbox)
             execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
-            if not (self.transport.records and is_short(spec)):
+            if not (self.transport.supports_graphs and is_short(spec)):
                 yield execution.run, accumulators
                 return
             for accumulator in accumulators.values():
@@ -117,7 +117,7 @@ class Executor:
             touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
             memory = [] if gathered_memory is None else [gathered_memory]
             places = addresses([x for buffer in touched for x in buffer] + memory)
-            graphs = outbox.known.get(GraphCache) or outbox.known.setdefault(GraphCache, GraphCache())
+            graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
             same = (self.kernel, self.scale, places)
             yield partial(graphs.run, spec, same, execution.run, launches, self.transport), accumulators
 
@@ -132,7 +132,7 @@ class _Execution:
         self._executor, self._spec, self._program, self._layouts = executor, spec, program, spec.layouts
         self._operands, self._accumulators, self._launches = operands, accumulators, launches
         self._find_gathered = gathered
-        self._gathered: GatheredBuffers = {}  # kept from the forward to the backward pass
+        self._gathered: GatheredBuffers = {}  # kept between the forward and the backward pass
         self._arenas: dict[int, Buffer] = {}
         # Results of this rank for itself, reduced beside the next step.
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
@@ -198,15 +198,15 @@ class _Execution:
         arena_slots: dict[int, list[Buffer]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            # In the forward pass whole arenas are kept; the backward pass has no arena for what was.
+            # The forward pass keeps whole arenas; the backward pass has no arena for what was kept.
             kept = None if self._spec.backward else self._gathered.get((arena.item, arena.heads))
             device = self._operands[arena.item][0].device
             self._arenas[i] = kept or self._layouts[arena.item].empty(len(arena.chunks), device)
         receives = []
-        for i, slot, src, there in step.fetches:
+        for i, slot, src, remote in step.fetches:
             if i not in arena_slots:
                 arena_slots[i] = self._layouts[self._program.arenas[i].item].split(self._arenas[i])
-            receives += [Receive(src, x, y) for x, y in zip(there, arena_slots[i][slot], strict=True)]
+            receives += [Receive(src, x, y) for x, y in zip(remote, arena_slots[i][slot], strict=True)]
         fetched = len(receives)
         receives += step.receives
         own, self._own = self._own, []
@@ -215,13 +215,13 @@ class _Execution:
 
         def then(received: list[Tensor]) -> None:
             came = received[fetched:]
-            if step.reductions is not None and all(x is r.there for x, r in zip(came, step.receives, strict=True)):
+            if step.reductions is not None and all(x is r.remote for x, r in zip(came, step.receives, strict=True)):
                 self._reduce(step.reductions)
                 return
             rest, arrived = iter(came), []
-            for item, slot, _, there, unpacked in step.arrivals:
-                here = tuple(next(rest) for _ in there)
-                arrived.append((item, slot, unpacked if here[0] is there[0] else self._layouts[item].unpacked(here)))
+            for item, slot, _, remote, unpacked in step.arrivals:
+                here = tuple(next(rest) for _ in remote)
+                arrived.append((item, slot, unpacked if here[0] is remote[0] else self._layouts[item].unpacked(here)))
             self._reduce(reductions_of(own + arrived))
 
         if not step.has_moves:
@@ -264,7 +264,7 @@ class _Execution:
         return ()
 
     def _deliver(self, outputs: tuple[OutputSlot, ...], into: list[Buffer], made: tuple[Tensor, ...]) -> None:
-        """Copies results to their memory where the kernel did not write there, and notes those to be reduced here.
+        """Copies results to their memory where the kernel did not write there, and lists those to be reduced here.
 
         `made` is (out, lse), or (dq, dk, dv).
         """
@@ -296,21 +296,21 @@ def _copy(dst: Tensor, x: Tensor) -> None:
 def prepared(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
     """Returns the program of a pass in this outbox, and its launches. The oldest is dropped if there are too many."""
     packed = bool(spec.schedule.boundaries)
-    known: dict[PassSpec, tuple[Program, Launches]] = outbox.known.setdefault((Program, packed), {})
+    known: dict[PassSpec, tuple[Program, Launches]] = outbox.cache.setdefault((Program, packed), {})
     if spec not in known:
-        if len(known) >= (MOST_PACKED if packed else MOST_PROGRAMS):
+        if len(known) >= (MAX_PACKED_TABLES if packed else MAX_PROGRAMS):
             del known[next(iter(known))]
-        known[spec] = lower(spec, outbox.memory, transport.at), outbox.known.get(Launches, Launches)()
+        known[spec] = lower(spec, outbox.memory, transport.at), outbox.cache.get(Launches, Launches)()
     return known[spec]
 
 
-def _made_once(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
-    """Caches specs, which are the same for all layers; few of packed sequences, for each holds its own table."""
-    whole, packed = lru_cache(MOST_PROGRAMS)(make), lru_cache(MOST_PACKED)(make)
+def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
+    """Caches specs, which all layers share. Few of packed sequences: each has a table of its own."""
+    whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
     return wraps(make)(lambda schedule, *more: (packed if schedule.boundaries else whole)(schedule, *more))
 
 
-@_made_once
+@_cached_specs
 def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
     layouts = {
         "q": buffer_layout(schedule, q_shape, dtype),
@@ -320,10 +320,10 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
     return make_spec(schedule, False, rank, layouts)
 
 
-@_made_once
+@_cached_specs
 def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
-    """Queries travel as q (unless it was kept), dout, out and lse."""
-    tensors = 2 if schedule.keeps else 3
+    """Makes the spec of a backward pass. Queries travel as q (unless it was kept), dout, out and lse."""
+    tensors = 2 if schedule.keeps_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {
         "q": buffer_layout(schedule, q_shape, dtype, tensors, wide(dtype)),

@@ -1,4 +1,4 @@
-"""q, k and v as a rank gathered them in the forward pass, kept in one piece of memory for its backward pass."""
+"""q, k and v that a rank gathered in the forward pass, kept in one tensor for its backward pass."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightseq.attention.buffers import Buffer, BufferLayout
-from lightseq.schedule.documents import MOST_PACKED
+from lightseq.schedule.documents import MAX_PACKED_TABLES
 from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """`memory` has `gathered_elements` in the dtype of q, k and v; `kv_heads` is the number on all ranks together."""
+    """Gathered q, k and v in one tensor of `gathered_elements`; `kv_heads` counts those of all ranks."""
 
     memory: Tensor
     kv_heads: int
@@ -32,7 +32,7 @@ class Gathered(NamedTuple):
         }
 
 
-@lru_cache(maxsize=MOST_PACKED)
+@lru_cache(maxsize=MAX_PACKED_TABLES)
 def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
     found = arenas(schedule.forward, schedule.layout, rank)
     assert all(len(arena.chunks) == schedule.layout.chunk_count for arena in found), f"{schedule} gathers parts"

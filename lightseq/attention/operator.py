@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.comm.transport import plain
+from lightseq.comm.transport import base_transport_name
 from lightseq.kernels import Saved
-from lightseq.kernels.checkpoint_context import around_operator
+from lightseq.kernels.checkpoint_context import operator_wrapper
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
@@ -122,12 +122,13 @@ def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
 
 
 def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
-    """Raises ValueError on every rank if shapes differ between ranks, where some would otherwise wait for ever.
+    """Raises ValueError on every rank if shapes differ between ranks, instead of a deadlock.
 
-    A shape is compared once, because comparing waits; ranks that differ in shapes already seen are not found.
+    A shape is compared once, because comparing waits. Ranks that differ in shapes seen before are not found.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
-    if shape in context.shapes or plain(context.transport.name) == "none":  # which waits for nobody
+    waits_for_ranks = base_transport_name(context.transport.name) != "none"
+    if shape in context.shapes or not waits_for_ranks:
         return
     mine = (shape, None if documents is None else without_repeats(documents))
     everyone = [mine] * context.schedule.world
@@ -141,10 +142,10 @@ def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: 
 
 
 def _advance(context: SequenceContext, q: Tensor) -> None:
-    """Counts a pass, and waits for one that takes seconds, which costs the GPU nothing measurable.
+    """Counts a pass, and waits for it if it takes seconds, at no measurable cost for the GPU.
 
-    A host that ran ahead would wait inside a launch once the queue is full (about a thousand), and some launches hold
-    the interpreter there: no signal would be seen and no heartbeat sent, and others would take the rank for dead.
+    A host that runs ahead blocks inside a launch once the queue is full (about a thousand launches), and some launches
+    hold the interpreter lock: the rank would miss signals and heartbeats, and others would think it dead.
     """
     context.progress.passes += 1
     batch, tokens, heads, dim = q.shape
@@ -155,8 +156,8 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, its log-sum-exp, and what was gathered for the backward pass (empty where it is not kept)."""
-    if torch.is_inference_mode_enabled():  # buffers that live longer could not be used by a pass that trains
+    """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
+    if torch.is_inference_mode_enabled():  # else a training pass could not use the buffers made here
         with torch.inference_mode(False), torch.no_grad():
             return _forward(q, k, v, scale, context, documents)
     c = find(context)
@@ -166,9 +167,9 @@ def _forward(
             "without packing, or use another model"
         )
     _agree_on_shapes(c, q, k, documents)
-    gathered = Gathered(_memory_to_keep(c, q, k), k.shape[2])
+    gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
     executor = Executor(_table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
-    out, lse = executor.forward(q, k, v, gathered if c.keeps else None)
+    out, lse = executor.forward(q, k, v, gathered if c.keeps_gathered else None)
     _advance(c, q)
     return out, lse, gathered.memory
 
@@ -176,16 +177,16 @@ def _forward(
 def _forward_in_checkpoint(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the same, unless a checkpoint around it has stored the results."""
-    around = around_operator()
-    if around is None:
+    """Runs `_forward`, unless a checkpoint around it has stored the results."""
+    wrapper = operator_wrapper()
+    if wrapper is None:
         return _forward(q, k, v, scale, context, documents)
-    out, lse, gathered = around(partial(_forward, q, k, v, scale, context, documents))
+    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents))
     return out, lse, gathered
 
 
-def _memory_to_keep(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps else 0)
+def _gathered_memory(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
+    return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps_gathered else 0)
 
 
 _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoint, mutates_args=())
@@ -196,7 +197,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _memory_to_keep(find(context), q, k)
+    return q.new_empty(q.shape), lse, _gathered_memory(find(context), q, k)
 
 
 def _gradients(
@@ -214,7 +215,7 @@ def _gradients(
     table = _table(c, documents)
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, own = table.keeping, Gathered(tensors[0], kv_heads)
+        table, own = table.keeping_gathered, Gathered(tensors[0], kv_heads)
     else:
         own = (tensors[0], tensors[1], tensors[2])
     gradients = Executor(table, c.rank, c.selection.kernel, c.transport, scale).backward(dout, own, out, lse)
@@ -244,7 +245,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, ctx.scale, ctx.context, documents = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, out, lse, *((gathered,) if find(ctx.context).keeps else (q, k, v)))
+    ctx.save_for_backward(documents, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 
@@ -272,12 +273,12 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without torch's dispatcher, which takes the host longer than a launch."""
+    """The operator without torch's dispatcher, whose host time exceeds that of a launch."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        around = around_operator()
-        output = _forward(*inputs) if around is None else around(partial(_forward, *inputs))
+        wrapper = operator_wrapper()
+        output = _forward(*inputs) if wrapper is None else wrapper(partial(_forward, *inputs))
         _setup_context(ctx, inputs, output)
         return output
 

@@ -1,7 +1,7 @@
-"""The lowered program of a rank: one pass over a schedule, with every place in memory worked out.
+"""The lowered program of a rank: one pass over a schedule, with the address of every buffer.
 
 A schedule's table is lowered once for given shapes and run for every layer and step: at short lengths the host has less
-than a millisecond for a layer. `PassSpec` is what a program is lowered from, and says how large the outbox must be.
+than a millisecond for a layer. `PassSpec` is what a program is lowered from; it also gives the size of the outbox.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from lightseq.attention.buffers import Buffer, BufferLayout
 from lightseq.comm.transport import Receive, Send
 from lightseq.kernels.launches import addresses
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.placement import Arena, arenas, blocks, local_place
+from lightseq.schedule.placement import Arena, arenas, local_start, result_blocks
 from lightseq.schedule.table import Schedule, Step, Tile
 
-ALIGNMENT = 256  # bytes; what the widest loads and the copy engines like
-REGIONS = 3  # of results in the outbox, used in turn: `Transport.exchange` says how long sent data has to stay
+ALIGNMENT = 256  # bytes; suits the widest loads and the copy engines
+REGIONS = 3  # of results in the outbox, used in turn; `Transport.exchange` defines how long sent data has to stay
 
 Layouts = Mapping[str, BufferLayout]
 ChunkSlot = tuple[int, int]  # (index of a chunk in its rank's tensors, head group of the item)
@@ -46,7 +46,7 @@ class PassSpec:
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of one rank: the causal half of its share, the backward as 2.5 forwards."""
+        """FLOPs of one rank: the causal half of its share, a backward pass as 2.5 forward passes."""
         q = self.layouts["q"]
         forward = 2 * q.batch * (q.rows * q.chunks) ** 2 * self.schedule.world * q.heads * q.groups * q.dim
         return 2.5 * forward if self.backward else forward
@@ -82,9 +82,9 @@ def aligned(size: int) -> int:
 
 
 def _comes_at_once(item: str, parts: PartCounts) -> bool:
-    """Returns whether results can go straight to the final tensor.
+    """Returns whether results can go straight to the final tensor, without a float32 total.
 
-    So can sums whose parts all come in one step, and outputs that are not merged.
+    True for sums whose parts all come in one step, and for outputs that are not merged.
     """
     if item == "out":
         return all(counts.total() == 1 for counts in parts.values())
@@ -120,7 +120,10 @@ def _outbox(schedule: Schedule, backward: bool, layouts: Layouts) -> tuple[dict[
 def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) -> int:
     """Returns the bytes of results that a step leaves in the outbox of the rank with most of them."""
     return max(
-        sum(aligned(len(block.chunks) * layouts[block.item].chunk_bytes) for block in blocks(step, layout, r, backward))
+        sum(
+            aligned(len(block.chunks) * layouts[block.item].chunk_bytes)
+            for block in result_blocks(step, layout, r, backward)
+        )
         for r in range(layout.world)
     )
 
@@ -129,21 +132,21 @@ def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: Layouts) 
 
 
 class Fetch(NamedTuple):
-    """A chunk that is copied into an arena; `there` is its place in the outbox of `src`."""
+    """A chunk that is copied into an arena; `remote` is a view in the outbox of `src`."""
 
     arena: int
     slot: int
     src: int
-    there: Buffer
+    remote: Buffer
 
 
 class Arrival(NamedTuple):
-    """A result of another rank for this one; `unpacked` are its tensors where it lies in the outbox of `src`."""
+    """A result of another rank for this one; `unpacked` are its tensors as views in the outbox of `src`."""
 
     item: str
     slot: ChunkSlot
     src: int
-    there: Buffer
+    remote: Buffer
     unpacked: Buffer
 
 
@@ -164,7 +167,7 @@ class Reduction:
 
 
 class Operand(NamedTuple):
-    """What a tile reads: neighbouring chunks of an arena, or of the rank's own tensors where `arena` is None."""
+    """Input of a tile: neighbouring chunks of an arena, or of the rank's own tensors if `arena` is None."""
 
     arena: int | None
     start: int
@@ -173,10 +176,10 @@ class Operand(NamedTuple):
 
 
 class OutputSlot(NamedTuple):
-    """Where a tile writes its result for an item.
+    """Memory for a tile's result of an item.
 
-    Into the outbox (`outbox`); into the final tensor, where the tile is the only one to contribute (`final`); or into
-    new memory. `own` are the chunks that this rank has yet to reduce: index in the tile, slot, place in the outbox.
+    It is in the outbox (`outbox`), in the final tensor if no other tile contributes (`final`), or new. `own` are the
+    chunks that this rank has yet to reduce: index in the tile, slot, and view in the outbox.
     """
 
     item: str
@@ -199,7 +202,8 @@ class StepProgram(NamedTuple):
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
     reduced_items: tuple[str, ...]  # items of which results are reduced here
-    reductions: tuple[Reduction, ...] | None  # where a transport reads in place; None: some lie in memory of the pass
+    # For a transport that reads in place. None: some parts are in memory of the pass.
+    reductions: tuple[Reduction, ...] | None
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]  # arenas that are freed
     has_moves: bool  # on this rank or another
@@ -208,7 +212,7 @@ class StepProgram(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    staged: tuple[tuple[str, Buffer], ...]  # operands that travel, and their places in the outbox
+    staged: tuple[tuple[str, Buffer], ...]  # operands that travel, and their views in the outbox
     arenas: tuple[Arena, ...]
     steps: tuple[StepProgram, ...]
 
@@ -216,7 +220,7 @@ class Program:
 def lower(spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
     """Lowers a pass to a program in an outbox.
 
-    `memory` is the outbox (uint8); `at(rank, tensor)` is the same place in another rank's outbox (`Transport.at`).
+    `memory` is the outbox (uint8); `at(rank, tensor)` is the same offset in another rank's (`Transport.at`).
     """
     lowering = _Lowering(spec, memory, at)
     programs: list[StepProgram] = []
@@ -234,15 +238,15 @@ def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Red
 
 
 class _Lowering:
-    """Finds the memory of everything that a pass touches."""
+    """Lowering of one pass: finds the memory of everything that it touches."""
 
     def __init__(self, spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
         self.spec, self.layout, self.rank, self.layouts = spec, spec.schedule.layout, spec.rank, spec.layouts
         self.memory, self.at = memory, at
         self.steps = steps(spec.schedule, spec.backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
-        self.gathers = spec.schedule.gathers(spec.backward)
-        self.arenas = arenas(self.steps, self.layout, self.rank, self.gathers)
+        self.gathered_items = spec.schedule.gathered_items(spec.backward)
+        self.arenas = arenas(self.steps, self.layout, self.rank, self.gathered_items)
         self.staged = {
             item: self.layouts[item].packed(memory[offset:], self.layouts[item].staged_chunks)
             for item, offset in spec.operand_offsets.items()
@@ -254,7 +258,7 @@ class _Lowering:
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         sends, fetched, arrivals = self.messages(t)
         fetches = [own for i in opens for own in self.own_fetches(i)] + fetched
-        # What is here already, then the next neighbour's: so no rank is read by all others at once.
+        # This rank's own first, then the next neighbour's, so that no rank is read by all others at once.
         fetches.sort(key=lambda fetch: (fetch.src - self.rank) % self.layout.world)
         results = [
             (output.item, slot, place)
@@ -269,7 +273,7 @@ class _Lowering:
             opens=opens,
             fetches=tuple(fetches),
             arrivals=tuple(arrivals),
-            receives=tuple(Receive(arrival.src, x, None) for arrival in arrivals for x in arrival.there),
+            receives=tuple(Receive(arrival.src, x, None) for arrival in arrivals for x in arrival.remote),
             reduced_items=tuple(sorted({item for item, _, _ in results})),
             reductions=reductions_of(known) if len(known) == len(results) else None,
             tiles=tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
@@ -291,19 +295,19 @@ class _Lowering:
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
-            there = tuple(self.at(move.src, x) for x in here)
+            remote = tuple(self.at(move.src, x) for x in here)
             if move.is_result:
                 slot = self.slot(move.item, move.chunk, move.heads)
-                arrivals.append(Arrival(move.item, slot, move.src, there, self.layouts[move.item].unpacked(there)))
+                arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
             else:
                 arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.heads)
-                fetches.append(Fetch(arena, start, move.src, there))
+                fetches.append(Fetch(arena, start, move.src, remote))
         return sends, fetches, arrivals
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
         results = {"dq": tile.q, "dkv": tile.kv} if self.spec.backward else {"out": tile.q}
         outputs = tuple(self.output(t, i, item, chunks, tile.heads) for item, chunks in results.items())
-        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathers else None
+        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathered_items else None
         return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, outputs)
 
     def output(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> OutputSlot:
@@ -315,14 +319,14 @@ class _Lowering:
             views = (*layout.unpacked(buffer[:1]), *buffer[1:])
             places = tuple((c, slot, layout.unpacked(layout.slots(buffer, c, 1))) for c, slot in own)
             return OutputSlot(item, views, None, places)
-        start = local_place(self.layout, self.rank, chunks)
+        start = local_start(self.layout, self.rank, chunks)
         parts = self.spec.parts[item]
         if start is not None and self.spec.at_once[item] and all(parts[slot].total() == 1 for _, slot in own):
             return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 
     def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
-        start = local_place(self.layout, self.rank, chunks)
+        start = local_start(self.layout, self.rank, chunks)
         if start is not None:
             return Operand(None, start, len(chunks), self.group(item, heads))
         arena, start = self.find_in_arena(t, item, chunks, heads)
@@ -358,9 +362,9 @@ class _Lowering:
         return self.layouts[item].slots(buffer, chunks.index(chunk), 1)
 
     def sent_block(self, t: int, rank: int, tile: int, item: str) -> tuple[tuple[int, ...], Buffer] | None:
-        """Returns the chunks of a tile's result that a rank sends, and their place in this rank's outbox."""
+        """Returns the chunks of a result that a rank sends, and the buffer at their offset in this rank's outbox."""
         start = self.spec.result_offsets.get(t, 0)
-        for block in blocks(self.steps[t], self.layout, rank, self.spec.backward):
+        for block in result_blocks(self.steps[t], self.layout, rank, self.spec.backward):
             layout = self.layouts[block.item]
             if (block.tile, block.item) == (tile, item):
                 return block.chunks, layout.packed(self.memory[start:], len(block.chunks))

@@ -1,1 +1,1 @@
-"""Moves bytes between the ranks of a group, and knows nothing of attention."""
+"""Transports of bytes between the ranks of a group. They know nothing of attention."""

@@ -1,4 +1,4 @@
-"""Every transport by its name, those that move less or hide less among them."""
+"""Choice of the transport by name, and variants that measure overlap, CUDA graphs and communication."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,76 +11,76 @@ from lightseq.comm.symmetric import make_symmetric
 from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, SendRecvTransport, Transport
 
 
-class _Carried:
-    """A transport that leaves the work to another one."""
+class _WrappedTransport:
+    """Base of transports that change one thing about another one."""
 
-    def __init__(self, carrier: Transport, ending: str) -> None:
-        self.name, self.passed_over = carrier.name + ending, carrier.passed_over
-        self._carrier = carrier
+    def __init__(self, inner: Transport, suffix: str) -> None:
+        self.name, self.fallback_reason = inner.name + suffix, inner.fallback_reason
+        self._inner = inner
 
     @property
-    def records(self) -> bool:
-        return self._carrier.records
+    def supports_graphs(self) -> bool:
+        return self._inner.supports_graphs
 
     @property
     def bytes_sent(self) -> int:
-        return self._carrier.bytes_sent
+        return self._inner.bytes_sent
 
     @property
     def buffer_bytes(self) -> int:
-        return self._carrier.buffer_bytes
+        return self._inner.buffer_bytes
 
     @property
     def recorded_bytes(self) -> int:
-        return self._carrier.recorded_bytes
+        return self._inner.recorded_bytes
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
-        return self._carrier.outbox(size)
+        return self._inner.outbox(size)
 
     def at(self, rank: int, here: Tensor) -> Tensor:
-        return self._carrier.at(rank, here)
+        return self._inner.at(rank, here)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        return self._carrier.exchange(asked)
+        return self._inner.exchange(asked)
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
-        self._carrier.recorded(bytes_sent, recorded_bytes)
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+        self._inner.count_replay(bytes_sent, recorded_bytes)
 
 
-class Blocking(_Carried):
-    """A transport whose messages have arrived before the device computes on: it shows what overlap is worth."""
+class Blocking(_WrappedTransport):
+    """Transport that waits for every exchange before the next tile, to measure the gain of overlap."""
 
-    def __init__(self, carrier: Transport) -> None:
-        super().__init__(carrier, BLOCKING)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner, BLOCKING)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        self._carrier.exchange(asked)()
+        self._inner.exchange(asked)()
         return lambda: None
 
 
-class Unrecorded(_Carried):
-    """A transport whose short passes are launched one by one, each time: it shows what recording them is worth."""
+class Unrecorded(_WrappedTransport):
+    """Transport without CUDA graphs of short passes, to measure their gain."""
 
-    records = False
+    supports_graphs = False
 
-    def __init__(self, carrier: Transport) -> None:
-        super().__init__(carrier, UNRECORDED)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner, UNRECORDED)
 
 
 class NoTransport:
-    """Moves nothing and computes with whatever memory holds: the time of a schedule without its communication.
+    """Transport that moves nothing, to measure a schedule without its communication.
 
-    Fresh memory holds zeros, on which a GPU at its power limit computes a tenth faster than on what would have come: a
-    place that is seen for the first time gets data of this rank's own.
+    Memory that is seen for the first time is filled with this rank's own data: a GPU at its power limit computes a
+    tenth faster on zeros.
     """
 
-    name, passed_over = "none", ""
+    name, fallback_reason = "none", ""
     buffer_bytes = recorded_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
         self._seen: set[tuple[int, int]] = set()
-        self._device, self.records = device, device.type == "cuda"
+        self._device, self.supports_graphs = device, device.type == "cuda"
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
 
     @contextmanager
@@ -93,41 +93,41 @@ class NoTransport:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        received = [r.there if r.into is None else r.into for r in asked.receives]
-        for _, there, into in asked.receives:
-            if into is not None and (place := (into.data_ptr(), into.nbytes)) not in self._seen:
-                self._seen.add(place)
+        received = [r.remote if r.into is None else r.into for r in asked.receives]
+        for _, remote, into in asked.receives:
+            if into is not None and (memory := (into.data_ptr(), into.nbytes)) not in self._seen:
+                self._seen.add(memory)
                 if into.is_cuda and torch.cuda.is_current_stream_capturing():
-                    _copy_once(into, there)
+                    _copy_once(into, remote)
                 else:
-                    into.copy_(there)
+                    into.copy_(remote)
         return lambda: asked.then(received) if asked.then is not None else None
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         pass
 
 
-def _copy_once(into: Tensor, there: Tensor) -> None:
-    """Now, and not whenever what is being recorded runs."""
+def _copy_once(into: Tensor, remote: Tensor) -> None:
+    """Copies now, outside the CUDA graph that is being recorded."""
     aside = torch.cuda.Stream(into.device)
-    while True:  # torch hands a few streams out again and again, the one that records among them
+    while True:  # torch reuses a few streams, among them the recording one
         with torch.cuda.stream(aside):
             if not torch.cuda.is_current_stream_capturing():
-                into.copy_(there)
+                into.copy_(remote)
                 aside.synchronize()
                 return
         aside = torch.cuda.Stream(into.device)
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """`auto`, or a transport by name. Raises ValueError for one that cannot work here.
+    """Makes a transport by name. Raises ValueError for one that cannot work here.
 
-    `auto` is gloo on CPU, symmetric where every rank can map the others' memory, nccl otherwise. Each, with `-blocking`
-    behind its name, is the same without overlap, and with `-unrecorded` without recordings of passes.
+    `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. The suffix `-blocking` turns
+    overlap off, `-unrecorded` CUDA graphs of passes.
     """
-    for ending, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
-        if name.endswith(ending):
-            return change(make_transport(name.removesuffix(ending), group, device))
+    for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
+        if name.endswith(suffix):
+            return change(make_transport(name.removesuffix(suffix), group, device))
     if name == "none":
         return NoTransport(device)
     here = ("nccl", "symmetric") if device.type == "cuda" else ("gloo",)

@@ -1,4 +1,4 @@
-"""Moves bytes between the GPUs of one host through memory that all of them map."""
+"""The transport between GPUs of one host through memory that all of them map."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -11,32 +11,32 @@ from torch import Tensor
 
 from lightseq.comm.transport import Copy, Exchange, Outbox, Receive
 
-ENGINE_BYTES = 2**20  # a copy engine takes some 5 microseconds for a copy, and the host as long, however small
+ENGINE_BYTES = 2**20  # a copy engine, and the host, take about 5 microseconds for a copy of any size
 
 
 class SymmetricTransport:
-    """Ranks of one host read each other's memory: copy engines fetch on a side stream while kernels compute.
+    """Transport in which ranks of one host read each other's memory.
 
-    The outbox is torch symmetric memory. All waiting is done by the devices, at barriers through that memory; NVLink
-    multicast is not used.
+    Copy engines fetch on a side stream while kernels compute. The outbox is torch symmetric memory. Devices wait for
+    each other at barriers in that memory. NVLink multicast is not used.
     """
 
     name = "symmetric"
-    passed_over = ""
+    fallback_reason = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.bytes_sent = 0
         self.buffer_bytes = self.recorded_bytes = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
-        self._world, self.records = dist.get_world_size(group), device.type == "cuda"
+        self._world, self.supports_graphs = dist.get_world_size(group), device.type == "cuda"
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(1 << 20)
-        self._all_read = self._side.record_event()  # nobody reads the outbox any more
+        self._all_read = self._side.record_event()  # all ranks have read the outbox
 
     def _grow(self, size: int) -> None:
-        torch.cuda.synchronize(self._device)  # nobody may still be reading what is about to go
+        torch.cuda.synchronize(self._device)  # a kernel may still read the memory that is about to be freed
         self._peers: list[Tensor] = []
-        for old in ("_outbox", "_handle", "_memory"):  # or it would be there beside the new one, at the worst moment
+        for old in ("_outbox", "_handle", "_memory"):  # free the old outbox before the new one is allocated
             vars(self).pop(old, None)
         self.buffer_bytes = self.recorded_bytes = 0
         self._memory = self._allocate(size)
@@ -46,7 +46,7 @@ class SymmetricTransport:
         self.buffer_bytes = size
 
     def _allocate(self, size: int) -> Tensor:
-        """The driver's memory, not torch's: for what torch only caches the driver does not ask, and fails instead."""
+        """Allocates memory of the driver, and frees torch's cache if the driver has none left."""
         for cached in (True, False):
             try:
                 return symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
@@ -74,20 +74,20 @@ class SymmetricTransport:
         receives, then, copy = asked.receives, asked.then, asked.copy
         current = self._current()
         self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
-        own = [r for r in receives if r.src == self._rank]  # lies there already
+        own = [r for r in receives if r.src == self._rank]  # already on this rank
         self._side.wait_stream(current)
         with self._side:
-            if not asked.idle:  # or beside the barrier and what comes from others
+            if not asked.idle:  # else they run beside the barrier and the fetches from others
                 _fetch(own, copy)
             if asked.fresh:
                 self._handle.barrier()
             _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:
-                then([there if into is None else into for _, there, into in receives])
+                then([remote if into is None else into for _, remote, into in receives])
         done = self._side.record_event()
         if asked.idle:
             _fetch(own, copy)
-        in_use = [then]  # and all that it holds: freed before, its memory could be written to while still being read
+        in_use = [then]  # and its tensors, whose memory must not be reused while it is read
 
         def wait() -> None:
             current.wait_event(done)
@@ -95,13 +95,13 @@ class SymmetricTransport:
 
         return wait
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         self.bytes_sent += bytes_sent
         self.recorded_bytes = recorded_bytes
         self._side.wait_stream(self._current())
 
     def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device.index)  # asked without a number, torch looks for devices first
+        return torch.cuda.current_stream(self._device.index)  # without an index torch looks for devices first
 
     def at(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
@@ -110,28 +110,28 @@ class SymmetricTransport:
 
 
 def _fetch(receives: list[Receive], copy: Copy | None) -> None:
-    """Large tensors by the copy engines, which take no kernel's place; all small ones by one kernel."""
+    """Copies large tensors by copy engines, which need no SM, and all small ones by one kernel."""
     large: list[tuple[Tensor, Tensor]] = []
     small: list[tuple[Tensor, Tensor]] = []
-    for _, there, into in receives:
+    for _, remote, into in receives:
         if into is not None:
-            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, there))
+            (large if copy is None or into.nbytes >= ENGINE_BYTES else small).append((into, remote))
     if small and copy is not None:
-        copy(tuple((into.data_ptr(), there.data_ptr(), into.nbytes) for into, there in small), lambda: small)
-    for into, there in large:
-        into.copy_(there)  # contiguous on both sides
+        copy(tuple((into.data_ptr(), remote.data_ptr(), into.nbytes) for into, remote in small), lambda: small)
+    for into, remote in large:
+        into.copy_(remote)  # contiguous on both sides
 
 
 def make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
-    """The transport, or why the ranks of a group cannot read each other's memory: on every rank alike."""
-    reason = _first(group, _why_no_peers(group, device)) or _first(group, _why_no_memory(device))
+    """Makes the transport. Returns None and a reason, the same on every rank, if it cannot work here."""
+    reason = _first_reason(group, _why_no_peers(group, device)) or _first_reason(group, _why_no_memory(device))
     made = None
     if not reason:
         try:
             made = SymmetricTransport(group, device)
-        except RuntimeError as error:  # what a container or a driver forbids shows only now
+        except RuntimeError as error:  # a container or a driver may forbid it
             reason = str(error).splitlines()[0]
-        reason = _first(group, reason)
+        reason = _first_reason(group, reason)
     return (None, reason) if reason else (made, "")
 
 
@@ -144,12 +144,12 @@ def _why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str:
         return "one rank has nobody to read from"
     if hosts > 1:
         return f"the ranks are on {hosts} hosts"
-    strangers = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
-    return f"GPU {index} cannot access GPU {strangers[0]}" if strangers else ""
+    hub_error = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    return f"GPU {index} cannot access GPU {hub_error[0]}" if hub_error else ""
 
 
 def _why_no_memory(device: torch.device) -> str:
-    """Asked before ranks meet over it, where those that have some would wait for one that has none."""
+    """Returns why this rank has no symmetric memory, before ranks that have some would wait for it."""
     try:
         symmetric_memory.empty(1, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -157,8 +157,8 @@ def _why_no_memory(device: torch.device) -> str:
     return ""
 
 
-def _first(group: dist.ProcessGroup, reason: str) -> str:
-    """The first reason that any rank has."""
+def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
+    """Returns the first reason that any rank has."""
     reasons = [""] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), "")

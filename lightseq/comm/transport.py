@@ -1,7 +1,7 @@
-"""Moves bytes between the ranks of a group; knows nothing of attention, and never makes the host wait for a GPU.
+"""The interface of transports, and the one over send and recv. No transport makes the host wait for a GPU.
 
-What a rank sends lies in its outbox. Every rank's outbox is laid out alike, so a place in one's own names the same
-place in any other: a transport that can reads there, one that cannot is sent the tensor.
+A rank sends from its outbox. The outboxes of all ranks have one layout, so an offset in a rank's own outbox is valid in
+every other. A transport over shared memory reads the other outbox; others send the tensor.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,125 +13,128 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCKING = "-blocking"  # ends the name of a transport that hides nothing
-UNRECORDED = "-unrecorded"  # and of one whose short passes are launched one by one, each time
+BLOCKING = "-blocking"  # suffix of a transport without overlap
+UNRECORDED = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
 
-# Copies tensors (to, from) in one launch: a key that stands for where they lie, and what makes the pairs for a new key.
+# Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; for a new key the function is
+# called, which makes the pairs.
 Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
-def plain(name: str) -> str:
-    """A transport's name without what ends it."""
+def base_transport_name(name: str) -> str:
+    """Returns a transport's name without its suffixes."""
     while name.endswith((BLOCKING, UNRECORDED)):
         name = name.rsplit("-", 1)[0]
     return name
 
 
 class Send(NamedTuple):
-    """A tensor of this rank's outbox, for another rank (its number in the group)."""
+    """A tensor of this rank's outbox, to be sent to rank `dst` of the group."""
 
     dst: int
     tensor: Tensor
 
 
 class Receive(NamedTuple):
-    """A tensor in the outbox of `src`, as `Transport.at` finds it. Without `into` it may be read where it lies."""
+    """A tensor in the outbox of `src`, a view from `Transport.at`. Without `into` it may be read in place."""
 
     src: int
-    there: Tensor
+    remote: Tensor
     into: Tensor | None
 
 
 class Exchange(NamedTuple):
-    """What one step moves. Messages between two ranks arrive in the order in which both ends list them."""
+    """All messages of one step. Both ends list the messages between them in the same order."""
 
     sends: Sequence[Send]
     receives: Sequence[Receive]
-    # Gets the received tensors, in the order of `receives`; it may run beside what the caller does next. A transport
-    # that reads in place begins with the first of them too.
+    # Called with the received tensors, in the order of `receives`; on another stream it may run beside the caller's
+    # next work.
     then: Callable[[list[Tensor]], None] | None = None
-    fresh: bool = True  # some rank wrote to its outbox since the last exchange
-    copy: Copy | None = None  # for a transport that has many small tensors to copy
-    idle: bool = False  # the caller's stream has nothing to do until everything is there, and may be given work
+    fresh: bool = True  # some rank has written to its outbox since the last exchange
+    copy: Copy | None = None  # fused copy of many small tensors
+    idle: bool = False  # the caller's stream waits for this exchange, so the transport may use it
 
 
 @dataclass(frozen=True)
 class Outbox:
-    """Bytes (uint8) to send from. `known` keeps what the caller works out about places in it, as long as it lasts."""
+    """Memory (uint8) to send from. `cache` holds the caller's programs and graphs, which contain addresses in it."""
 
     memory: Tensor
-    known: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
 
 class Transport(Protocol):
-    """One pass of attention opens the outbox, and exchanges step by step what lies in it."""
+    """Interface of a transport. A pass opens the outbox and exchanges its contents step by step."""
 
     name: str
-    passed_over: str  # why a faster transport cannot work here; empty where this is the fastest
+    fallback_reason: str  # why a faster transport cannot work here; empty if this is the fastest
 
     @property
-    def records(self) -> bool:
-        """Whether a pass may run as a recording of an earlier one, for all waiting is the device's."""
+    def supports_graphs(self) -> bool:
+        """True if passes may run as CUDA graphs: only the device waits, never the host."""
         ...
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, since the transport was made."""
+        """Bytes that this rank has sent since the transport was made."""
         ...
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory held outside torch's caching allocator."""
+        """Bytes of device memory outside torch's caching allocator."""
         ...
 
     @property
     def recorded_bytes(self) -> int:
-        """Device memory of torch's allocator that recordings of passes hold, where it does not count as allocated."""
+        """Bytes of device memory held by CUDA graphs of passes, which torch does not count as allocated."""
         ...
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
-        """At least `size` bytes, the same on every rank, until the context ends."""
+        """Yields an outbox of at least `size` bytes. All ranks ask for the same size."""
         ...
 
     def at(self, rank: int, here: Tensor) -> Tensor:
-        """What lies in another rank's outbox where `here` lies in this rank's: for `Receive`, and of its shape."""
+        """Returns the tensor of another rank's outbox at the offset of `here` in this rank's own, for `Receive`."""
         ...
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        """Starts every message, and returns a function after which what was received may be used.
+        """Starts every message. Returns a function that waits until the received tensors may be used.
 
-        What was sent may be overwritten after the second next fresh exchange, once that or the one before it has been
-        waited for.
+        Sent memory may be overwritten after the second next fresh exchange, once the caller has waited for that one or
+        the one before it.
         """
         ...
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
-        """To be called after a pass that ran as a recording, before its outbox closes: what it sent and was not counted
-        yet, and what all recordings hold."""
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+        """Counts a pass that ran as a CUDA graph, before its outbox closes.
+
+        `bytes_sent` are those not counted yet; `recorded_bytes` is the memory of all graphs.
+        """
         ...
 
 
 class SendRecvTransport:
-    """send/recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
+    """Transport over send and recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
     buffer_bytes = recorded_bytes = 0
-    records = False
+    supports_graphs = False
 
-    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, passed_over: str = "") -> None:
-        self.name, self.passed_over = name, passed_over
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, fallback_reason: str = "") -> None:
+        self.name, self.fallback_reason = name, fallback_reason
         self.bytes_sent = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._peers = dist.get_process_group_ranks(group)
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
         if len(self._peers) > 1:
-            # A communicator is made at its first collective, which all ranks have to join; a step's messages join some.
+            # The first collective makes the communicator, and all ranks have to join; a step's messages join only some.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
             self._outbox = Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
-        yield self._outbox  # the same from layer to layer: what is known of its places stays true
+        yield self._outbox  # the same from layer to layer, so that cached programs stay valid
 
     def at(self, rank: int, here: Tensor) -> Tensor:
         return here
@@ -139,10 +142,10 @@ class SendRecvTransport:
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in asked.sends]
         received = []
-        for src, there, into in asked.receives:
-            into = torch.empty_like(there) if into is None else into
+        for src, remote, into in asked.receives:
+            into = torch.empty_like(remote) if into is None else into
             if src == self._rank:
-                into.copy_(there)
+                into.copy_(remote)
             else:
                 ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
             received.append(into)
@@ -157,5 +160,5 @@ class SendRecvTransport:
 
         return wait
 
-    def recorded(self, bytes_sent: int, recorded_bytes: int) -> None:
-        raise AssertionError("a pass over messages is never recorded")
+    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+        raise AssertionError("a pass over send and recv is never a CUDA graph")

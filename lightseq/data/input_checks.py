@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
-from lightseq.comm.transport import plain
+from lightseq.comm.transport import base_transport_name
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
 
@@ -90,7 +90,9 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
             _begin_comparing_documents(context, documents)
-            if plain(context.transport.name) == "gloo":  # attention will wait for the other ranks on the host
+            if (
+                base_transport_name(context.transport.name) == "gloo"
+            ):  # attention will wait for the other ranks on the host
                 _finish_comparing_documents(context.forward_pass)
     _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
     state = context.forward_pass
@@ -111,7 +113,7 @@ def _check_positions_and_documents(
             raise ValueError(
                 "the model's RoPE scales with the length of a sequence, and packed documents differ in theirs"
             )
-        if not documents.fit(context):
+        if not documents.match(context):
             raise ValueError("the packed batch was made for another context; call shard_batch with this model's")
         if positions is None:
             raise ValueError("position_ids are missing: they restart with every document; use shard_batch")

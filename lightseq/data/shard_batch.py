@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightseq.attention.context import Documents, SequenceContext, pack
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.schedule.documents import check_boundaries, restarting_positions
+from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.schedule.layout import shard
 
 Labels = TypeVar("Labels", bound=Tensor | None)
@@ -52,12 +52,12 @@ def find_boundaries(
 
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     got = position_ids.reshape(-1)[: boundaries[-1]].cpu()
-    return torch.equal(got, torch.from_numpy(restarting_positions(boundaries)).to(got.dtype))
+    return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
 
 
 def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
     """Returns the positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
-    every = torch.from_numpy(restarting_positions(documents.padded_boundaries))
+    every = torch.from_numpy(document_positions(documents.padded_boundaries))
     return documents.shard(every.unsqueeze(0), context.rank)
 
 

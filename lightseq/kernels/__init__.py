@@ -1,6 +1,6 @@
-"""Attention kernels behind one interface: each computes a tile and knows nothing of ranks.
+"""Attention kernels behind one interface. They compute tiles and know nothing of ranks.
 
-Names load when they are first used, so that the registry alone needs no torch.
+Names load on first use, so that the registry needs no torch.
 """
 
 from importlib import import_module

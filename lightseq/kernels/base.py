@@ -12,7 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Hardware and inputs that a kernel has to support. `capability` is the CUDA compute capability, (0, 0) on CPU."""
+    """Hardware and inputs that a kernel has to support.
+
+    `capability` is the CUDA compute capability, (0, 0) on CPU.
+    """
 
     device_type: str
     capability: tuple[int, int]
@@ -26,7 +29,7 @@ GradientMemory = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, d
 
 
 class Saved(NamedTuple):
-    """What the backward pass of a tile needs of the forward pass; out and lse are the global ones of the queries."""
+    """Tensors saved for the backward pass of a tile. out and lse are the global ones of its queries."""
 
     q: Tensor  # (B, S, H, D)
     k: Tensor  # (B, T, K, D)
@@ -36,11 +39,11 @@ class Saved(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Computes one tile.
+    """Interface of a kernel, which computes one tile.
 
     out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
-    scaled scores. The backward takes the *global* out and lse of its queries, whatever part of the keys it is given.
-    `into` is memory, of any strides, that a kernel may write its result to; it returns that same tensor if it did.
+    scaled scores. The backward takes the *global* out and lse of its queries, over the keys of all tiles.
+    A kernel may write its result to `into`, memory of any strides, and then returns that tensor.
     """
 
     @property
@@ -48,11 +51,11 @@ class Kernel(Protocol):
 
     @property
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
-        """square: causal masks only where there are as many keys as queries."""
+        """Alignment of causal masks; square: the kernel has them only for as many keys as queries."""
         ...
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        """Returns None if it can run here, otherwise the reason in a few words."""
+        """Returns None if the kernel can run here, else the reason in a few words."""
         ...
 
     def forward(

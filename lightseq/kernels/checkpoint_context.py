@@ -1,4 +1,4 @@
-"""What an operator knows of the checkpoint around it: what that has kept of its results, and whether it runs again."""
+"""Context of a checkpoint, which lets custom operators reuse their stored outputs during recomputation."""
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -7,28 +7,28 @@ from typing import NamedTuple
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
-# What is called in the place of an operator's computation, which it is given.
-Around = Callable[[Callable[[], Results]], Results]
+# Called with an operator's computation, in place of it.
+OperatorWrapper = Callable[[Callable[[], Results]], Results]
 
 
 class _Pass(NamedTuple):
-    around: Around | None
-    again: bool
+    wrapper: OperatorWrapper | None
+    recomputing: bool
 
 
-_NO_CHECKPOINT = _Pass(None, again=False)
+_NO_CHECKPOINT = _Pass(None, recomputing=False)
 _PASS: ContextVar[_Pass] = ContextVar("pass", default=_NO_CHECKPOINT)
 
 
-class checkpointed:
-    """One of the two passes of a checkpoint: within it, in this thread, operators that ask are told.
+class checkpoint_pass:
+    """Context manager around one of the two passes of a checkpoint, for operators in this thread.
 
-    `results_of` gives what `around` makes of a computation (None: what it gives), and `runs_again` is `again`. A
-    dispatch mode would do that at the price of some ten microseconds for every other operation.
+    `stored_or_computed` then calls `wrapper` (None: the computation itself); `is_recomputing` returns `recomputing`.
+    A dispatch mode would do the same at about ten microseconds for every other operation.
     """
 
-    def __init__(self, around: Around | None, again: bool) -> None:
-        self._pass, self._tokens = _Pass(around, again), list[Token[_Pass]]()
+    def __init__(self, wrapper: OperatorWrapper | None, recomputing: bool) -> None:
+        self._pass, self._tokens = _Pass(wrapper, recomputing), list[Token[_Pass]]()
 
     def __enter__(self) -> None:
         self._tokens.append(_PASS.set(self._pass))
@@ -37,33 +37,33 @@ class checkpointed:
         _PASS.reset(self._tokens.pop())
 
 
-def take(gradient: Tensor) -> Tensor:
-    """The memory of a gradient that a backward pass was given, so that it goes as soon as the result does.
+def take_memory(gradient: Tensor) -> Tensor:
+    """Takes the memory of a gradient that a backward pass was passed, and frees it with the returned tensor.
 
-    Autograd holds what it gave until the pass is over, and is left with a tensor of no memory. To be used where nobody
-    else reads that tensor; others that share its memory keep it.
+    Autograd would hold the gradient until the pass ends; it is left with a tensor without memory. Nobody else may read
+    that tensor. Tensors that share its memory keep it.
     """
     taken = gradient.detach()
-    let_go(gradient)
+    free_memory(gradient)
     return taken
 
 
-def let_go(x: Tensor) -> None:
-    """Leaves a tensor without memory, whoever holds it."""
+def free_memory(x: Tensor) -> None:
+    """Frees the memory of a tensor, whoever holds it."""
     x.set_()  # type: ignore[call-overload]
 
 
-def around_operator() -> Around | None:
-    """Returns what a checkpoint puts in the place of an operator's computation; None without a checkpoint."""
-    return _PASS.get().around
+def operator_wrapper() -> OperatorWrapper | None:
+    """Returns the wrapper that a checkpoint puts around an operator's computation; None without a checkpoint."""
+    return _PASS.get().wrapper
 
 
-def results_of(compute: Callable[[], Results]) -> Results:
-    """Returns what an operator computes, or what a checkpoint around it has stored."""
-    around = around_operator()
-    return compute() if around is None else around(compute)
+def stored_or_computed(compute: Callable[[], Results]) -> Results:
+    """Returns the results of an operator: stored by a checkpoint around it, else computed."""
+    wrapper = operator_wrapper()
+    return compute() if wrapper is None else wrapper(compute)
 
 
-def runs_again() -> bool:
-    """Whether a layer runs once more, for what its backward pass needs: nobody reads what comes out at its end."""
-    return _PASS.get().again
+def is_recomputing() -> bool:
+    """Returns whether a layer is being recomputed for its backward pass, which does not read the layer's output."""
+    return _PASS.get().recomputing

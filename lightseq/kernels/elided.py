@@ -1,4 +1,4 @@
-"""A kernel whose arithmetic is left out: it takes the memory that the real one takes, and next to no time."""
+"""A kernel without arithmetic: it allocates the memory of the real one and returns zeros."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,10 @@ from lightseq.kernels.base import GradientMemory, Kernel, KernelSpec, Saved, gra
 
 @dataclass(frozen=True)
 class Elided:
-    """Results are zero. Flash kernels sum dq in float32, dk and dv too where heads share them: that room is taken."""
+    """Stand-in for a kernel, for rehearsals.
+
+    Its workspace is that of flash kernels: dq in float32, and dk and dv too where query heads share them.
+    """
 
     kernel: Kernel
 

@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4, called at the functions below their autograd so that the backward gets the global lse.
+"""FlashAttention 2, 3 and 4, called below their autograd functions so that the backward gets the global lse.
 
 fa2: package flash-attn (https://github.com/Dao-AILab/flash-attention). fa3: its `hopper` folder, module
 flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cute. All align causal masks bottom-right.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.tile import Lengths
-from lightseq.kernels.torch_native import half_on_cuda
+from lightseq.kernels.torch_native import why_not_flash
 
-_PLAIN: Final[dict[str, Any]] = {  # what FA2 could do besides
+_DISABLED_FEATURES: Final[dict[str, Any]] = {  # FA2 requires these arguments
     "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
 }  # fmt: skip
 
@@ -35,8 +35,8 @@ class _FlashAttention:
     above: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
 
-    def unfit(self, spec: KernelSpec) -> str | None:
-        if reason := half_on_cuda(spec):
+    def why_unsupported(self, spec: KernelSpec) -> str | None:
+        if reason := why_not_flash(spec):
             return reason
         if not self.lowest <= spec.capability < self.above:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
@@ -45,11 +45,11 @@ class _FlashAttention:
         return None
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        if reason := self.unfit(spec):
+        if reason := self.why_unsupported(spec):
             return reason
         try:
             self._load()
-        except Exception as error:  # half an installation raises what it likes: fa4's a RuntimeError, others an OSError
+        except Exception as error:  # a broken installation raises any error: fa4 a RuntimeError, others an OSError
             said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
         return None
@@ -67,7 +67,9 @@ class FlashAttention2(_FlashAttention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, 0.0, scale, causal, **_PLAIN, return_softmax=False)
+        out, lse, *_ = self._load()._flash_attn_forward(
+            q, k, v, 0.0, scale, causal, **_DISABLED_FEATURES, return_softmax=False
+        )
         return out, lse
 
     def backward(
@@ -76,7 +78,7 @@ class FlashAttention2(_FlashAttention):
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_PLAIN,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_DISABLED_FEATURES,
             deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
@@ -85,7 +87,7 @@ class FlashAttention2(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._load()._flash_attn_varlen_forward(
-            q, k, v, *lengths, 0.0, scale, causal, **_PLAIN, return_softmax=False
+            q, k, v, *lengths, 0.0, scale, causal, **_DISABLED_FEATURES, return_softmax=False
         )
         return out, lse
 
@@ -96,7 +98,7 @@ class FlashAttention2(_FlashAttention):
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_PLAIN,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_DISABLED_FEATURES,
             deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
@@ -150,7 +152,7 @@ class FlashAttention4(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Computes a dense batch where there are no lengths."""
+        """Computes segments, or a dense batch without lengths."""
         out, lse, *_ = self._load()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
         )
@@ -178,7 +180,7 @@ def _named(lengths: Lengths | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@cache  # every call would make Python forget which warnings it has given once
+@cache  # each call resets the warnings that Python has given once
 def _silence_fa4() -> None:
-    """It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect."""
+    """Silences a harmless warning of its compiler, which would fill pages on every rank."""
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)

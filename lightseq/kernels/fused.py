@@ -1,6 +1,6 @@
-"""Triton kernels that bring operands and results to their places in one launch each, also out of other GPUs' memory.
+"""Triton kernels that copy, add and merge many tensors in one launch, also from the memory of other GPUs.
 
-A launch is prepared once for its addresses, which repeat from layer to layer, and then costs the host next to nothing.
+A launch is prepared once for its addresses, which repeat from layer to layer, and then costs the host almost nothing.
 Tensors are (B, S, N, D) or an lse (B, N, S), their last dimension contiguous.
 """
 
@@ -22,8 +22,8 @@ SUM_ELEMENTS = 2048  # for one program of a sum
 
 
 def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
-    """dst.copy_(src) for pairs alike in shape and dtype. None if 8-byte words do not fit."""
-    lines, starts, steps = [], [], []  # a line for every pair: where it lies, and its shape and strides in words
+    """Prepares dst.copy_(src) for pairs of equal shape and dtype. Returns None if 8-byte words do not fit."""
+    lines, starts, steps = [], [], []  # a line for every pair: addresses, shape and strides in words
     for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
         counts = [dst.shape[3], *dst.stride()[:3], *src.stride()[:3]]
@@ -50,14 +50,14 @@ def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
 
 
 def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
-    """To every total adds the sum of its parts, in float32; `fresh`: the totals hold nothing yet.
+    """Prepares adding to every total the sum of its parts, in float32. `fresh`: the totals hold nothing yet.
 
-    Totals have one shape, dtype and strides among them; parts may differ in strides.
+    Totals have the same shape, dtype and strides; parts may differ in strides.
     """
     total, part = totals[0], parts[0][0]
     batch, length, heads, dim = _as_rows(total).shape
     most = max(map(len, parts))
-    table = []  # a line for every total: where it lies, how many parts, and where each lies with its strides
+    table = []  # a line for every total: address, number of parts, address and strides of each
     for home, pieces in zip(totals, parts, strict=True):
         table += [home.data_ptr(), len(pieces)]
         for i in range(most):
@@ -75,12 +75,12 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(B, S, N, D) as it is; an lse (B, N, S), whose rows are those of a head, as (B, N, 1, S)."""
+    """Returns (B, S, N, D) unchanged, and an lse (B, N, S), whose rows are heads, as (B, N, 1, S)."""
     return x if x.ndim == 4 else x.unsqueeze(2)
 
 
 def _tile(width: int, elements: int) -> tuple[int, int]:
-    """(columns, rows) of one program: a power of two of columns that wastes none of a row if there is such a one."""
+    """Returns (columns, rows) of one program. Columns are a power of two, which divides the width if possible."""
     columns = min(width & -width, elements)
     if columns < 64:
         columns = min(triton.next_power_of_2(width), elements)
@@ -88,7 +88,7 @@ def _tile(width: int, elements: int) -> tuple[int, int]:
 
 
 def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
-    """Whether every address and stride allows accesses of sixteen bytes."""
+    """Returns whether every address and stride allows accesses of sixteen bytes."""
     lines = [table[i : i + line] for i in range(0, len(table), line)]
     addresses = [x for numbers in lines for x in (numbers[0], *numbers[2::4])]
     strides = [x for numbers in lines for k in (3, 4, 5) for x in numbers[k::4]]
@@ -96,14 +96,14 @@ def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
 
 
 def _table(numbers: list[int], device: torch.device) -> Tensor:
-    """On the device; from pinned memory, so that the host does not wait for the stream."""
+    """Copies numbers to the device, from pinned memory so that the host does not wait for the stream."""
     table = torch.tensor(numbers, dtype=torch.int64)
     if device.type != "cuda":
         return table
     if not torch.cuda.is_current_stream_capturing():
         return table.pin_memory().to(device, non_blocking=True)
-    while True:  # a recording repeats, but a table comes once, and before
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # of a few, the one that records among them
+    while True:  # a CUDA graph repeats its work, but the table is copied once, before
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses a few, among them the recording one
             if not torch.cuda.is_current_stream_capturing():
                 return table.to(device)
 
@@ -163,7 +163,7 @@ def _add(
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Softmax over the union of two sets of keys, in the sigmoid form; out is float32, lse (B, N, S)."""
+    """Merges a part into out and lse: softmax over the union of their keys. out is float32, lse (B, N, S)."""
     tensors = (out, lse, part, part_lse)
     steps = (*out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
     _merge_launch(out.device, out.shape, steps, part.dtype, alignments(tensors))(*tensors)
@@ -173,7 +173,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def _merge_launch(
     device: torch.device, shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]
 ) -> Launch:
-    """For tensors that are alike in all of this."""
+    """Prepares a merge of tensors of this layout."""
     batch, length, heads, dim = shape
     constants = {"DIM": triton.next_power_of_2(dim)}
     return Launch(_merge, (batch * length, heads, 1), (length, dim, *steps), constants, num_warps=1)

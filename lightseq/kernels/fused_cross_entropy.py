@@ -1,4 +1,4 @@
-"""A Triton kernel that turns logits into the gradient of their cross entropy where they lie, and gives the losses."""
+"""A Triton kernel that computes cross entropy, and overwrites the logits by their gradient."""
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
@@ -12,9 +12,9 @@ BLOCK = 8192  # logits that one program reads at once
 
 
 def cross_entropy_(logits_NV: Tensor, labels_N: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
-    """-log p(label) of every row (N,), float32, 0 where the label is `ignore_index`.
+    """Computes -log p(label) of every row (N,), float32, 0 where the label is `ignore_index`.
 
-    With the gradient, p - onehot(label) takes the place of the logits, and 0 that of rows without a label.
+    With the gradient, logits are overwritten by p - onehot(label), and by 0 in rows without a label.
     """
     assert logits_NV.is_contiguous() and labels_N.is_contiguous()
     rows, vocabulary = logits_NV.shape

@@ -11,13 +11,19 @@ BLOCK = 4096  # elements of one program
 
 
 def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    """out becomes silu(gate) * up, computed in float32. Contiguous tensors of one shape and dtype; out may be gate."""
+    """Writes silu(gate) * up to out, computed in float32.
+
+    Tensors are contiguous and of one shape and dtype; out may be gate.
+    """
     assert gate.is_contiguous() and up.is_contiguous() and out.is_contiguous()
     _forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
 
 
 def silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Writes the gradients, perhaps where gate and up are; dact, the gradient of the product, becomes the product."""
+    """Writes the gradients of gate and up, and overwrites dact, the gradient of the product, by the product.
+
+    dgate and dup may be gate and up.
+    """
     assert all(x.is_contiguous() for x in (gate, up, dact, dgate, dup))
     grid = (triton.cdiv(gate.numel(), BLOCK),)
     _backward[grid](gate, up, dact, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=8)

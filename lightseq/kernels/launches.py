@@ -1,4 +1,4 @@
-"""Copies and sums of many tensors at once: on a GPU in few launches, prepared once; elsewhere one by one."""
+"""Copies and sums of many tensors: on a GPU in few launches, prepared once; elsewhere one by one."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,25 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 4096  # prepared launches; more means that addresses do not repeat
+MAX_LAUNCHES = 4096  # prepared; more means that addresses do not repeat
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), alike in shape and dtype
-Lines = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # totals alike in shape, dtype and strides; parts of each
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of equal shape and dtype
+# Totals of equal shape, dtype and strides; the parts of each.
+TotalsAndParts = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]
 
 
 class Launch:
-    """A Triton kernel with all its arguments but the tensors it is called with.
+    """A Triton kernel with all its arguments except the tensors it is called with.
 
-    The first call compiles. Later ones hand their arguments to what that gave, past the search for what to compile,
-    which takes the host longer than the launch: for tensors of the same device, dtypes and `alignments`. Of other
-    tensors it holds addresses, and keeps none alive but its table.
+    The first call compiles. Later calls go straight to the compiled kernel, past Triton's look-up, which takes the host
+    longer than the launch; so tensors must have the same device, dtypes and `alignments` each time. Its table holds
+    addresses of other tensors, and does not keep those alive.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any],
         num_warps: int,
     ) -> None:  # fmt: skip
-        """`constants` by name, in the order in which they follow the arguments in the kernel's signature."""
+        """Takes `constants` by name, in the order in which they follow the arguments in the kernel's signature."""
         self._kernel, self._grid, self._arguments = kernel, grid, arguments
         self._constants, self._num_warps = constants, num_warps
         self._again: Callable[..., None] | None = None
@@ -39,25 +40,28 @@ class Launch:
             self._again(*tensors, *self._arguments)
             return
         compiled = self._kernel[self._grid](*tensors, *self._arguments, **self._constants, num_warps=self._num_warps)
-        if compiled is not None:  # Triton's interpreter has nothing to give
+        if compiled is not None:  # Triton's interpreter returns nothing
             self._again, self._arguments = compiled[self._grid], (*self._arguments, *self._constants.values())
 
 
 class Launches:
-    """`key` stands for all that a call touches, as `addresses` describes it; only for a new key is `build` called."""
+    """Cache of prepared launches.
+
+    `key` identifies all memory that a call touches (see `addresses`); `build` is called for a new key only.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Launch] = {}
-        self._noted: list[Launch] | None = None
+        self._collected: list[Launch] | None = None
 
     @contextmanager
-    def noted(self) -> Iterator[list[Launch]]:
-        """What is launched within: a recording of it reads their tables as long as it lasts."""
-        self._noted = []
+    def collect(self) -> Iterator[list[Launch]]:
+        """Yields a list of the launches made inside. A CUDA graph of them reads their tables as long as it lives."""
+        self._collected = []
         try:
-            yield self._noted
+            yield self._collected
         finally:
-            self._noted = None
+            self._collected = None
 
     def copy(self, key: Hashable, build: Callable[[], Pairs]) -> None:
         """Copies every pair."""
@@ -73,8 +77,8 @@ class Launches:
             self._keep(key, launch)
         self._run(launch)
 
-    def add(self, key: Hashable, build: Callable[[], Lines], fresh: bool) -> None:
-        """Adds to every total its parts, in float32 or wider. `fresh`: the totals hold nothing yet."""
+    def add(self, key: Hashable, build: Callable[[], TotalsAndParts], fresh: bool) -> None:
+        """Adds its parts to every total, in float32 or wider. `fresh`: the totals hold nothing yet."""
         launch = self._known.get((key, fresh))
         if launch is None:
             totals, parts = build()
@@ -90,28 +94,28 @@ class Launches:
         self._run(launch)
 
     def _run(self, launch: Launch) -> None:
-        if self._noted is not None:
-            self._noted.append(launch)
+        if self._collected is not None:
+            self._collected.append(launch)
         launch()
 
     def _keep(self, key: Hashable, launch: Launch) -> None:
-        if len(self._known) >= MOST:
+        if len(self._known) >= MAX_LAUNCHES:
             self._known.clear()
         self._known[key] = launch
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """A key: where tensors lie, and how."""
+    """Returns a key of the addresses, dtypes, shapes and strides of tensors."""
     return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
 
 
 def alignments(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-    """What a compiled kernel takes for granted of addresses: which are multiples of sixteen."""
+    """Returns which addresses are multiples of sixteen, as Triton assumes of a compiled kernel."""
     return tuple(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
-    """The Triton kernels of a module beside this one, where they can run on a tensor like this."""
+    """Imports a module of Triton kernels beside this one; returns None if they cannot run on such a tensor."""
     return _with_triton(module) if x.is_cuda and x.dtype is not torch.float64 else None
 
 

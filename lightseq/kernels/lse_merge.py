@@ -1,4 +1,4 @@
-"""Joins attention outputs over different keys into one."""
+"""Merge of attention outputs over different keys."""
 
 import torch
 from einops import rearrange
@@ -8,7 +8,7 @@ from lightseq.kernels.launches import fused_kernels
 
 
 def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the union of two sets of keys, in the sigmoid form: no exponential of an lse can overflow.
+    """Merges two outputs into the softmax over the union of their keys, in the sigmoid form, which cannot overflow.
 
     `out` and `lse` decide the precision (float32 where partial results accumulate). A row of either that saw no key
     (lse -inf, out 0) changes nothing.
@@ -19,9 +19,9 @@ def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_B
 
 
 def merge_into(out_BSHD: Tensor, lse_BHS: Tensor, part_BSHD: Tensor, part_lse_BHS: Tensor) -> None:
-    """`merge` in place."""
+    """Merges a part into out and lse in place."""
     if out_BSHD.is_meta:
-        return  # nothing to merge: a plan counts memory, of which the GPU's kernel takes none
+        return  # the planner counts memory, and the GPU's kernel takes none
     if fused := fused_kernels(out_BSHD):
         fused.merge_into(out_BSHD, lse_BHS, part_BSHD, part_lse_BHS)
     else:

@@ -1,11 +1,11 @@
-"""Matrix products that add up in a wider dtype than their factors'."""
+"""Matrix products accumulated in a wider dtype than that of their factors."""
 
 import torch
 from torch import Tensor
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without rounding the product to the factors' dtype."""
+    """Adds a @ b to total, without rounding the product to the factors' dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

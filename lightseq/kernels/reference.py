@@ -1,4 +1,4 @@
-"""Attention written out in plain torch: any dtype, any device, quadratic memory. The oracle of every other kernel."""
+"""Attention written out in torch: any dtype, any device, quadratic memory. Other kernels are tested against it."""
 
 from typing import Literal
 
@@ -42,7 +42,7 @@ class ReferenceKernel:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Scaled, masked scores (B, H, S, T), at least float32."""
+    """Returns scaled, masked scores (B, H, S, T), at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bshd,bthd->bhst", q.to(wide), _repeat_heads(k, q).to(wide)) * scale
     if causal:

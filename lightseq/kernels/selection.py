@@ -1,4 +1,4 @@
-"""Choice of the kernel: the fastest that can run here, and why faster ones cannot."""
+"""Choice of the kernel: the fastest that can run here, and the reasons against faster ones."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ class Selection:
     """A kernel, and (name, reason) of every faster one that cannot run."""
 
     kernel: Kernel
-    passed_over: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        before = "; ".join(f"{name}: {reason}" for name, reason in self.passed_over)
+        before = "; ".join(f"{name}: {reason}" for name, reason in self.skipped)
         return self.kernel.name + (f" ({before})" if before else "")
 
 
@@ -27,27 +27,28 @@ def select(name: str, spec: KernelSpec) -> Selection:
         if reason := kernel.why_not(spec):
             raise ValueError(f"kernel {name} cannot run here: {reason}; choose another, or auto")
         return Selection(kernel)
-    passed_over: list[tuple[str, str]] = []
+    skipped: list[tuple[str, str]] = []
     for candidate in _order(spec):
         kernel = KERNELS[candidate](spec)
         reason = kernel.why_not(spec)
         if reason is None:
-            return Selection(kernel, tuple(passed_over))
-        passed_over.append((candidate, reason))
+            return Selection(kernel, tuple(skipped))
+        skipped.append((candidate, reason))
     raise AssertionError("the reference kernel runs everywhere")
 
 
-def unfit(name: str, spec: KernelSpec) -> str | None:
-    """Returns why the named kernel could not run on a GPU like this, whatever is installed; None if it could."""
+def why_unsupported(name: str, spec: KernelSpec) -> str | None:
+    """Returns why this hardware cannot run the named kernel, whatever is installed; None if it can."""
     kernel = KERNELS[name](spec)
-    reason: str | None = getattr(kernel, "unfit", kernel.why_not)(spec)  # of the others nothing has to be installed
+    check = getattr(kernel, "why_unsupported", kernel.why_not)  # other kernels come with torch
+    reason: str | None = check(spec)
     return reason
 
 
 def _order(spec: KernelSpec) -> tuple[str, ...]:
     if spec.device_type == "cpu":
         return ("cpu", "reference")
-    if spec.packed:  # first those that take documents in one call: the others pay for every document, and every length
+    if spec.packed:  # varlen kernels first: others make one call a document, with costs for every new length
         later = ("fa3", "cudnn", "reference")
         return ("fa4", "fa2", "aten", *later) if spec.capability >= (9, 0) else ("fa2", "aten", *later[1:])
     if spec.capability >= (9, 0):

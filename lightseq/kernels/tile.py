@@ -1,7 +1,7 @@
-"""Computes a tile under any mask or segments with any kernel.
+"""Computation of a tile under any mask, or segments, with any kernel.
 
-Every mask is brought down to the two cases that kernels know, full and causal. Segments are computed in one call of
-variable lengths where the kernel has one.
+Every mask is reduced to the two that kernels have, full and causal. Segments are computed in one varlen call if the
+kernel has one, else one by one.
 
 Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -24,7 +24,7 @@ def forward_tile(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of one tile. Rows that see no key have out 0 and lse -inf.
 
-    `into` is memory that out may be written to; if it was, that same tensor is returned.
+    `into` is memory that out may be written to; if it is, that tensor is returned.
     """
     if isinstance(mask, Segments):
         return _forward_segments(kernel, q, k, v, mask, scale, into)
@@ -96,7 +96,7 @@ def _backward_strict(kernel: Kernel, dout: Tensor, saved: Saved, scale: float) -
 
 
 class Lengths(NamedTuple):
-    """Segments side by side as flash kernels take them: where each begins, and the end (int32, on the device)."""
+    """Cumulative lengths of segments, as flash kernels take them (int32, on the device)."""
 
     q: Tensor
     k: Tensor
@@ -106,7 +106,7 @@ class Lengths(NamedTuple):
 
 @runtime_checkable
 class VarlenKernel(Protocol):
-    """A kernel that computes segments side by side in one call, causal masks aligned bottom-right in each."""
+    """Interface of a kernel that computes several segments in one call, causal masks aligned bottom-right in each."""
 
     def forward_varlen(
         self, q_SHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Lengths, causal: bool, scale: float,
@@ -125,7 +125,7 @@ class VarlenKernel(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """A round on a device: which rows it takes, side by side, and the lengths of its segments."""
+    """A round on a device: the indices of its rows and keys, and the lengths of its segments."""
 
     q: slice | Tensor
     k: slice | Tensor
@@ -141,16 +141,16 @@ class _Part:
         return isinstance(self.q, slice) and (self.q.start, self.q.stop) == (0, q.shape[1])
 
     def of(self, saved: Saved) -> Saved:
-        """Returns the rows and keys that the part takes."""
+        """Returns the rows and keys of this part."""
         q, k, v, out, lse = saved
         return Saved(q[:, self.q], k[:, self.k], v[:, self.k], out[:, self.q], lse[:, :, self.q])
 
 
 def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
-    """Returns the parts on a device, made once: every layer of a batch runs the same segments."""
-    if device not in segments.known:
-        segments.known[device] = tuple(_part(found, device) for found in segments.rounds)
-    return segments.known[device]
+    """Returns the parts on a device, cached: every layer of a batch runs the same segments."""
+    if device not in segments.cache:
+        segments.cache[device] = tuple(_part(found, device) for found in segments.rounds)
+    return segments.cache[device]
 
 
 def _part(found: Round, device: torch.device) -> _Part:
@@ -182,7 +182,7 @@ def _forward_segments(
 def _forward_part(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of the rows that a part takes; q, k and v hold those alone."""
+    """Returns (out, lse) of one part; q, k and v hold its rows and keys alone."""
     if len(part.sizes) == 1:
         return forward_tile(kernel, q, k, v, part.mask, scale, into)
     if isinstance(kernel, VarlenKernel):
@@ -218,7 +218,7 @@ def _backward_segments(
     for part in parts:
         made = _backward_part(kernel, dout, saved, part, scale, (None, None, None))
         for total, gradient, where in zip(sums, made, (part.q, part.k, part.k), strict=True):
-            total[:, where] += gradient  # no place twice in one part
+            total[:, where] += gradient  # no index twice in one part
     for x, total in zip((dq, dk, dv), sums, strict=True):
         x.copy_(total)
     return dq, dk, dv

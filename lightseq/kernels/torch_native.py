@@ -1,6 +1,6 @@
-"""The attention kernels that come with torch: its CPU flash attention, its FlashAttention-2 build, and cuDNN.
+"""Attention kernels that come with torch: CPU flash attention, a build of FlashAttention-2, and cuDNN.
 
-They are called at the aten level, where the backward accepts an lse that spans more keys than the tile.
+They are called at the aten level, where the backward accepts an lse over more keys than the tile's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _swap(x: Tensor) -> Tensor:
-    """(B, S, H, D) and (B, H, S, D) into one another, without a copy."""
+    """Converts between (B, S, H, D) and (B, H, S, D), without a copy."""
     return rearrange(x, "b s h d -> b h s d")
 
 
-def half_on_cuda(spec: KernelSpec) -> str | None:
-    """The condition every GPU flash kernel shares."""
+def why_not_flash(spec: KernelSpec) -> str | None:
+    """Returns the first requirement of all GPU flash kernels that is not met."""
     if spec.device_type != "cuda":
         return "needs a CUDA device"
     if spec.dtype not in HALF:
@@ -73,7 +73,7 @@ class AtenKernel:
         self._deterministic = deterministic
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        if reason := half_on_cuda(spec):
+        if reason := why_not_flash(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
@@ -119,7 +119,7 @@ class AtenKernel:
 
 @contextmanager
 def _deterministic(asked: bool) -> Iterator[None]:
-    """torch's own kernels look at a switch of the whole process."""
+    """Turns on deterministic algorithms within, a switch of the whole process that torch's kernels read."""
     if not asked or torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -137,10 +137,10 @@ class CudnnKernel:
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        return self.unfit(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
+        return self.why_unsupported(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
 
-    def unfit(self, spec: KernelSpec) -> str | None:
-        if reason := half_on_cuda(spec):
+    def why_unsupported(self, spec: KernelSpec) -> str | None:
+        if reason := why_not_flash(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
-from lightseq.kernels.checkpoint_context import Results, checkpointed, let_go, runs_again
+from lightseq.kernels.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 from lightseq.memory.offload import Offload
 from lightseq.modules.mlp import STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
@@ -72,7 +72,7 @@ def checkpoint_groups(
 
     The backward pass first runs a group's layers forward again, each of which stores what its own checkpoint stores (on
     the host, given `inner`). The last layer's backward pass follows at once, so it may use another forward, from
-    `lasts_again`, that stores more for that short time. Its output is never read (`runs_again`). The first layer's
+    `lasts_again`, that stores more for that short time. Its output is never read (`is_recomputing`). The first layer's
     forward runs the whole group and the others return their input, so the model needs no change.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
@@ -96,7 +96,7 @@ def _run_group(
         if after_last is None:
             return last(hidden, *args, **kwargs)
         hidden.register_hook(after_last)
-        with checkpointed(None, again=True):
+        with checkpoint_pass(None, recomputing=True):
             return last_again(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
@@ -124,7 +124,7 @@ class _Group(torch.autograd.Function):
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
 
         def after_last(_: Tensor) -> None:
-            let_go(dout)
+            free_memory(dout)
 
         with torch.enable_grad():
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # the output itself is not needed any more
@@ -142,7 +142,7 @@ def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs:
 
 
 def _recompute_contexts() -> Contexts:
-    return checkpointed(None, runs_again()), checkpointed(None, again=True)
+    return checkpoint_pass(None, is_recomputing()), checkpoint_pass(None, recomputing=True)
 
 
 def _storing_contexts(offload: Offload | None) -> Contexts:
@@ -161,4 +161,4 @@ def _storing_contexts(offload: Offload | None) -> Contexts:
             raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
         return tuple(fetch(x).detach() for x in stored.popleft())
 
-    return checkpointed(storing, runs_again()), checkpointed(reusing, again=True)
+    return checkpoint_pass(storing, is_recomputing()), checkpoint_pass(reusing, recomputing=True)

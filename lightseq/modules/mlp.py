@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from lightseq.kernels.checkpoint_context import results_of, runs_again
+from lightseq.kernels.checkpoint_context import is_recomputing, stored_or_computed
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
@@ -98,7 +98,7 @@ def _gated_mlp(
 ) -> Tensor:
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    if ends_layer and runs_again():
+    if ends_layer and is_recomputing():
         return out
     for rows in tiles(len(x_NH), tile_tokens):
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
@@ -138,7 +138,7 @@ def _gated_mlp_stored(
             del act
         return gate, up
 
-    gate, up = results_of(compute)
+    gate, up = stored_or_computed(compute)
     return out, gate, up
 
 

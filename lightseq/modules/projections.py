@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq.kernels.checkpoint_context import results_of
+from lightseq.kernels.checkpoint_context import stored_or_computed
 from lightseq.modules.low_rank import LinearWeights, is_linear, linear_weights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -48,7 +48,7 @@ def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
 @torch.library.custom_op("lightseq::linear_stored", mutates_args=())
 def _linear_stored(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
     """Applies a linear; `tensors` are those of its LinearWeights."""
-    (y_NO,) = results_of(lambda: (LinearWeights.of(tensors, scale).forward(x_NI),))
+    (y_NO,) = stored_or_computed(lambda: (LinearWeights.of(tensors, scale).forward(x_NI),))
     return y_NO
 
 

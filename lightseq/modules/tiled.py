@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightseq.attention.module_attention import attend
 from lightseq.attention.operator import attention_backward
 from lightseq.kernels import Saved
-from lightseq.kernels.checkpoint_context import runs_again, take
+from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
 
@@ -101,7 +101,7 @@ class _Tiled:
 
     def finished(self, x: Tensor, out: Tensor) -> Tensor:
         whole, x = torch.empty_like(x), x.detach()
-        for rows in () if runs_again() else self.tiles(x):
+        for rows in () if is_recomputing() else self.tiles(x):
             whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
         return whole
 
@@ -129,7 +129,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tiled, dy = ctx.tiled, take(dy)
+        tiled, dy = ctx.tiled, take_memory(dy)
         x, *kept = ctx.saved_tensors
         out, lse = kept or tiled.attention(x)
         sums = _Sums(_trained(tiled.layer))

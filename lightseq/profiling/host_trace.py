@@ -1,6 +1,6 @@
-"""Where the time of a traced step went on a CPU: every millisecond once, by the operator that the process was in.
+"""Breakdown of a traced step on a CPU: every millisecond counts once, for the innermost operator.
 
-Of operators inside each other the innermost counts; what lies around it says what it was for.
+The operators around it tell its purpose.
 """
 
 import re
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightseq.profiling.trace import IDLE, PHASES, Account
+from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown
 
-INSIDE: Final = " > "  # between the names of operators, outermost first
-# What an operator is for, by its path: the first pattern that matches.
+PATH_SEPARATOR: Final = " > "  # between the names of operators, outermost first
+# Kinds of operators by the first pattern that matches their path.
 HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("attention's exchange", r"lightseq(::|_)attention\w*$|lightseq::attention.* c10d::\w+$"),
     ("attention, backward", r"lightseq::attention_backward"),
@@ -21,30 +21,30 @@ HOST_KINDS: Final[tuple[tuple[str, str], ...]] = (
     ("weights: cast and join", r"FSDP::"),
     ("loss", r"CrossEntropy"),
     ("optimizer, norm, clip", r"(?i)optimizer|adam|foreach|norm_out$|clip|^update\b"),
-    ("other operators", INSIDE),
-    (IDLE, ""),  # no operator: Python
+    ("other operators", PATH_SEPARATOR),
+    (IDLE, ""),  # no operator: Python code
 )
 STEP: Final = re.compile(r"step \d+")
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A stretch of one thread in which the operators did not change."""
+class OperatorInterval:
+    """An interval of one thread with the same stack of operators."""
 
     us: float
     path: tuple[str, ...]  # of operators, outermost first; phases are among them
-    begins: bool  # with the call of the innermost one
+    begins: bool  # the innermost one is called at its start
 
 
-def host_account(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Raises ValueError for a trace without a step."""
+def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
+    """Returns the breakdown of a trace. Raises ValueError for one without a step."""
     said = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     steps = [e for e in said if STEP.fullmatch(e["name"])]
     if not steps:
         raise ValueError("the trace holds no step of training; train with --profile_steps 10:12")
-    account = Account(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
+    account = StepBreakdown(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
     own = [e for e in events if e.get("ph") == "X" and e.get("tid") == steps[0].get("tid") and _counts(e)]
-    for moment in moments_of(own):
+    for moment in operator_intervals(own):
         if not moment.path or not STEP.fullmatch(moment.path[0]):
             continue
         phase = next((name for name in moment.path if name in PHASES), "")
@@ -57,31 +57,31 @@ def host_account(events: Sequence[Mapping[str, Any]]) -> Account:
 
 
 def _counts(event: Mapping[str, Any]) -> bool:
-    """gloo notes on the caller's thread what runs on another one."""
+    """Returns whether an event ran on its thread: gloo records events on the caller's that run on another."""
     name = event["name"]
     if event.get("cat") == "user_annotation":
         return name in PHASES or name.startswith(("FSDP::", "Optimizer.")) or STEP.fullmatch(name) is not None
     return event.get("cat") == "cpu_op"
 
 
-def moments_of(events: Iterable[Mapping[str, Any]]) -> Iterator[Moment]:
-    """Gapless while any event lasts."""
+def operator_intervals(events: Iterable[Mapping[str, Any]]) -> Iterator[OperatorInterval]:
+    """Yields intervals without gaps while any event lasts."""
     stack: list[tuple[str, float]] = []  # name and end
     now, fresh = 0.0, False
     for event in [*sorted(events, key=lambda e: (e["ts"], -e["dur"])), None]:
         until = float("inf") if event is None else event["ts"]
         while stack and stack[-1][1] <= until:
-            yield Moment(max(0.0, stack[-1][1] - now), tuple(name for name, _ in stack), fresh)
+            yield OperatorInterval(max(0.0, stack[-1][1] - now), tuple(name for name, _ in stack), fresh)
             now, fresh = max(now, stack.pop()[1]), False
         if event is None:
             return
         if stack:
-            yield Moment(until - now, tuple(name for name, _ in stack), fresh)
+            yield OperatorInterval(until - now, tuple(name for name, _ in stack), fresh)
         now, fresh = until, True
         stack.append((event["name"], event["ts"] + event["dur"]))
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """`path` begins with the phase, if there is one."""
-    joined = INSIDE.join(path)
+    """Returns the kind of a path, which begins with the phase if there is one."""
+    joined = PATH_SEPARATOR.join(path)
     return next(kind for kind, pattern in HOST_KINDS if re.search(pattern, joined))

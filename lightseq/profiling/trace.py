@@ -1,6 +1,6 @@
-"""Where the time of a traced step went: every millisecond once, under the kind of what the device was busy with.
+"""Breakdown of a traced step on a GPU: every millisecond counts once, by the kind of work.
 
-Knows the files that torch.profiler writes, and nothing of torch.
+It reads files of torch.profiler, and does not import torch.
 """
 
 import bisect
@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lightseq.profiling.traffic import kinds_of
+from lightseq.profiling.traffic import transfers_by_kind
 
-# What a kernel is for, by its name: the first pattern that matches. Earlier rows win where kernels run side by side, so
-# that communication counts where nothing else runs, which is what it costs.
+# Kinds of kernels by the first pattern that matches their name. Earlier rows win where kernels run side by side, so
+# that communication counts only while nothing else runs, which is its cost.
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
@@ -34,14 +34,14 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 IDLE = "nothing runs"
 PHASES = ("forward", "backward", "update")
-MOST_KERNELS: Final = 60  # of a summary, those that took longest
-ON_HOST: Final = "host"  # the kind of all that a CPU does
+MAX_KERNELS: Final = 60  # in a summary, the longest
+ON_HOST: Final = "host"  # the kind of all work of a CPU
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran on the device, in microseconds."""
+    """A kernel, copy or memset on the device, in microseconds."""
 
     kind: int  # its row of KINDS
     name: str
@@ -51,8 +51,8 @@ class Span:
 
 
 @dataclass
-class Account:
-    """Milliseconds of a step: `spent`, what the device was busy with, and `hidden`, what ran beside that."""
+class StepBreakdown:
+    """Milliseconds of a step. `spent` counts each once; `hidden` is work that ran beside other work."""
 
     steps: int
     step_ms: float
@@ -62,8 +62,8 @@ class Account:
     names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kernel
 
 
-def read(path: Path) -> list[Mapping[str, Any]]:
-    """The events of a trace. Raises ValueError for a file that is no whole one."""
+def read_trace(path: Path) -> list[Mapping[str, Any]]:
+    """Reads the events of a trace. Raises ValueError for an incomplete file."""
     if not path.is_file():
         raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
@@ -74,19 +74,19 @@ def read(path: Path) -> list[Mapping[str, Any]]:
     return events
 
 
-def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Raises ValueError for a trace of a CPU."""
-    spans, steps = spans_of(events)
+def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
+    """Returns the breakdown of a trace. Raises ValueError for one of a CPU."""
+    spans, steps = device_spans(events)
     if not spans:
         raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
-    account = Account(steps, (end - begin) / steps / 1e3)
+    account = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
         ms = (span.end - span.start) / steps / 1e3
         account.launches[KINDS[span.kind][0]] += 1
         account.hidden[KINDS[span.kind][0]] += ms
         account.names[span.name] += ms
-    for us, busy, phase in moments(spans):
+    for us, busy, phase in busy_intervals(spans):
         kind = KINDS[busy.kind][0] if busy else IDLE
         account.spent[kind, phase] += us / steps / 1e3
         if busy:
@@ -94,8 +94,8 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
     return account
 
 
-def spans_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
-    """What ran on the device in order of time, and how many steps the trace holds."""
+def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
+    """Returns the spans of the device in order of time, and the number of steps."""
     launched: dict[int, float] = {}
     phases: list[tuple[float, float, str]] = []
     device: list[Mapping[str, Any]] = []
@@ -128,8 +128,8 @@ def kind_of(name: str) -> int:
     return next(i for i, (_, pattern) in enumerate(KINDS) if re.search(pattern, name, re.IGNORECASE))
 
 
-def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
-    """(microseconds, what the device was busy with, phase), gapless; of spans side by side the first kind counts."""
+def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
+    """Yields (microseconds, span, phase) without gaps. Of spans side by side the first kind counts; None: idle."""
     edges = sorted(
         [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
     )
@@ -138,7 +138,7 @@ def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
     for at, starts, i in edges:
         if at > before:
             busy = min((spans[j] for j in running), key=lambda span: span.kind, default=None)
-            # While nothing runs, the device waits for what comes next.
+            # Idle time belongs to the phase of the next span.
             yield at - before, busy, busy.phase if busy else spans[i].phase
             before = at
         if starts:
@@ -148,21 +148,23 @@ def moments(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is drawn of a traced run, and a person reads: milliseconds a step by kind and phase, the kernels that took
-    longest, bytes and GB/s of what moved. On a CPU the phases alone."""
+    """Summarises a trace: milliseconds a step by kind and phase, longest kernels, bytes and GB/s of transfers.
+
+    On a CPU it has the phases alone.
+    """
     try:
-        account = account_of(events)
+        account = gpu_breakdown(events)
     except ValueError:
-        account = phases_of(events)
+        account = phase_breakdown(events)
     spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
-    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
     moved = [
         {
             "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
             "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
             "highest_gb_per_second": max(kind.rates) / 1e9,
         }
-        for name, kind in kinds_of(events).items()
+        for name, kind in transfers_by_kind(events).items()
     ]  # fmt: skip
     return {
         "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
@@ -171,12 +173,12 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def phases_of(events: Sequence[Mapping[str, Any]]) -> Account:
-    """By what the program says that it was at."""
+def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
+    """Returns the breakdown by the phases that the program annotates."""
     said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
     steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
     count = max(1, len({e["name"] for e in steps}))
-    account = Account(count, sum(e["dur"] for e in steps) / count / 1e3)
+    account = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
     for e in said:
         if e["name"] in PHASES:
             account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3

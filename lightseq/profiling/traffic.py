@@ -1,4 +1,4 @@
-"""What moved in profiled steps and how fast: collectives of NCCL, copies between GPUs, to the host and within a GPU."""
+"""Transfers in profiled steps: collectives of NCCL, copies between GPUs, to the host and within a GPU."""
 
 import re
 from collections import defaultdict
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# Of n ranks, what one sends or receives as a share of the larger of its two sides: NCCL's own "bus bandwidth"
-# (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Others count their larger side once.
-SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+# Bytes that one of n ranks sends or receives, over (n - 1) / n of the larger of its input and output: NCCL's "bus
+# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count that side
+# once.
+BUS_SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 BYTES: Final[Mapping[str, int]] = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Short": 2, "Int": 4, "Float": 4,
     "Long": 8, "Double": 8,
@@ -20,21 +21,21 @@ COPIES: Final[Mapping[str, str]] = {
 
 
 @dataclass
-class Kind:
-    """Movements of one kind."""
+class Transfers:
+    """Transfers of one kind."""
 
     sizes: list[float] = field(default_factory=list)  # bytes that crossed a link
-    seconds: list[float] = field(default_factory=list)  # with what they waited for other ranks
+    seconds: list[float] = field(default_factory=list)  # with waiting for other ranks
 
     @property
     def rates(self) -> list[float]:
-        """Bytes a second of each."""
+        """Bytes per second of each transfer."""
         return [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True) if seconds > 0]
 
 
-def kinds_of(events: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
-    """By name, what moves most first. Collectives of other names and sizes than those above are left out."""
-    found: dict[str, Kind] = defaultdict(Kind)
+def transfers_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Transfers]:
+    """Groups transfers by name, most bytes first. Collectives without a known dtype are left out."""
+    found: dict[str, Transfers] = defaultdict(Transfers)
     for event in events:
         named = _copy(event) if event.get("cat") == "gpu_memcpy" else _collective(event)
         if named is not None and event.get("dur", 0) > 0:
@@ -56,6 +57,6 @@ def _collective(event: Mapping[str, Any]) -> tuple[str, float] | None:
     name = about["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
     name, ranks = name.replace("allreduce", "all_reduce"), int(about["Group size"])
     elements = max(int(about["In msg nelems"]), int(about["Out msg nelems"]))
-    share = SHARES[name] * (ranks - 1) / ranks if name in SHARES else 1.0
+    share = BUS_SHARES[name] * (ranks - 1) / ranks if name in BUS_SHARES else 1.0
     label = f"{name.replace('_', '-')}, {about['dtype'].lower()}, {ranks} ranks"
     return label, elements * BYTES[about["dtype"]] * share

@@ -1,1 +1,1 @@
-"""Who computes which tile when, as tables: layouts, schedules, their proofs and what they cost."""
+"""Attention schedules as tables: layouts, tiles and moves, their proofs and their cost."""

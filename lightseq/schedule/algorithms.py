@@ -8,30 +8,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightseq.schedule.layout import Kind, Layout
-from lightseq.schedule.table import Assignment, Mask, Rows, Schedule, Tile, steps_of
+from lightseq.schedule.layout import Layout, LayoutKind
+from lightseq.schedule.table import Assignment, LazyAssignment, Mask, Schedule, Tile, derive_steps
 
 
 def ring(layout: Layout) -> Assignment:
-    """Ring attention (arXiv 2310.01889): at step t rank r meets the keys of rank r - t. Early ranks idle."""
+    """Assigns tiles as ring attention does (arXiv 2310.01889).
+
+    At step t rank r computes with the keys of rank r - t. Early ranks idle.
+    """
     shards = [layout.chunks(rank) for rank in range(layout.world)]
-    return Rows(
-        layout.world, lambda t: [(_tile(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)]
+    return LazyAssignment(
+        layout.world,
+        lambda t: [(_causal_or_full(shards[r], shards[r - t]),) if t <= r else () for r in range(layout.world)],
     )
 
 
 def striped(layout: Layout) -> Assignment:
-    """Striped attention (arXiv 2311.09431): every pair of ranks shares half a tile."""
+    """Assigns tiles as striped attention does (arXiv 2311.09431): half a tile for every pair of ranks."""
     world = layout.world
 
     def tile(r: int, j: int) -> Tile:
         return Tile((r,), (j,), Mask.CAUSAL if j <= r else Mask.STRICT)
 
-    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+    return LazyAssignment(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def zigzag(layout: Layout) -> Assignment:
-    """Ring over the zigzag layout: after the local step every step is half a full tile for every rank."""
+    """Assigns a ring over the zigzag layout: after the local step every rank computes half a full tile a step."""
     world = layout.world
     held = [layout.chunks(rank) for rank in range(world)]
 
@@ -41,11 +45,11 @@ def zigzag(layout: Layout) -> Assignment:
             return Tile(mine, mine, Mask.CAUSAL)
         return Tile(mine, theirs[:1], Mask.FULL) if j < r else Tile(mine[1:], theirs, Mask.FULL)
 
-    return Rows(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
+    return LazyAssignment(world, lambda t: [(tile(r, (r - t) % world),) for r in range(world)])
 
 
 def balanced(layout: Layout) -> Assignment:
-    """DistFlashAttn (arXiv 2310.03294): a rank whose own queries are done computes for one that still has work.
+    """Assigns tiles as DistFlashAttn does (arXiv 2310.03294): ranks whose own queries are done help others.
 
     In an even world the last step has work for half of the ranks only. There the two ranks of a pair, the one with the
     queries and the one with the keys, take one half of the queries each, so that even worlds balance too.
@@ -56,14 +60,16 @@ def balanced(layout: Layout) -> Assignment:
     def tile(t: int, r: int) -> Tile:
         if 2 * t == world:
             first, second = max(r, (r + t) % world), min(r, (r + t) % world)
-            return _tile(shards[first][:1] if r == first else shards[first][1:], shards[second])
-        return _tile(shards[r], shards[r - t]) if r >= t else _tile(shards[world + r - t], shards[r])
+            return _causal_or_full(shards[first][:1] if r == first else shards[first][1:], shards[second])
+        return (
+            _causal_or_full(shards[r], shards[r - t]) if r >= t else _causal_or_full(shards[world + r - t], shards[r])
+        )
 
-    return Rows(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
+    return LazyAssignment(world // 2 + 1, lambda t: [(tile(t, r),) for r in range(world)])
 
 
 def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
-    """Every query chunk against its whole prefix in one kernel call: partial outputs are never merged.
+    """Assigns every query chunk its whole prefix in one kernel call: partial outputs are never merged.
 
     The key/value chunks of a group of heads are fetched while the group before it computes.
     """
@@ -74,16 +80,16 @@ def prefix(layout: Layout, head_groups: int = 1) -> Assignment:
     return [[tiles(rank, heads) for rank in range(layout.world)] for heads in range(head_groups)]
 
 
-def whole(layout: Layout, head_groups: int = 1) -> Assignment:
-    """One place that holds the whole sequence: what is left of a schedule where all ranks share the heads."""
+def full_sequence(layout: Layout, head_groups: int = 1) -> Assignment:
+    """Assigns the whole sequence to one tile: the schedule of a single Ulysses group of all ranks."""
     everything = layout.chunks(0)
     return [[(Tile(everything, everything, Mask.CAUSAL, heads),)] for heads in range(head_groups)]
 
 
 def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
-    """The same tiles for `ulysses` ranks in each place, each with its own heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """Turns an assignment of Ulysses groups into one of ranks, each with its own heads (arXiv 2309.14509).
 
-    Over a ring of several places this is the 2-D scheme of USP (arXiv 2405.07719).
+    With several groups this is the 2-D scheme of USP (arXiv 2405.07719).
     """
 
     def pieces(chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,7 +101,7 @@ def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
     return [[tuple(split(t, u) for t in tiles) for tiles in row for u in range(ulysses)] for row in assignment]
 
 
-def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
+def _causal_or_full(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
     return Tile(q, kv, Mask.CAUSAL if q == kv else Mask.FULL)
 
 
@@ -103,19 +109,19 @@ def _tile(q: tuple[int, ...], kv: tuple[int, ...]) -> Tile:
 class Algorithm:
     """A row of the table of schedules.
 
-    `assign` takes the layout of the places of the sequence, and the number of head groups where it has them, and
-    returns the tiles of every place at every step.
+    `assign_tiles` takes the layout of the Ulysses groups, and the number of head groups if `has_head_groups`, and
+    returns the tiles of every group at every step.
     """
 
-    layout: Kind
+    layout: LayoutKind
     chunks_per_rank: int
-    assign: Callable[..., Assignment]
-    # Heads can be computed in groups, one after the other: `assign` takes their number.
+    assign_tiles: Callable[..., Assignment]
+    # Heads can be computed in groups, one after the other.
     has_head_groups: bool = False
-    # Ranks that share a place of the sequence and split its heads, unless --ulysses_size says otherwise.
-    ranks_per_place: Literal["one", "half", "all"] = "one"
-    # What packed documents do to the work of ranks. own_layout: chunks are dealt out anew for every batch, which needs
-    # tiles of one query chunk with all its keys. even: all ranks share every document. uneven: neither.
+    # Ranks in a Ulysses group, unless --ulysses_size says otherwise.
+    ulysses_group: Literal["one", "half", "all"] = "one"
+    # Balance of packed documents. own_layout: every batch gets a layout of its own, which needs tiles of one query
+    # chunk with all its keys. even: all ranks share every document. uneven: neither.
     packed_work: Literal["own_layout", "even", "uneven"] = "uneven"
 
 
@@ -125,27 +131,29 @@ SCHEDULES: dict[str, Algorithm] = {
     "zigzag": Algorithm("zigzag", 2, zigzag),
     "balanced": Algorithm("contiguous", 2, balanced),
     "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True, packed_work="own_layout"),
-    "ulysses": Algorithm("contiguous", 1, whole, has_head_groups=True, ranks_per_place="all", packed_work="even"),
-    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ranks_per_place="half", packed_work="own_layout"),
+    "ulysses": Algorithm("contiguous", 1, full_sequence, has_head_groups=True, ulysses_group="all", packed_work="even"),
+    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ulysses_group="half", packed_work="own_layout"),
 }
 
 
 def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
-    """The schedule of that name for a number of ranks.
+    """Makes the schedule of that name for a number of ranks.
 
-    `ulysses_size` ranks share a place of the sequence and split its heads: all of them under `ulysses`, half of them
-    under `usp` unless it is given, else none. `head_groups` is how often a rank's heads are cut, to be computed one
-    after the other. Raises ValueError for a name, head groups or a ulysses_size that cannot be had.
+    `ulysses_size` is the size of a Ulysses group: all ranks under `ulysses`, half of them under `usp` unless it is
+    given, else 1. `head_groups` is the number of groups that a rank computes its heads in, one after the other. Raises
+    ValueError for an unknown name and for sizes that the schedule does not support.
     """
-    empty = outline(name, world, head_groups, ulysses_size)
-    assignment = assign(empty)
+    empty = schedule_without_steps(name, world, head_groups, ulysses_size)
+    assignment = assign_tiles(empty)
     if empty.ulysses_size > 1:
         assignment = with_ulysses(assignment, empty.ulysses_size)
-    return replace(empty, forward=steps_of(empty.layout, assignment), backward=steps_of(empty.layout, assignment, True))
+    return replace(
+        empty, forward=derive_steps(empty.layout, assignment), backward=derive_steps(empty.layout, assignment, True)
+    )
 
 
-def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
-    """The schedule without its steps: enough to ask whether it can be had, at no cost for any number of ranks."""
+def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_size: int | None = None) -> Schedule:
+    """Makes a schedule without its steps: enough to check the arguments, at no cost for any number of ranks."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
@@ -154,18 +162,18 @@ def outline(name: str, world: int, head_groups: int = 1, ulysses_size: int | Non
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
-    ulysses = ulysses_ranks(name, world, ulysses_size)
+    ulysses = ulysses_group_size(name, world, ulysses_size)
     layout = Layout(algorithm.layout, world, algorithm.chunks_per_rank, ulysses)
-    can_keep = algorithm.ranks_per_place == "all" and world > 1
-    return Schedule(name, layout, head_groups * ulysses, (), (), can_keep=can_keep)
+    can_keep_gathered = algorithm.ulysses_group == "all" and world > 1
+    return Schedule(name, layout, head_groups * ulysses, (), (), can_keep_gathered=can_keep_gathered)
 
 
-def assign(schedule: Schedule) -> Assignment:
-    """The tiles of a schedule's places, before the ranks of a place share out its heads."""
+def assign_tiles(schedule: Schedule) -> Assignment:
+    """Assigns tiles to the Ulysses groups of a schedule, before their ranks split the heads."""
     algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
     if not algorithm.has_head_groups:
-        return algorithm.assign(outer)
-    return algorithm.assign(outer, schedule.turns)
+        return algorithm.assign_tiles(outer)
+    return algorithm.assign_tiles(outer, schedule.turns)
 
 
 def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
@@ -174,7 +182,7 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     if heads % groups or (kv_heads % groups and groups % kv_heads):
         if schedule.turns > 1:
             remedy = "leave head_groups out"
-        elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ranks_per_place == "one":
+        elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ulysses_group == "one":
             remedy = "leave --ulysses_size out"
         else:
             remedy = "prefix takes any number"
@@ -184,9 +192,9 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         )
 
 
-def ulysses_ranks(name: str, world: int, asked: int | None) -> int:
-    """Returns how many ranks share a place of the sequence. Raises ValueError where they cannot."""
-    shared_by = SCHEDULES[name].ranks_per_place
+def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
+    """Returns the number of ranks in a Ulysses group. Raises ValueError for an unsupported size."""
+    shared_by = SCHEDULES[name].ulysses_group
     if shared_by == "all":
         if asked not in (None, world):
             raise ValueError(

@@ -1,132 +1,148 @@
-"""Chooses a schedule, and how it cuts ranks and heads, by predicted time: what `--schedule auto` stands for."""
+"""Choice of a schedule and its sizes by predicted time, for `--schedule auto`."""
 
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, outline
+from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, schedule_without_steps
 from lightseq.schedule.cost import AttentionShape, cost
 from lightseq.schedule.timing import Estimate, Rates, estimate
-from lightseq.schedule.traffic import load
+from lightseq.schedule.traffic import count_traffic
 
 HEAD_GROUPS = (1, 2, 4, 8)
-WORTH_ITS_MEMORY = 0.002  # of the time: heads in more turns need less memory, and a layer must not take longer for it
-MOST_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, in one turn of heads
+MAX_SLOWDOWN = 0.002  # share of a layer's time that more head groups may cost: they need less memory
+MAX_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, of one head group
 AUTO = "auto"
 
 
-class Choice(NamedTuple):
-    """A schedule by name with its sizes; as a question, None and "auto" are what may be chosen."""
+class ScheduleChoice(NamedTuple):
+    """A schedule by name with its sizes. None and "auto" leave a field open."""
 
     schedule: str = AUTO
     ulysses_size: int | None = None
     head_groups: int | None = None
 
 
-class Priced(NamedTuple):
-    choice: Choice
+class ChoiceEstimate(NamedTuple):
+    choice: ScheduleChoice
     estimate: Estimate
 
 
 @lru_cache(maxsize=256)
-def cheapest(
+def choose_by_time(
     world: int,
     shape: AttentionShape,
     rates: Rates,
     gpus_per_host: int,
-    asked: Choice = Choice(),  # noqa: B008 (immutable)
+    asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
     gathered_limit_bytes: float | None = None,
     keep_gathered: bool = False,
-) -> Choice:
-    """The choice that takes least time; the same on every rank, as it depends on its arguments alone.
+) -> ScheduleChoice:
+    """Chooses the schedule of least predicted time. Every rank chooses the same: only the arguments count.
 
-    Choices that gather more than the limit on a rank count only where all do; then the one that gathers least is
-    taken. Raises ValueError where nothing that was asked for can be had.
+    Choices that gather more than the limit are left out; if all do, the one that gathers least is chosen. Raises
+    ValueError if no choice fits `asked`.
     """
     found = [
-        Priced(choice, priced(choice, world, shape, rates, gpus_per_host, keep_gathered))
-        for choice in _some(world, shape, asked)
+        ChoiceEstimate(choice, estimate_choice(choice, world, shape, rates, gpus_per_host, keep_gathered))
+        for choice in _require_choices(world, shape, asked)
     ]
-    return best(found, shape.kv_heads, gathered_limit_bytes).choice
+    return choose_best(found, shape.kv_heads, gathered_limit_bytes).choice
 
 
-def cheapest_by_count(world: int, shape: AttentionShape, asked: Choice = Choice()) -> Choice:  # noqa: B008
-    """The least critical arithmetic, then the least exposed, then the least moved bytes; heads in as many turns as were
-    asked for, else in one. Raises ValueError as `cheapest`."""
+def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = ScheduleChoice()) -> ScheduleChoice:  # noqa: B008
+    """Chooses by counts alone: least arithmetic on the critical path, then fewest exposed, then fewest moved bytes.
 
-    def price(choice: Choice) -> tuple[float, int, int]:
+    Raises ValueError as `choose_by_time`.
+    """
+
+    def price(choice: ScheduleChoice) -> tuple[float, int, int]:
         c = cost(make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size), shape)
         return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
 
-    return min(_some(world, shape, asked._replace(head_groups=asked.head_groups or 1)), key=price)
+    return min(_require_choices(world, shape, asked._replace(head_groups=asked.head_groups or 1)), key=price)
 
 
-def packed_choice(world: int, shape: AttentionShape, asked: Choice) -> Choice:
-    """What is left open where sequences hold several documents: `auto` is prefix, which shares their work out.
+def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:
+    """Chooses for packed documents: `auto` is prefix, which balances their work.
 
-    Heads take as few turns as memory for keys allows, for there they hide nothing.
+    It takes the fewest head groups that memory for keys allows: with packed documents more of them hide nothing.
     """
     asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
     whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
-    allowed = [choice.head_groups or 1 for choice in choices(world, shape, asked)] or [1]
-    turns = next((turns for turns in allowed if whole / turns <= MOST_GATHERED_BYTES), allowed[-1])
+    allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, asked)] or [1]
+    turns = next((turns for turns in allowed if whole / turns <= MAX_GATHERED_BYTES), allowed[-1])
     return asked._replace(head_groups=asked.head_groups or turns)
 
 
-def best(found: list[Priced], kv_heads: int, gathered_limit_bytes: float | None = None) -> Priced:
-    """The fastest that keeps to the limit on gathered bytes; where none does, the one that gathers least.
+def choose_best(
+    found: list[ChoiceEstimate], kv_heads: int, gathered_limit_bytes: float | None = None
+) -> ChoiceEstimate:
+    """Chooses the fastest that keeps to the limit on gathered bytes; if none does, the one that gathers least.
 
-    Of the fastest schedule the most turns that heads can take in nearly the same time and with no more memory.
+    Of the fastest schedule it takes the most head groups that need nearly the same time and no more memory.
     """
     fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
     if not fit:
         return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
-    fastest = min(fit, key=lambda p: p.estimate.seconds)  # the first of equals: the order of `choices`
-    longest = (1 + WORTH_ITS_MEMORY) * fastest.estimate.seconds
-    most = max(kv_heads, _cuts(fastest.choice))
+    fastest = min(fit, key=lambda p: p.estimate.seconds)  # of equals the first
+    longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
+    most = max(kv_heads, _head_parts(fastest.choice))
     alike = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
-    frugal = [p for p in alike if SCHEDULES[p.choice.schedule].ranks_per_place == "all" or _cuts(p.choice) <= most]
+    frugal = [p for p in alike if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most]
     return max(frugal, key=lambda p: p.choice.head_groups or 1)
 
 
-def _cuts(choice: Choice) -> int:
-    """Parts that heads are cut into. Where chunks of keys travel, more of them than there are key/value heads take
-    memory: parts that share a head each gather it, and its gradients add up in float32."""
+def _head_parts(choice: ScheduleChoice) -> int:
+    """Returns the number of parts that heads are cut into.
+
+    More parts than key/value heads take memory where keys travel: parts that share a head each gather it, and its
+    gradients add up in float32.
+    """
     return (choice.head_groups or 1) * (choice.ulysses_size or 1)
 
 
-def priced(
-    choice: Choice, world: int, shape: AttentionShape, rates: Rates, gpus_per_host: int, keep_gathered: bool = False
+def estimate_choice(
+    choice: ScheduleChoice,
+    world: int,
+    shape: AttentionShape,
+    rates: Rates,
+    gpus_per_host: int,
+    keep_gathered: bool = False,
 ) -> Estimate:
-    counted = load(choice.schedule, world, gpus_per_host, choice.head_groups or 1, choice.ulysses_size)
+    counted = count_traffic(choice.schedule, world, gpus_per_host, choice.head_groups or 1, choice.ulysses_size)
     return estimate(counted, shape, rates, keep_gathered)
 
 
-def choices(world: int, shape: AttentionShape, asked: Choice = Choice()) -> Iterator[Choice]:  # noqa: B008
-    """Everything that can be had for that many ranks and heads, and agrees with what was asked for."""
+def possible_choices(
+    world: int,
+    shape: AttentionShape,
+    asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008
+) -> Iterator[ScheduleChoice]:
+    """Yields every choice that these ranks and heads allow and that fits `asked`."""
     for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
-        shared = SCHEDULES[name].ranks_per_place == "half"
+        shared = SCHEDULES[name].ulysses_group == "half"
         sizes = [u for u in range(2, world) if world % u == 0] if shared else [None]
         for size in sizes if asked.ulysses_size is None else [asked.ulysses_size]:
             groups = HEAD_GROUPS if SCHEDULES[name].has_head_groups else (1,)
             for count in groups if asked.head_groups is None else [asked.head_groups]:
-                choice = Choice(name, size, count)
-                if refusal(choice, world, shape) is None:
+                choice = ScheduleChoice(name, size, count)
+                if why_impossible(choice, world, shape) is None:
                     yield choice
 
 
-def _some(world: int, shape: AttentionShape, asked: Choice) -> list[Choice]:
-    """What can be had; raises ValueError, with a reason, where that is nothing."""
-    if found := list(choices(world, shape, asked)):
+def _require_choices(world: int, shape: AttentionShape, asked: ScheduleChoice) -> list[ScheduleChoice]:
+    """Returns the possible choices. Raises ValueError with a reason if there are none."""
+    if found := list(possible_choices(world, shape, asked)):
         return found
     name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
-    raise ValueError(refusal(asked._replace(schedule=name), world, shape))
+    raise ValueError(why_impossible(asked._replace(schedule=name), world, shape))
 
 
-def refusal(choice: Choice, world: int, shape: AttentionShape) -> str | None:
-    """Why a choice cannot be had; None if it can."""
+def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) -> str | None:
+    """Returns the reason why a choice is impossible, None if it is possible."""
     try:
-        schedule = outline(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
+        schedule = schedule_without_steps(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
         check_heads(schedule, shape.heads, shape.kv_heads)
     except ValueError as error:
         return str(error)

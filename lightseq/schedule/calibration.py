@@ -1,4 +1,4 @@
-"""Fits a machine's rates to measured attention layers, as `benchmarks/attention.py` records them."""
+"""Fit of a machine's rates to attention layers measured by `benchmarks/attention.py`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +11,12 @@ import numpy as np
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import Rates, estimate
-from lightseq.schedule.traffic import Load, load
+from lightseq.schedule.traffic import Traffic, count_traffic
 
 OURS, ONE_GPU = "lightseq", "single-gpu"  # implementations whose records are read
 ROUNDS = 40
-TYPICAL_ERROR = 0.02  # a point further off counts less and less
-PULL = 1e-2  # towards the rates to start from, so that what no point depends on stays as it is
+TYPICAL_ERROR = 0.02  # points further off count less
+PULL = 1e-2  # regularisation towards the starting rates, for rates that no point determines
 LARGEST_STEP = 1.0  # of a logarithm in one round
 
 
@@ -24,7 +24,7 @@ LARGEST_STEP = 1.0  # of a logarithm in one round
 class Point:
     """One measured layer, forward and backward."""
 
-    load: Load
+    traffic: Traffic
     shape: AttentionShape
     transport: str
     kernel: str
@@ -32,17 +32,17 @@ class Point:
     keep_gathered: bool = False
 
     def predicted(self, rates: Rates) -> float:
-        return estimate(self.load, self.shape, rates, self.keep_gathered).seconds
+        return estimate(self.traffic, self.shape, rates, self.keep_gathered).seconds
 
 
 def read_points(path: Path) -> list[Point]:
-    """The layers measured in a JSONL file; its header and what was skipped are passed over."""
+    """Reads the measured layers of a JSONL file, without its header and skipped points."""
     points = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json.loads(line) if line.strip() else {}
             if record.get("seconds_median") and record.get("implementation") in (OURS, ONE_GPU):
-                points.append(point_of(record))
+                points.append(make_point(record))
         except KeyError as error:
             raise ValueError(f"{path} line {number} has no {error}; give records of benchmarks/attention.py") from None
         except (json.JSONDecodeError, TypeError, AttributeError):
@@ -52,22 +52,22 @@ def read_points(path: Path) -> list[Point]:
     return points
 
 
-def point_of(record: Mapping[str, Any]) -> Point:
-    """Every measured world is one host, as the benchmark's symmetric transport asks for."""
+def make_point(record: Mapping[str, Any]) -> Point:
+    """Makes the point of a record. All its ranks are on one host, as the symmetric transport requires."""
     alone = record["implementation"] == ONE_GPU
     world = 1 if alone else record["world"]
-    size = None if alone or SCHEDULES[record["schedule"]].ranks_per_place == "all" else record["ulysses_size"]
+    size = None if alone or SCHEDULES[record["schedule"]].ulysses_group == "all" else record["ulysses_size"]
     groups = 1 if alone else record["head_groups"] or 1
     shape = AttentionShape(
         record["length"], record["heads"], record["kv_heads"], record["head_dim"], record.get("batch", 1)
     )
-    counted = load("ulysses" if alone else record["schedule"], world, world, groups, size)
-    seconds, keeps = float(record["seconds_median"]), bool(record.get("keep_gathered"))
-    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps)
+    counted = count_traffic("ulysses" if alone else record["schedule"], world, world, groups, size)
+    seconds, keeps_gathered = float(record["seconds_median"]), bool(record.get("keep_gathered"))
+    return Point(counted, shape, record["transport"] or "", record["kernel"], seconds, keeps_gathered)
 
 
-def fit(points: Sequence[Point], start: Rates) -> Rates:
-    """The rates that come closest to all points, in relative terms; far ones count less (Cauchy's weights).
+def fit_rates(points: Sequence[Point], start: Rates) -> Rates:
+    """Fits the rates of least relative error over all points; outliers count less (Cauchy weights).
 
     Damped Gauss-Newton on the logarithms, which keeps rates positive.
     """
@@ -90,7 +90,7 @@ def fit(points: Sequence[Point], start: Rates) -> Rates:
 
 
 def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel: str | None) -> dict[str, Rates]:
-    """Rates for every transport of `starts` that the points know; one GPU's kernel belongs to all of them."""
+    """Fits the rates of every transport of `starts` that was measured. Points of one GPU count for all of them."""
     points = list(points)
     kernels = sorted({point.kernel for point in points})
     if kernel is None and len(kernels) > 1:
@@ -101,11 +101,15 @@ def fit_transports(points: Iterable[Point], starts: Mapping[str, Rates], kernel:
     found = {name for point in mine if (name := point.transport) in starts}
     if not found:
         raise ValueError(f"no layer over {' or '.join(starts)} was measured; give records taken on several GPUs")
-    return {name: fit([p for p in mine if p.transport in (name, "")], starts[name]) for name in starts if name in found}
+    return {
+        name: fit_rates([p for p in mine if p.transport in (name, "")], starts[name])
+        for name in starts
+        if name in found
+    }
 
 
 def _errors(points: Sequence[Point], x: np.ndarray) -> np.ndarray:
-    """Relative errors, as logarithms."""
+    """Returns the logarithms of predicted over measured seconds."""
     rates = Rates(*np.exp(x))
     return np.array([np.log(p.predicted(rates) / p.seconds) for p in points])
 

@@ -1,4 +1,4 @@
-"""What a schedule costs, read off its table: arithmetic, its critical path, and bytes on the wire."""
+"""Cost of a schedule, counted in its table: FLOPs, critical path, and bytes on the wire."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """Forward and backward of one layer. FLOPs count the causal half; `busy` is the mean rank's part of the path."""
+    """Cost of one layer, forward and backward. FLOPs count the causal half.
+
+    `busy` is the share of the critical path that the mean rank computes.
+    """
 
     flops: float
     critical_flops: float
@@ -61,8 +64,8 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
 
 
 def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
-    """FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
-    assert isinstance(tile.mask, Mask), "what documents limit has an area of its own, at one length only"
+    """Returns the FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
+    assert isinstance(tile.mask, Mask), "segments have an area of their own, at one length only"
     chunk = shape.length / schedule.layout.chunk_count
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
     if tile.mask is not Mask.FULL:
@@ -71,12 +74,12 @@ def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
 
 
 def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
-    """Bytes of one bundle. Everything travels as kernels make it; log-sum-exps are float32 always."""
+    """Returns the bytes of one move. Tensors travel in the dtype of the kernels, log-sum-exps in float32."""
     rows = shape.batch * shape.length / schedule.layout.chunk_count
     q = rows * shape.heads / schedule.head_groups * shape.head_dim
     kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
     lse = 4 * rows * shape.heads / schedule.head_groups
-    e, again = shape.element_bytes, 0 if backward and schedule.keeps else 1  # q, k and v that were not kept
+    e, again = shape.element_bytes, 0 if backward and schedule.keeps_gathered else 1  # q, k and v that were not kept
     sizes = {
         "kv": again * 2 * kv * e,
         "q": (again + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
@@ -88,7 +91,7 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
 
 
 def _exposed(schedule: Schedule, shape: AttentionShape, steps: tuple[Step, ...], backward: bool) -> int:
-    """Bytes nothing hides: what the busiest receiver takes in during steps without a tile."""
+    """Counts the bytes that the busiest rank receives in steps without a tile, which nothing hides."""
     waits = [0] * schedule.world
     for step in steps:
         if not any(step.tiles):

@@ -1,7 +1,7 @@
-"""Several documents in one sequence: where they begin, what their tokens see, and a schedule's table limited to that.
+"""Packed documents: boundaries, balanced layouts, and a schedule's table limited to what their tokens see.
 
-A document is a run of neighbouring tokens. `boundaries` are the first token of each, and the end of the last: 0 first,
-rising, a multiple of all chunks last.
+A document is a run of neighbouring tokens. `boundaries` are the first token of each and the end of the last; they begin
+with 0 and rise, and the last is a multiple of the number of chunks.
 """
 
 import heapq
@@ -13,25 +13,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.schedule.algorithms import SCHEDULES, assign, prefix, with_ulysses
+from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, prefix, with_ulysses
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.segments import CAUSAL, KEYS, ROWS, K, Q, Segments
-from lightseq.schedule.table import Assignment, Schedule, Tile, steps_of
+from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
 
 Ints = NDArray[np.int64]
 
-# Tables of packed sequences that are kept: they hardly come again, and a kernel's indices of their rows lie on the
-# device for as long (12 MiB of each at 1M tokens over four ranks under striped).
-MOST_PACKED = 8
-PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel, so that a row without a key need not exist
-MOST_CHUNKS = 32  # of one rank
-LEAST_CHUNK_TOKENS = 16
-LARGEST_IMBALANCE = 1.03  # of attention area, the fullest rank's over the mean: more chunks are tried beyond it
-MOST_SWAPS = 256
+# Cached tables of packed sequences. They rarely repeat, and each keeps index tensors of kernels on the device (12 MiB
+# at 1M tokens over four ranks under striped).
+MAX_PACKED_TABLES = 8
+PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel. So every row has a key.
+MAX_CHUNKS = 32  # of one rank
+MIN_CHUNK_TOKENS = 16
+MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
+MAX_SWAPS = 256
 
 
 def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
-    """The boundaries as integers. Raises ValueError unless they begin with 0, rise and end at most at `length`."""
+    """Returns the boundaries as integers. Raises ValueError unless they begin with 0, rise and stay within `length`."""
     found = tuple(int(x) for x in boundaries)
     if len(found) < 2 or found[0] != 0 or any(b <= a for a, b in pairwise(found)):
         shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
@@ -41,56 +41,56 @@ def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
     return found
 
 
-def padded(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
-    """The boundaries with what is missing up to `length` as documents of padding."""
+def pad_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
+    """Adds documents of padding up to `length`."""
     return (*boundaries, *range(boundaries[-1] + PADDING_TOKENS, length, PADDING_TOKENS), *(
         [length] if boundaries[-1] < length else []
     ))  # fmt: skip
 
 
-def restarting_positions(boundaries: Sequence[int]) -> Ints:
-    """The position of every token in its own document."""
+def document_positions(boundaries: Sequence[int]) -> Ints:
+    """Returns the position of every token in its own document."""
     edges = np.asarray(boundaries)
     return np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
 
 
-def area_before(boundaries: Sequence[int], places: Ints) -> Ints:
-    """Pairs of a query before each place, and a key that it sees."""
+def area_before(boundaries: Sequence[int], positions: Ints) -> Ints:
+    """Counts the visible (query, key) pairs of all queries before each position."""
     edges = np.asarray(boundaries)
     sizes = np.diff(edges)
     whole = np.concatenate([[0], np.cumsum(sizes * (sizes + 1) // 2)])
-    document = np.clip(np.searchsorted(edges, places, side="right") - 1, 0, len(sizes) - 1)
-    inside = places - edges[document]
+    document = np.clip(np.searchsorted(edges, positions, side="right") - 1, 0, len(sizes) - 1)
+    inside = positions - edges[document]
     return whole[document] + inside * (inside + 1) // 2
 
 
 # ---- chunks to ranks -------------------------------------------------------------------------------------------------
 
 
-def finest_chunks(length: int, places: int) -> int:
-    """The most chunks a rank that a sequence of this length is cut into: it is padded for them, whatever it holds."""
+def max_chunks_per_rank(length: int, groups: int) -> int:
+    """Returns the largest number of chunks a rank for this length. Every packed sequence is padded for it."""
     chunks = 1
-    while places > 1 and chunks < MOST_CHUNKS and length // (places * 2 * chunks) >= LEAST_CHUNK_TOKENS:
+    while groups > 1 and chunks < MAX_CHUNKS and length // (groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
         chunks *= 2
     return chunks
 
 
-def share_out(areas: Ints, places: int) -> tuple[int, ...]:
-    """The place of every chunk: as many chunks for each, and nearly the same area.
+def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
+    """Assigns chunks to Ulysses groups: as many for each, of nearly the same area.
 
-    The largest that is left goes to the place with least that has room; then chunks are swapped with those of the
-    fullest place as long as that lowers it.
+    Greedy: the largest chunk left goes to the group of least area that has room. Then chunks are swapped with the
+    fullest group as long as that lowers its area.
     """
-    room = [len(areas) // places] * places
-    heap = [(0, place) for place in range(places)]
+    room = [len(areas) // groups] * groups
+    heap = [(0, group) for group in range(groups)]
     homes = np.zeros(len(areas), np.int64)
     for chunk in np.argsort(-areas, kind="stable").tolist():
-        total, place = heapq.heappop(heap)
-        homes[chunk], room[place] = place, room[place] - 1
-        if room[place]:
-            heapq.heappush(heap, (total + int(areas[chunk]), place))
-    for _ in range(MOST_SWAPS):
-        totals = np.bincount(homes, areas, places)
+        total, group = heapq.heappop(heap)
+        homes[chunk], room[group] = group, room[group] - 1
+        if room[group]:
+            heapq.heappush(heap, (total + int(areas[chunk]), group))
+    for _ in range(MAX_SWAPS):
+        totals = np.bincount(homes, areas, groups)
         fullest = int(totals.argmax())
         mine, theirs = np.flatnonzero(homes == fullest), np.flatnonzero(homes != fullest)
         given = areas[mine][:, None] - areas[theirs][None, :]
@@ -103,24 +103,24 @@ def share_out(areas: Ints, places: int) -> tuple[int, ...]:
 
 
 def imbalance(areas: Ints, homes: Sequence[int]) -> float:
-    """Attention area of the fullest place over the mean."""
+    """Returns the attention area of the fullest group over the mean."""
     totals = np.bincount(homes, areas)
     return float(totals.max() / totals.mean())
 
 
 def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> Layout:
-    """As few chunks a rank as keep all ranks within LARGEST_IMBALANCE: large ones suit kernels."""
-    places, length = world // ulysses, boundaries[-1]
+    """Returns the layout of the fewest chunks a rank within MAX_IMBALANCE: kernels are faster on large chunks."""
+    groups, length = world // ulysses, boundaries[-1]
     best: tuple[float, Layout] | None = None
-    chunks, most = 1, finest_chunks(length, places)
+    chunks, most = 1, max_chunks_per_rank(length, groups)
     while chunks <= most and length % (world * chunks) == 0:
-        edges = np.linspace(0, length, places * chunks + 1).astype(np.int64)
+        edges = np.linspace(0, length, groups * chunks + 1).astype(np.int64)
         areas = np.diff(area_before(boundaries, edges))
-        homes = share_out(areas, places)
+        homes = assign_chunks(areas, groups)
         uneven = imbalance(areas, homes)
         if best is None or uneven < best[0]:
             best = uneven, Layout("balanced", world, chunks, ulysses, homes)
-        if best[0] <= LARGEST_IMBALANCE:
+        if best[0] <= MAX_IMBALANCE:
             break
         chunks *= 2
     assert best is not None
@@ -131,48 +131,48 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
 
 
 def padded_length(schedule: Schedule, length: int) -> int:
-    """What a packed sequence of `length` tokens is padded to under a schedule, wherever its documents begin."""
+    """Returns the padded length of a packed sequence, which does not depend on where its documents begin."""
     layout = schedule.layout
     if not _is_balanced(schedule):
         return layout.padded_length(length)
-    unit = layout.world * finest_chunks(length, layout.outer.world)
+    unit = layout.world * max_chunks_per_rank(length, layout.outer.world)
     return -(-length // unit) * unit
 
 
 def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
-    """Tokens of one rank, of a sequence that holds several documents or not."""
+    """Returns the tokens of one rank, of a packed sequence or of one document."""
     whole = padded_length(schedule, length) if packed else schedule.layout.padded_length(length)
     return whole // schedule.world
 
 
-@lru_cache(maxsize=MOST_PACKED)  # a batch's table serves all its layers, forward and backward
+@lru_cache(maxsize=MAX_PACKED_TABLES)  # a batch's table serves all its layers, forward and backward
 def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
-    """The schedule's table for one sequence of documents. Schedules that pull keys get a layout of their own."""
+    """Makes the schedule's table for one sequence of documents, with a layout of its own under prefix and usp."""
     layout = schedule.layout
     if _is_balanced(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = one_by_one(prefix(layout.outer, schedule.turns))
+        tiles = one_tile_per_step(prefix(layout.outer, schedule.turns))
     else:
-        tiles = assign(schedule)
-    limited = limit(tiles, layout.outer, boundaries)
+        tiles = assign_tiles(schedule)
+    limited = limit_to_documents(tiles, layout.outer, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
         schedule, layout=layout, boundaries=boundaries,
-        forward=steps_of(layout, limited), backward=steps_of(layout, limited, backward=True),
+        forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
     )  # fmt: skip
 
 
-def one_by_one(assignment: Assignment) -> Assignment:
-    """A step for every tile of a rank, so that only the first one's keys are waited for.
+def one_tile_per_step(assignment: Assignment) -> Assignment:
+    """Gives every tile of a rank a step of its own, so that only the first one waits for its keys.
 
-    In the order of the sequence: what a document's tiles share stays from one to the next.
+    Tiles keep the order of the sequence: keys that neighbouring tiles share stay from one to the next.
     """
     return [[mine[i : i + 1] for mine in row] for row in assignment for i in range(max(len(mine) for mine in row))]
 
 
 def balance(schedule: Schedule) -> float:
-    """Of a packed table: attention area of the mean rank over that of the fullest."""
+    """Returns the attention area of the mean rank over that of the fullest, of a packed table."""
     areas = [sum(_area(tile) for step in schedule.forward for tile in step.tiles[r]) for r in range(schedule.world)]
     return sum(areas) / schedule.world / max(areas)
 
@@ -187,41 +187,41 @@ def _is_balanced(schedule: Schedule) -> bool:
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 
 
-def limit(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
-    """The same tiles with segments for masks, without tiles and chunks in which no document meets itself."""
+def limit_to_documents(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
+    """Replaces masks by segments, and drops tiles and chunks in which no query sees a key."""
     edges = np.asarray(boundaries)
-    chunks = np.array([layout.progression(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
+    chunks = np.array([layout.chunk_range(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, ...]] = {}
 
     def limited(tile: Tile) -> tuple[Tile, ...]:
         if (tile.q, tile.kv) not in known:
-            known[tile.q, tile.kv] = _limited(tile, chunks, edges)
+            known[tile.q, tile.kv] = _limit_tile(tile, chunks, edges)
         return tuple(found._replace(heads=tile.heads) for found in known[tile.q, tile.kv])
 
     rows = [[tuple(found for tile in tiles for found in limited(tile)) for tiles in row] for row in assignment]
     return [row for row in rows if any(row)]
 
 
-def _limited(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
-    """The tile as it is left, or nothing."""
-    segments = segments_of(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
+def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
+    """Returns the tile with its segments, or nothing if no query sees a key."""
+    segments = find_segments(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
     if not len(segments.table):
         return ()
     segments, q, kv = segments.cut(int(chunks[0, 2]))
     return (Tile(tile.q[q], tile.kv[kv], segments),)
 
 
-def segments_of(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
-    """Causal pairs of each document between chunks of queries and of keys, side by side, in rising order each.
+def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
+    """Finds the segments of a tile: runs of queries of one document against the keys of it that they see.
 
-    Chunks are progressions of positions: first, step, how many. In a chunk of queries those of a document are one as
-    well. The keys of that document that its queries see grow by one from query to query until none is left, or do not
-    grow at all.
+    A chunk is (first, step, count) of its positions; the tile's chunks are in rising order. The queries of a document
+    in one chunk form one run. From query to query it sees one more key until all are visible (a causal segment), or the
+    same keys (a full segment).
     """
     starts, steps, sizes = kv.T
 
-    def keys_before(place: Ints) -> Ints:
-        return np.clip(-((starts - place[:, None]) // steps), 0, sizes).sum(1)
+    def keys_before(positions: Ints) -> Ints:
+        return np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
 
     found: list[list[int]] = []
     for i, (start, step, size) in enumerate(q.tolist()):
@@ -245,7 +245,7 @@ def segments_of(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
 
 
 def _append(found: list[list[int]], segment: list[int]) -> None:
-    """Joins a segment to the last one where it is its continuation in the next chunk of queries."""
+    """Appends a segment, or extends the last one if it continues that in the next chunk of queries."""
     row, rows, key, keys, causal = segment
     last = found[-1] if found else [0, 0, -1, 0, 0]
     if last[Q] + last[ROWS] == row and last[K] == key:

@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a sequence each rank holds, and the global position of every local token.
+"""Layouts of a sequence over ranks, and the global position of every local token.
 
 Loads without torch, so that the command line knows the names of schedules at once.
 """
@@ -13,32 +13,33 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["contiguous", "zigzag", "striped", "balanced"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+LayoutKind = Literal["contiguous", "zigzag", "striped", "balanced"]
+LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sequence is cut into `chunk_count` chunks of equal length; every rank holds `chunks_per_rank` of them.
+    """A sequence cut into `chunk_count` chunks of equal length, `chunks_per_rank` of them on every rank.
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
     tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` names the rank of every
     chunk, as many for each, which packed documents need: their work depends on where they begin.
 
-    Where heads too are split, `ulysses` neighbouring ranks take one place in that order together, and each of its
-    chunks is cut once more, into one piece for each of them.
+    A Ulysses group is `ulysses` neighbouring ranks that together compute attention for the same chunks, each for its
+    own heads. Outside attention each of these chunks is cut into one piece for each rank of the group. With
+    `ulysses` 1 every rank is a group of its own.
     """
 
-    kind: Kind
+    kind: LayoutKind
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
-    homes: tuple[int, ...] = ()  # balanced: by chunk; the places, where several ranks share one
+    homes: tuple[int, ...] = ()  # balanced: the Ulysses group of each chunk
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"layout {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.kind not in LAYOUT_KINDS:
+            raise ValueError(f"layout {self.kind!r} is unknown; choose one of {', '.join(LAYOUT_KINDS)}")
         if self.world < 1:
             raise ValueError(f"a layout needs at least one rank, not {self.world}")
         if self.world % self.ulysses:
@@ -48,7 +49,7 @@ class Layout:
         if self.kind == "striped":
             assert self.chunks_per_rank == 1, "striped has one chunk a rank"
         if self.kind == "balanced":
-            held = [self.homes.count(place) for place in range(self.world // self.ulysses)]
+            held = [self.homes.count(group) for group in range(self.world // self.ulysses)]
             assert {*held} == {self.chunks_per_rank}, f"{held} chunks a rank, not {self.chunks_per_rank} each"
 
     @property
@@ -57,14 +58,14 @@ class Layout:
 
     @cached_property
     def outer(self) -> Layout:
-        """The layout of the places, each of which `ulysses` ranks share."""
+        """Layout of the Ulysses groups, in which each group counts as one rank."""
         return replace(self, world=self.world // self.ulysses, ulysses=1)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the order in which they lie in its local tensors."""
+        """Returns the chunks of a rank, in the order of its local tensors."""
         if self.ulysses > 1:
-            place, piece = divmod(rank, self.ulysses)
-            return tuple(chunk * self.ulysses + piece for chunk in self.outer.chunks(place))
+            group, piece = divmod(rank, self.ulysses)
+            return tuple(chunk * self.ulysses + piece for chunk in self.outer.chunks(group))
         if self.kind == "zigzag":
             return (rank, 2 * self.world - 1 - rank)
         if self.kind == "balanced":
@@ -72,7 +73,7 @@ class Layout:
         return tuple(range(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank))
 
     def home(self, chunk: int) -> int:
-        """The rank that holds a chunk."""
+        """Returns the rank that holds a chunk."""
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
             return self.outer.home(whole) * self.ulysses + piece
@@ -83,28 +84,31 @@ class Layout:
         return chunk // self.chunks_per_rank
 
     def padded_length(self, length: int) -> int:
-        """The next length that divides into equal chunks. Causal attention never looks at padding on the right."""
+        """Returns the next length that divides into equal chunks. No causal query sees padding on the right."""
         return -(-length // self.chunk_count) * self.chunk_count
 
     def chunk_positions(self, chunk: int, length: int) -> Tensor:
-        """Global positions of one chunk's tokens, int64, for a padded length."""
+        """Returns the global positions of one chunk's tokens, int64, for a padded length."""
         import torch
 
         assert length % self.chunk_count == 0, f"length {length} is not padded to a multiple of {self.chunk_count}"
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
             return self.outer.chunk_positions(whole, length).chunk(self.ulysses)[piece]
-        first, step, count = self.progression(chunk, length)
+        first, step, count = self.chunk_range(chunk, length)
         return torch.arange(first, first + step * count, step)
 
-    def progression(self, chunk: int, length: int) -> tuple[int, int, int]:
-        """The global positions of one chunk's tokens, where places are not shared: the first, the step, how many."""
-        assert self.ulysses == 1, "a piece of a place's chunk has no progression of its own"
+    def chunk_range(self, chunk: int, length: int) -> tuple[int, int, int]:
+        """Returns first, step and count of the global positions of one chunk. Needs `ulysses` 1 (see `outer`)."""
+        assert self.ulysses == 1, "a piece of a striped chunk has no range of its own"
         size = length // self.chunk_count
         return (chunk, self.world, size) if self.kind == "striped" else (chunk * size, 1, size)
 
     def positions(self, rank: int, length: int) -> Tensor:
-        """Global position of every local token, int64 (length / world,): ids, labels, RoPE and masks follow from it."""
+        """Returns the global position of every local token, int64 (length / world,).
+
+        Ids, labels, RoPE and masks follow from it.
+        """
         import torch
 
         return torch.cat([self.chunk_positions(chunk, length) for chunk in self.chunks(rank)])
@@ -113,9 +117,9 @@ class Layout:
 def shard(
     x: Tensor, layout: Layout, rank: int, dim: int = 1, fill: float = 0, padded_length: int | None = None
 ) -> Tensor:
-    """One rank's part of a whole tensor, padded on the right with `fill` where the length does not divide, or is less.
+    """Returns one rank's part of a whole tensor, padded on the right with `fill`.
 
-    `padded_length` divides into the layout's chunks.
+    `padded_length` has to divide into the layout's chunks; the default is the next length that does.
     """
     import torch
 
@@ -127,7 +131,7 @@ def shard(
 
 
 def unshard(parts: Sequence[Tensor], layout: Layout, length: int, dim: int = 1) -> Tensor:
-    """The whole tensor from every rank's part, padding cut off: the inverse of `shard`."""
+    """Joins every rank's part and cuts the padding off: the inverse of `shard`."""
     import torch
 
     padded = layout.padded_length(length)

@@ -1,4 +1,4 @@
-"""Where a schedule's bundles lie in memory: operands side by side in arenas, results side by side in outboxes."""
+"""Placement of a schedule's buffers: operands side by side in arenas, results side by side in outboxes."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from lightseq.schedule.table import OPERANDS, Items, Step, Tile
 class Arena:
     """Chunks that the tiles of one rank read side by side, some of them from other ranks.
 
-    It is filled from the step before `first` on and free after step `last`.
+    It is filled from the step before `first` on, and freed after step `last`.
     """
 
     item: str
@@ -21,22 +21,22 @@ class Arena:
     last: int
 
     def find(self, chunks: tuple[int, ...]) -> int:
-        """The place at which `chunks` lie side by side."""
+        """Returns the index in the arena at which `chunks` lie side by side."""
         start = self.chunks.index(chunks[0])
         assert self.chunks[start : start + len(chunks)] == chunks, f"{chunks} do not lie side by side in {self}"
         return start
 
 
-class Block(NamedTuple):
-    """The results of one tile for an item, on their way to the chunks' homes; they lie side by side."""
+class ResultBlock(NamedTuple):
+    """Results of one tile for an item, side by side in the outbox, to be sent to the home ranks of their chunks."""
 
     tile: int
     item: str
     chunks: tuple[int, ...]
 
 
-def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
-    """Where `chunks` lie side by side in the rank's own tensors; None where they do not."""
+def local_start(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | None:
+    """Returns the index at which `chunks` lie side by side in the rank's own tensors, None if they do not."""
     mine = layout.chunks(rank)
     if chunks[0] not in mine:
         return None
@@ -44,11 +44,11 @@ def local_place(layout: Layout, rank: int, chunks: tuple[int, ...]) -> int | Non
     return start if mine[start : start + len(chunks)] == chunks else None
 
 
-def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = OPERANDS) -> tuple[Arena, ...]:
-    """Every arena of a pass on one rank. One grows over neighbouring steps as long as they share chunks."""
+def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathered_items: Items = OPERANDS) -> tuple[Arena, ...]:
+    """Returns every arena of a pass on one rank. Neighbouring steps that share chunks share one arena."""
     done: list[Arena] = []
     for t, step in enumerate(steps):
-        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathers).items():
+        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathered_items).items():
             before = [a for a in done if (a.item, a.heads, a.last) == (item, heads, t - 1) and chunks & {*a.chunks}]
             if before:
                 done.remove(before[0])
@@ -58,20 +58,25 @@ def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathers: Items = 
     return tuple(done)
 
 
-def _gathered(tiles: tuple[Tile, ...], layout: Layout, rank: int, gathers: Items) -> dict[tuple[str, int], set[int]]:
-    """What a step's tiles read that does not lie side by side in the rank's own tensors."""
+def _gathered(
+    tiles: tuple[Tile, ...], layout: Layout, rank: int, gathered_items: Items
+) -> dict[tuple[str, int], set[int]]:
+    """Returns the chunks, by item and head group, that a step's tiles read from an arena."""
     found: dict[tuple[str, int], set[int]] = {}
     for tile in tiles:
         for item, chunks in (("q", tile.q), ("kv", tile.kv)):
-            if item in gathers and local_place(layout, rank, chunks) is None:
+            if item in gathered_items and local_start(layout, rank, chunks) is None:
                 found.setdefault((item, tile.heads), set()).update(chunks)
     return found
 
 
-def blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[Block, ...]:
-    """What a rank's tiles of a step leave in its outbox, in order: all its results for an item, if one must travel."""
+def result_blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tuple[ResultBlock, ...]:
+    """Returns the blocks that a rank's tiles of a step leave in its outbox, in order.
+
+    If one result of an item has to travel, all results of the item are in the outbox.
+    """
     made = [
-        Block(i, item, chunks)
+        ResultBlock(i, item, chunks)
         for i, tile in enumerate(step.tiles[rank])
         for item, chunks in ((("dq", tile.q), ("dkv", tile.kv)) if backward else (("out", tile.q),))
     ]

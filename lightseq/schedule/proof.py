@@ -1,4 +1,4 @@
-"""Proves a schedule right without running it: every causal pair once, every operand there, every result home."""
+"""Proof of a schedule without running it: every causal pair once, every operand there, every result home."""
 
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ class InvalidSchedule(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
 
-    Over each document of it by itself, where the schedule is for several.
+    A schedule of packed documents has to compute it over each document by itself.
     """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
@@ -27,7 +27,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
-    """Follows every bundle: an operand lives while each next step reads it, a result leaves the step after its tile."""
+    """Follows every move: an operand stays while each next step reads it, a result leaves the step after its tile."""
     layout = schedule.layout
     held: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
     owed: set[tuple[int, str, int, int, int]] = set()  # (rank, item, chunk, heads, tile)
@@ -35,7 +35,7 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
         sent = {(m.src, m.item, m.chunk, m.heads, m.tile) for m in step.moves if m.is_result}
         received = {(m.dst, m.item, m.chunk, m.heads) for m in step.moves if not m.is_result}
         if len(sent) + len(received) != len(step.moves):
-            raise InvalidSchedule(f"{name}, step {t}: the same bundle moves twice")
+            raise InvalidSchedule(f"{name}, step {t}: the same item moves twice")
         for move in step.moves:
             away = move.dst if not move.is_result else move.src
             home = move.src if not move.is_result else move.dst
@@ -57,14 +57,14 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
 
 
 def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[set, set]:
-    """Remote operands that a step's tiles read and no earlier pass kept, and results that they make for other ranks."""
+    """Returns the operands that a step's tiles need from other ranks, and the results that they compute for others."""
     needs, results, layout = set(), set(), schedule.layout
     for rank, tiles in enumerate(step.tiles):
         for i, tile in enumerate(tiles):
             q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
             kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
             operands = {"q": q, "kv": kv}
-            needs |= {(rank, item, c, tile.heads) for item in schedule.gathers(backward) for c in operands[item]}
+            needs |= {(rank, item, c, tile.heads) for item in schedule.gathered_items(backward) for c in operands[item]}
             results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
             results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
     return needs, results
@@ -95,7 +95,7 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
 
 
 def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
-    """1 where a query of a tile sees a key, int32 (queries, keys)."""
+    """Returns 1 where a query of a tile sees a key, int32 (queries, keys)."""
     if isinstance(mask, Mask):
         return _visible_under(mask, queries, keys)
     visible = torch.zeros(queries, keys, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Draws a schedule as text: one row a step, one column a rank."""
+"""Drawing of a schedule as text: one row a step, one column a rank."""
 
 from lightseq.schedule.cost import AttentionShape, cost
 from lightseq.schedule.table import Mask, Schedule, Step, Tile
@@ -8,7 +8,7 @@ LEGEND = "q2·k0-1 ■  query chunk 2 against key chunks 0 to 1 (■ full, ◣ c
 
 
 def render(schedule: Schedule) -> str:
-    """The forward and backward tables with their moves, and what they cost."""
+    """Returns the forward and backward tables with their moves and their cost."""
     layout = schedule.layout
     groups = f", {schedule.head_groups} head groups" if schedule.head_groups > 1 else ""
     head = f"{schedule.name}: {schedule.world} ranks, {layout.kind} layout, {layout.chunk_count} chunks{groups}"
@@ -37,7 +37,7 @@ def _cell(tile: Tile) -> str:
 
 
 def _span(chunks: tuple[int, ...]) -> str:
-    """(2,) → 2, (0, 1, 2) → 0-2, (0, 7) → 0,7."""
+    """Formats chunks: (2,) → 2, (0, 1, 2) → 0-2, (0, 7) → 0,7."""
     if len(chunks) > 1 and chunks == tuple(range(chunks[0], chunks[-1] + 1)):
         return f"{chunks[0]}-{chunks[-1]}"
     return ",".join(map(str, chunks))
@@ -49,7 +49,7 @@ def _count(step: Step) -> str:
 
 
 def _price(schedule: Schedule) -> list[str]:
-    """Ratios that hold for any length: balance, and bytes in units of one rank's own keys and values."""
+    """Returns ratios that hold for any length: balance, and bytes in units of one rank's own keys and values."""
     shape = AttentionShape(length=8192 * schedule.world, heads=32, kv_heads=8, head_dim=128)
     c = cost(schedule, shape)
     shard = 2 * shape.length // schedule.world * shape.kv_heads * shape.head_dim * shape.element_bytes

@@ -1,4 +1,4 @@
-"""Which keys the queries of a tile see where documents limit it: runs of queries, each against a run of keys.
+"""Masks of tiles with packed documents: runs of queries, each against a run of keys.
 
 A segment is causal, aligned bottom-right (its last query sees all its keys), or full.
 """
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Q, ROWS, K, KEYS, CAUSAL = range(5)  # columns: first query and how many, first key and how many, whether it is causal
+Q, ROWS, K, KEYS, CAUSAL = range(5)  # columns: first query, queries, first key, keys, 1 if causal
 
 
 class Round(NamedTuple):
-    """Segments that one kernel call of variable lengths can take: all causal or all full, none shares a key."""
+    """Segments for one varlen kernel call: all causal or all full, and no two share a key."""
 
     segments: NDArray[np.int64]
     causal: bool
@@ -30,23 +30,26 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """All segments of one tile, in the order of their queries. No query is in two of them, several may share keys."""
+    """All segments of one tile, in the order of their queries. No two share a query; several may share keys."""
 
     table: NDArray[np.int64]
-    known: dict[Any, Any] = field(default_factory=dict)  # what kernels work out about them, by device
+    cache: dict[Any, Any] = field(default_factory=dict)  # index tensors of kernels, by device
 
     def __repr__(self) -> str:
         return f"Segments({self.table.tolist()})"
 
     @property
     def area(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of visible (query, key) pairs."""
         rows, keys, causal = self.table[:, ROWS], self.table[:, KEYS], self.table[:, CAUSAL]
         return int((rows * keys - causal * (rows * (rows - 1) // 2)).sum())
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """As few as may be; under every schedule but striped there is one. A single query suits either kind."""
+        """The fewest rounds that hold all segments: one, except under striped.
+
+        A segment of one query counts as causal or full, whichever fits.
+        """
         rounds: list[tuple[set[int], list[list[int]]]] = []
         for segment in self.table.tolist():
             kind = {segment[CAUSAL]} if segment[ROWS] > 1 else set()
@@ -60,9 +63,9 @@ class Segments:
         return tuple(Round(np.array(taken), 1 in kinds) for kinds, taken in rounds)
 
     def cut(self, size: int) -> "tuple[Segments, slice, slice]":
-        """The chunks of `size` tokens, of queries and of keys, from the first to the last that a segment touches.
+        """Cuts off the chunks, `size` tokens each, before the first and after the last that a segment touches.
 
-        The segments come back counted from there.
+        Returns segments relative to the first chunk kept, and the kept chunks of queries and of keys.
         """
         low_q, low_k = (int(self.table[:, i].min()) // size for i in (Q, K))
         high_q, high_k = (-(-int((self.table[:, i] + self.table[:, i + 1]).max()) // size) for i in (Q, K))
@@ -71,7 +74,7 @@ class Segments:
 
 
 def _run(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> "slice | NDArray[np.int64]":
-    """The elements of runs: a slice where they lie side by side."""
+    """Returns the indices of runs, as a slice if they are contiguous."""
     if np.array_equal(starts[1:], starts[:-1] + sizes[:-1]):
         return slice(int(starts[0]), int(starts[-1] + sizes[-1]))
     return np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])

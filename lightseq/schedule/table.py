@@ -1,4 +1,4 @@
-"""Who computes which tile of the score matrix when; sends, receives and the backward pass follow from that table."""
+"""Table of a schedule: the tiles of every rank at every step, and the moves that follow from them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from lightseq.schedule.segments import Segments
 
 
 class Mask(Enum):
-    """Which keys of a tile a query sees, by index inside the tile."""
+    """Visible keys of a query, by index inside the tile."""
 
     FULL = "full"
     CAUSAL = "causal"  # aligned bottom-right: the last query sees every key
-    STRICT = "strict"  # key index < query index, as striped needs where the key's rank comes after the query's
+    STRICT = "strict"  # key index < query index, for striped, if the key's rank comes after the query's
 
 
 class Tile(NamedTuple):
@@ -31,10 +31,11 @@ class Tile(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One bundle of tensors leaving src for dst. Both ends read the same object, so they cannot disagree.
+    """One item of one chunk that travels from src to dst. Both ends read the same object, so they cannot disagree.
 
-    Operands: kv (k and v), q (forward: q; backward: q, dout, out, lse; without q where the schedule keeps it). Results:
-    out (out and lse), dq, dkv; `tile` says which of its rank's tiles in the step before made them.
+    An item is a group of tensors that travel together. Operands: kv (k and v), q (forward: q; backward: q, dout, out
+    and lse, without q where the schedule keeps it). Results: out (out and lse), dq, dkv; `tile` is the index of the
+    tile of the sending rank that computed them in the step before.
     """
 
     item: str
@@ -51,7 +52,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What happens side by side: every rank's tiles, and the moves in flight while they compute."""
+    """Tiles of every rank, and the moves in flight while they compute."""
 
     tiles: tuple[tuple[Tile, ...], ...]  # indexed by rank
     moves: tuple[Move, ...]
@@ -61,8 +62,8 @@ Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Sequence[tuple[Tile, ...]]]):
-    """An assignment whose steps are made when they are asked for: that of a thousand ranks has a million tiles."""
+class LazyAssignment(Sequence[Sequence[tuple[Tile, ...]]]):
+    """Assignment that makes a step when it is read: for a thousand ranks it has a million tiles."""
 
     steps: int
     make: Callable[[int], Sequence[tuple[Tile, ...]]]
@@ -92,8 +93,10 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
-    can_keep: bool = False  # what a rank gathers can take the place of its own q, k and v, which no tile of its reads
-    keeps: bool = False  # q, k and v that the forward pass gathered are there in the backward pass: none moves again
+    # Gathered q, k and v can replace a rank's own between the passes: no tile reads those.
+    can_keep_gathered: bool = False
+    # The backward pass finds q, k and v as the forward pass gathered them; they do not move again.
+    keeps_gathered: bool = False
 
     @property
     def world(self) -> int:
@@ -107,38 +110,41 @@ class Schedule:
 
     @property
     def turns(self) -> int:
-        """Groups of heads that a rank computes one after the other: the head_groups that were asked for."""
+        """Head groups that a rank computes one after the other: the head_groups asked for."""
         return self.head_groups // self.ulysses_size
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that share each place of the sequence, each with heads of its own."""
+        """Ranks in a Ulysses group (see `Layout`)."""
         return self.layout.ulysses
 
-    def gathers(self, backward: bool) -> "Items":
-        """What travels to a tile in a pass, if it is not there."""
-        return ("q",) if backward and self.keeps else OPERANDS
+    def gathered_items(self, backward: bool) -> "Items":
+        """Returns the operands that a rank gathers for its tiles."""
+        return ("q",) if backward and self.keeps_gathered else OPERANDS
 
     @cached_property
-    def keeping(self) -> "Schedule":
-        """The same, but that the backward pass finds what the forward pass gathered. Only who `can_keep` has it."""
-        assert self.can_keep, f"{self} needs its ranks' own tensors again"
+    def keeping_gathered(self) -> "Schedule":
+        """The schedule with a backward pass that reuses what the forward pass gathered. Needs `can_keep_gathered`."""
+        assert self.can_keep_gathered, f"{self} needs its ranks' own tensors again"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
-        return replace(self, backward=steps_of(self.layout, rows, True, gathers=("q",)), keeps=True)
+        return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
 
 
-# ---- what follows from the tiles -----------------------------------------------------------------------------------
+# ---- moves, derived from the tiles -----------------------------------------------------------------------------------
 
 
-def steps_of(
-    layout: Layout, assignment: Sequence[Sequence[tuple[Tile, ...]]], backward: bool = False, gathers: Items = OPERANDS
+def derive_steps(
+    layout: Layout,
+    assignment: Sequence[Sequence[tuple[Tile, ...]]],
+    backward: bool = False,
+    gathered_items: Items = OPERANDS,
 ) -> tuple[Step, ...]:
-    """The moves: remote operands travel one step before their tile, results one step after it.
+    """Derives the moves. Remote operands travel one step before their tile, results one step after it.
 
-    An operand that the next step needs as well stays where it is.
+    An operand that the next step reads too stays and does not travel again.
     """
     rows = [list(row) for row in assignment]
-    if any(_operands(layout, rank, tile, gathers) for rank, tiles in enumerate(rows[0]) for tile in tiles):
+    if any(_operands(layout, rank, tile, gathered_items) for rank, tiles in enumerate(rows[0]) for tile in tiles):
         rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
     moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
     held: set[Move] = set()
@@ -146,7 +152,7 @@ def steps_of(
         needed: set[Move] = set()
         for rank, tiles in enumerate(row):
             for i, tile in enumerate(tiles):
-                for item, chunk in _operands(layout, rank, tile, gathers):
+                for item, chunk in _operands(layout, rank, tile, gathered_items):
                     needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
                 for item, chunk in _results(layout, rank, tile, backward):
                     moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
@@ -157,14 +163,14 @@ def steps_of(
     return tuple(Step(tuple(row), tuple(sorted(moves[t]))) for t, row in enumerate(rows))
 
 
-def _operands(layout: Layout, rank: int, tile: Tile, gathers: Items) -> list[tuple[str, int]]:
-    """What a rank needs for a tile and does not hold itself."""
+def _operands(layout: Layout, rank: int, tile: Tile, gathered_items: Items) -> list[tuple[str, int]]:
+    """Returns the operands of a tile that its rank does not hold."""
     needs = [("q", chunk) for chunk in tile.q] + [("kv", chunk) for chunk in tile.kv]
-    return [(item, chunk) for item, chunk in needs if item in gathers and layout.home(chunk) != rank]
+    return [(item, chunk) for item, chunk in needs if item in gathered_items and layout.home(chunk) != rank]
 
 
 def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:
-    """What a tile computes for other ranks."""
+    """Returns the results that a tile computes for other ranks."""
     made = [("dq" if backward else "out", chunk) for chunk in tile.q]
     made += [("dkv", chunk) for chunk in tile.kv] if backward else []
     return [(item, chunk) for item, chunk in made if layout.home(chunk) != rank]

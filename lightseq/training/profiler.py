@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import Breakdown
-from lightseq.profiling.trace import read, summary
+from lightseq.profiling.trace import read_trace, summary
 
 MOST_ALLOCATIONS = 1_000_000  # that are kept, the last ones: some steps of large models
 
@@ -74,7 +74,7 @@ class StepProfile:
 
     def _summarize(self, trace: Path) -> None:
         try:
-            text = json.dumps({**summary(read(trace)), "memory": self._memory()}, indent=1)
+            text = json.dumps({**summary(read_trace(trace)), "memory": self._memory()}, indent=1)
         except ValueError as error:  # torch has written traces that no parser takes: no reason to end a run
             print(f"profile: no summary ({error})", file=sys.stderr)
             return

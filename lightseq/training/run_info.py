@@ -30,9 +30,9 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "commit": commit(),
         "schedule": trainer.context.schedule.name,
         "kernel": trainer.context.selection.kernel.name,
-        "kernels_passed_over": dict(trainer.context.selection.passed_over),
+        "kernels_passed_over": dict(trainer.context.selection.skipped),
         "transport": trainer.context.transport.name,
-        "transport_passed_over": trainer.context.transport.passed_over,
+        "transport_passed_over": trainer.context.transport.fallback_reason,
         "head_groups": trainer.context.schedule.turns,
         "ulysses_size": trainer.context.schedule.ulysses_size,
         "remat": trainer.config.remat_policy,
@@ -61,7 +61,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
 def describe(trainer: Trainer) -> dict[str, Any]:
     """Returns what was chosen, in the order in which a reader asks."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
-    passed_over, placement = trainer.context.transport.passed_over, trainer.engine.memory.placement
+    passed_over, placement = trainer.context.transport.fallback_reason, trainer.engine.memory.placement
     start = trainer.inputs.resume_from or trainer.inputs.weights
     weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
     return {

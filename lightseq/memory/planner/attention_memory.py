@@ -22,8 +22,8 @@ from lightseq.comm.transport import Outbox
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
-from lightseq.schedule.algorithms import make_schedule, ulysses_ranks
-from lightseq.schedule.auto import Choice
+from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
+from lightseq.schedule.auto import ScheduleChoice
 
 CHUNK_TOKENS = 512  # of the run that is counted
 MAX_RING = 16  # ranks that a sequence is cut over in a counted run; larger rings are extrapolated from two smaller
@@ -40,9 +40,9 @@ class AttentionMemory:
 
 @lru_cache(maxsize=512)
 def attention_memory(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False
 ) -> AttentionMemory:
-    ulysses = ulysses_ranks(choice.schedule, world, choice.ulysses_size)
+    ulysses = ulysses_group_size(choice.schedule, world, choice.ulysses_size)
     ring = world // ulysses
     if ring <= MAX_RING:
         return _count(choice, world, heads, kv_heads, dim, itemsize, keep_gathered)
@@ -54,7 +54,7 @@ def attention_memory(
 
 
 def _count(
-    choice: Choice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool
 ) -> AttentionMemory:
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
     local = CHUNK_TOKENS * table.layout.chunks_per_rank
@@ -62,9 +62,9 @@ def _count(
     q, k, v = (torch.empty(1, local, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads, kv_heads))
     out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")
     gathered: Gathered | None = None
-    if keep_gathered and table.can_keep:
+    if keep_gathered and table.can_keep_gathered:
         size = gathered_elements(table, q, kv_heads)
-        table, gathered = table.keeping, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
+        table, gathered = table.keeping_gathered, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
     kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()

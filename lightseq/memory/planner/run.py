@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from transformers import PreTrainedConfig
 
-from lightseq.comm.transport import plain
+from lightseq.comm.transport import base_transport_name
 from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
@@ -17,8 +17,8 @@ from lightseq.distributed.mesh import World
 from lightseq.memory.planner.rates import CHIPS, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
-from lightseq.schedule.algorithms import outline
-from lightseq.schedule.auto import Choice, cheapest, packed_choice
+from lightseq.schedule.algorithms import schedule_without_steps
+from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.table import Schedule
@@ -91,7 +91,11 @@ class PlannedRun:
     @property
     def transport(self) -> str:
         inside_host = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        return "symmetric" if inside_host and plain(self.config.transport) in ("auto", "symmetric") else "nccl"
+        return (
+            "symmetric"
+            if inside_host and base_transport_name(self.config.transport) in ("auto", "symmetric")
+            else "nccl"
+        )
 
     @cached_property
     def tokens(self) -> int:
@@ -113,24 +117,26 @@ class PlannedRun:
         )
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> ScheduleChoice:
         """Returns the schedule that training takes, by the same rates and for one sequence."""
-        heads, asked = self.architecture.heads, Choice(self.config.schedule, self.config.ulysses_size)
+        heads, asked = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.config.packing != "none":
-            asked = packed_choice(self.sequence_ranks, one, asked)
+            asked = choose_packed(self.sequence_ranks, one, asked)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
         keep = keeps_gathered(self.config.remat_policy)
-        return cheapest(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
+        return choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
 
     @cached_property
     def schedule(self) -> Schedule:
         choice = self.choice
-        return outline(choice.schedule, self.sequence_ranks, choice.head_groups or 1, choice.ulysses_size)
+        return schedule_without_steps(
+            choice.schedule, self.sequence_ranks, choice.head_groups or 1, choice.ulysses_size
+        )
 
     @property
     def keeps_gathered(self) -> bool:
-        return keeps_gathered(self.config.remat_policy) and self.schedule.can_keep
+        return keeps_gathered(self.config.remat_policy) and self.schedule.can_keep_gathered
 
     # ---- the model --------------------------------------------------------------------------------------------------
 

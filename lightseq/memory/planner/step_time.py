@@ -9,11 +9,11 @@ from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.models.flops import recompute_flops
 from lightseq.modules.mlp import TILE_TOKENS
-from lightseq.schedule.auto import priced
+from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
 
 WAITING = "waiting for the host"
-_priced = lru_cache(maxsize=4096)(priced)
+_priced = lru_cache(maxsize=4096)(estimate_choice)
 FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares of a layer's time
 
 

@@ -13,8 +13,15 @@ from typing import Any
 
 from lightseq.config.lengths import tokens
 from lightseq.config.parser import Parser, answered
-from lightseq.schedule.algorithms import SCHEDULES, ulysses_ranks
-from lightseq.schedule.auto import Choice, Priced, best, choices, priced, refusal
+from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
+from lightseq.schedule.auto import (
+    ChoiceEstimate,
+    ScheduleChoice,
+    choose_best,
+    estimate_choice,
+    possible_choices,
+    why_impossible,
+)
 from lightseq.schedule.calibration import fit_transports, read_points
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import RATES, Rates, kernel_seconds
@@ -90,28 +97,28 @@ def predictions(
         rates = cluster.rates[cluster.transport(count)]
         options = {
             name: [
-                Priced(choice, priced(choice, count, shape, rates, cluster.gpus_per_host))
-                for choice in choices(count, shape, Choice(name))
+                ChoiceEstimate(choice, estimate_choice(choice, count, shape, rates, cluster.gpus_per_host))
+                for choice in possible_choices(count, shape, ScheduleChoice(name))
             ]
             for name in schedules
         }
         possible = [option for of_schedule in options.values() for option in of_schedule]
-        fastest = best(possible, shape.kv_heads).choice if possible else None
+        fastest = choose_best(possible, shape.kv_heads).choice if possible else None
         for name, of_schedule in options.items():
-            found = best(of_schedule, shape.kv_heads) if of_schedule else None
+            found = choose_best(of_schedule, shape.kv_heads) if of_schedule else None
             record = {"gpus": count, "schedule": name, "transport": cluster.transport(count)}
             record |= _figures(found, count, shape, rates)
-            skipped = None if found else refusal(Choice(name), count, shape)
+            skipped = None if found else why_impossible(ScheduleChoice(name), count, shape)
             yield record | {"fastest": found is not None and found.choice == fastest, "skipped": skipped}
 
 
-def _figures(found: Priced | None, gpus: int, shape: AttentionShape, rates: Rates) -> dict[str, Any]:
+def _figures(found: ChoiceEstimate | None, gpus: int, shape: AttentionShape, rates: Rates) -> dict[str, Any]:
     """Returns sizes and times; all are null where a schedule is impossible."""
     choice, estimate = found or (None, None)
     flops = (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim  # half is masked
     return {
         "head_groups": choice and (choice.head_groups or 1),
-        "ulysses_size": choice and ulysses_ranks(choice.schedule, gpus, choice.ulysses_size),
+        "ulysses_size": choice and ulysses_group_size(choice.schedule, gpus, choice.ulysses_size),
         "seconds": estimate and estimate.seconds,
         "compute_seconds": estimate and estimate.compute_seconds,
         "exposed_communication_seconds": estimate and estimate.exposed_seconds,

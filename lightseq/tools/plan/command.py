@@ -19,7 +19,7 @@ from lightseq.config.command_line import parse, underscored
 from lightseq.config.parser import Parser, refused
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.base import KernelSpec
-from lightseq.kernels.selection import unfit
+from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_changes, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import make_plan
@@ -127,7 +127,7 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         return
     dtype = getattr(torch, config.compute_dtype)
     spec = KernelSpec("cuda", chip.capability, dtype, heads_of(model).dim, config.deterministic)
-    if reason := unfit(config.kernel_name, spec):
+    if reason := why_unsupported(config.kernel_name, spec):
         raise ValueError(
             f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
         )
