@@ -14,12 +14,12 @@ from benchmarks import plan_points
 from benchmarks.plan_points import Point, line, main, take
 from benchmarks.records import read_lines
 from benchmarks.step import NEEDED, model_of
-from lightseq.attention.accumulate import Home
-from lightseq.attention.buffers import Form
+from lightseq.attention.accumulate import Accumulator
+from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.placement import Placement
-from lightseq.memory.planner.plan import Plan, _plan_as_it_is, make_plan
+from lightseq.memory.planner.plan import Plan, make_plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
@@ -56,17 +56,16 @@ def planned(record: dict[str, Any]) -> Plan:
     threads = record.get("host_cores", point.gpus)  # one a rank, in the days of those that do not say
     hosts = record.get("gpus_per_host", 8), chip.memory_bytes, 256 * GIB, threads
     hardware = Hardware(chip, point.gpus, *hosts)
-    make = _plan_as_it_is if point.name in STATE_STAYED else make_plan
+    make = plan_as_given if point.name in STATE_STAYED else make_plan
     run = PlannedRun(model, config, hardware)
     return _as_it_was_placed(run, record) if record.get("state_on_host") and record["placement"] else make(run)
 
 
 def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:
-    """Takes the placement of the record: it followed from the host memory that was free, which is not recorded."""
-    placed = Placement(tuple(record["placement"]))
-    run = replace(run, state_leaves=True, state_stays=record["layers_with_state_on_gpu"])
-    with patch("lightseq.memory.planner.plan.placement_of", return_value=placed):
-        return _plan_as_it_is(run)
+    """Plans what `--offload auto` chose then: it followed from the host's free memory, which no record has."""
+    resident = record["layers_with_state_on_gpu"]
+    run = replace(run, state_offloaded=True, layers_with_state_on_gpu=resident)
+    return plan_as_given(run, Placement(tuple(record["placement"])))
 
 
 def test_at_least_eight_steps_were_measured() -> None:
@@ -93,7 +92,7 @@ def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:
     if record["date"] >= MLPS_RUN_ONCE_SINCE:
         return 0.0
     now = matrix_seconds(run)
-    with patch.object(PlannedRun, "made_of", replace(run.made_of, mlp_is_last=False)):
+    with patch.object(PlannedRun, "architecture", replace(run.architecture, mlp_is_last=False)):
         then = matrix_seconds(replace(run))  # which has looked at no model yet
     return run.config.gradient_accumulation_steps * (then - now)
 
@@ -113,14 +112,14 @@ def test_an_mlp_over_tiles_runs_once_more_in_eager_layers_whose_backward_pass_ne
 @pytest.fixture
 def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their memory was there from the first step of a pass on when these layers were measured; it comes later now."""
-    begin = Home.__init__
+    begin = Accumulator.__init__
 
-    def early(self: Home, form: Form, device: torch.device, at_once: bool) -> None:
-        begin(self, form, device, at_once)
+    def early(self: Accumulator, layout: BufferLayout, device: torch.device, at_once: bool) -> None:
+        begin(self, layout, device, at_once)
         self.open()
-        self.there = self.finals or form.whole(device, form.dtype)  # type: ignore[attr-defined]
+        self.there = self.finals or layout.whole(device, layout.dtype)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Home, "__init__", early)
+    monkeypatch.setattr(Accumulator, "__init__", early)
     attention_memory.cache_clear()
     yield
     attention_memory.cache_clear()

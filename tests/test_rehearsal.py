@@ -1,5 +1,6 @@
 """Rehearsals and what they say of memory: parts that add up, the knob to turn, and an end that explains itself."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -15,13 +16,12 @@ import torch.distributed as dist
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention.context import make_context
+from lightseq.attention.context import AttentionConfig, make_context
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
-from lightseq.kernels import KernelSpec
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
 from lightseq.models.family import preset_config
@@ -70,9 +70,9 @@ def test_a_rehearsal_counts_a_ranks_parts_and_leaves_nothing_but_its_record(tmp_
 def _elided(rank: int) -> None:
     world = dist.get_world_size()
     shape = AttentionShape(64, 4, 2, 8)
-    spec = KernelSpec("cpu", (0, 0), torch.float32, 8)
+    config = AttentionConfig(dtype=torch.float32, device=torch.device("cpu"))
     for schedule in ("zigzag", "prefix", "ulysses"):
-        context = make_context(dist.group.WORLD, torch.device("cpu"), spec, shape, schedule)
+        context = make_context(dist.group.WORLD, shape, dataclasses.replace(config, schedule=schedule))
         leave_out_attention(context)
         q, kv = (torch.randn(1, 64 // world, n, 8, requires_grad=True) for n in (4, 2))
         before = context.transport.bytes_sent
@@ -111,7 +111,7 @@ def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
 def test_counted_host_memory_takes_one_buffer_and_the_limit_holds() -> None:
     for kind, places in ((CountedMemory, 1), (HostBufferPool, 10)):
         memory = kind(10 * 4096, pinned=False)
-        taken = [memory.take(1024, torch.float32) for _ in range(11)]
+        taken = [memory.acquire(1024, torch.float32) for _ in range(11)]
         assert [x is None for x in taken] == [False] * 10 + [True]
         assert len({x.data_ptr() for x in taken if x is not None}) == places
         assert memory.allocated_bytes == 10 * 4096

@@ -135,13 +135,13 @@ def _drop_move(rank: int) -> Any:
 @contextlib.contextmanager
 def _drop_move_unproven(rank: int) -> Iterator[None]:
     """Memory that nothing fills holds what was there before: here, nothing that could be right by luck."""
-    empty = buffers.Form.empty
+    empty = buffers.BufferLayout.empty
 
-    def filled(self: buffers.Form, chunks: int, device: torch.device) -> buffers.Bundle:
+    def filled(self: buffers.BufferLayout, chunks: int, device: torch.device) -> buffers.Buffer:
         return tuple(x.fill_(0.5) for x in empty(self, chunks, device))
 
     with _drop_move(rank), mock.patch.object(verify_model, "validate", lambda schedule: None):
-        with mock.patch.object(buffers.Form, "empty", filled):
+        with mock.patch.object(buffers.BufferLayout, "empty", filled):
             yield
 
 
