@@ -115,7 +115,7 @@ def _attention(
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
-            transport.records = recordings is not None
+            transport.supports_graphs = recordings is not None
             stack.enter_context(patch.object(executor, "GraphCache", recordings))
             stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.at_once.values())))
             stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
