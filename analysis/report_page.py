@@ -268,7 +268,7 @@ def attention_section(files: Files, found: Found) -> Section:
     """Returns a chart and a table per setting; measurements on different devices are never joined."""
     records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
-    for device in dict.fromkeys(record["device"] for record in records[:1]):
+    for device in dict.fromkeys(record["device"] for record in records):
         for table in attention.tables_of(record for record in records if record["device"] == device):
             blocks.append(table.title)
             if table.measured and len(table.lengths) > 1:

@@ -27,7 +27,7 @@ FLOORS = (
     ("lightseq.tools",),
     ("llama2", "llama3"),
     ("lightseq.cli",),
-    ("lightseq.cli", "data_gen", "launch", "analysis"),
+    ("lightseq.__main__", "data_gen", "launch", "analysis"),
 )
 FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row}
 

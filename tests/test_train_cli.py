@@ -416,7 +416,7 @@ first, last = (getattr(signal, name) for name in sys.argv[1:])
 with preemption.StopRequest() as stop:
     for number in (first, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.raise_signal(number)
-    preemption.ONE_CTRL_C = 0.0
+    preemption.CTRL_C_SECONDS = 0.0
     signal.raise_signal(signal.SIGUSR1)
     print("goes on", flush=True)
     signal.raise_signal(last)
