@@ -41,7 +41,7 @@ MOST_GRAPHS = 64  # compiled per layer: one for each batch length, in training a
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What waits in host memory during a step, as the flags or the planner decided."""
+    """Placement of weights, optimizer state and activations in host memory, by the flags or the planner."""
 
     state_on_host: bool = False  # weights, gradients and optimizer state
     layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device

@@ -145,19 +145,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) ->
 
 @torch.library.custom_op("plain_step::attention_backward", mutates_args=())
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kernel: str, group: str
+    dout: Tensor, saved: list[Tensor], scale: float, kernel: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = _group(group)
-    dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, q, k, v, out))
+    """Returns dq, dk and dv; `saved` is q, k, v, out and lse."""
+    ranks, (*tensors, lse) = _group(group), saved
+    dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, *tensors))
     grads = _kernel(kernel, q).backward(dout, Saved(q, k, v, out, lse), True, scale)
     dq, dk, dv = (exchange(grad, ranks, False) for grad in grads)
     return dq, dk, dv
 
 
 @_attention_backward.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kernel: str, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, saved: list[Tensor], scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = saved[:3]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -167,7 +167,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _attention_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.kernel, ctx.group)
+    grads = _attention_backward(dout.contiguous(), [*ctx.saved_tensors], ctx.scale, ctx.kernel, ctx.group)
     return (*grads, None, None, None)
 
 

@@ -31,7 +31,7 @@ TALKS: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What DeepSpeed is told, every value filled in."""
+    """DeepSpeed's settings with every value filled in."""
 
     source: str
     stage: int
@@ -49,7 +49,7 @@ class DeepSpeedSettings:
 
 
 def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -> DeepSpeedSettings | None:
-    """The file that --deepspeed names, completed from the flags; None without one.
+    """Returns the settings of the file that --deepspeed names, completed from the flags; None without one.
 
     Raises ValueError for what is not read here, and where the file and a flag say different things.
     """
@@ -129,7 +129,7 @@ def _device(zero: Mapping[str, Any], part: str) -> str:
 
 
 def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str) -> None:
-    """A section on AdamW may stand there if it says what the flags say; torch's optimizer updates in any case."""
+    """Refuses an optimizer section that differs from the flags; torch's optimizer updates in any case."""
     section = settings.pop("optimizer", None)
     if section is None:
         return
@@ -150,7 +150,7 @@ def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str)
 
 
 def _check_batch(settings: dict[str, Any], config: TrainConfig, data_ranks: int, source: str) -> None:
-    """DeepSpeed multiplies by all ranks; those that share a sequence count once, so it is not told the product."""
+    """Refuses batch sizes that differ from the flags; ranks that share a sequence count once, not for each rank."""
     total = settings.pop("train_batch_size", "auto")
     micro, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if total not in ("auto", micro * steps * data_ranks):
@@ -177,7 +177,7 @@ def _agree(settings: dict[str, Any], key: str, value: Any, flag: str, source: st
 
 
 def _fill(settings: dict[str, Any], hidden_size: int) -> None:
-    """What no flag says: sizes as Hugging Face derives them, float32 sums of gradients, torch's optimizer, silence."""
+    """Fills in what no flag says: sizes as Hugging Face derives them, float32 gradient sums, torch's optimizer."""
     zero = settings["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden_size**2,

@@ -9,8 +9,8 @@ POLICIES: Final = ("none", STORE_LINEARS, STORE_MLP, "attention", "full")
 
 
 def keeps_gathered(policy: str) -> bool:
-    """Whether attention may hand what it gathered to its backward pass, in the place of q, k and v.
+    """Returns whether attention may keep gathered q, k and v for its backward pass.
 
-    A layer that runs again has those anyway, and would hold both.
+    A layer that is recomputed has its own q, k and v again, and would hold both.
     """
     return policy == "none"

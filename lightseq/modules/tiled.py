@@ -53,7 +53,7 @@ def check_layer_class(name: str) -> None:
 
 
 def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (B, S, N, D) of a layer's input, turned to their positions."""
+    """Returns rotated q, k and v (B, S, N, D) of a layer's input."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
@@ -66,7 +66,7 @@ def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tupl
 
 
 def finish(layer: Any, x_BSH: Tensor, out_BSND: Tensor) -> Tensor:
-    """What a layer gives out, from its input and attention's output."""
+    """Returns a layer's output from its input and attention's output."""
     hidden = x_BSH + layer.self_attn.o_proj(out_BSND.flatten(2))
     given: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return given
@@ -88,7 +88,7 @@ class _Tiled:
         return mlp.tiles(x.shape[1], size)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the whole local sequence."""
+        """Returns q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
         x = x.detach()  # or the compiler tells training from evaluation
         for rows in self.tiles(x):
@@ -106,7 +106,7 @@ class _Tiled:
         return whole
 
     def attention(self, x: Tensor) -> Pair:
-        """out and log-sum-exp."""
+        """Returns out and its log-sum-exp."""
         module = self.layer.self_attn
         window = getattr(module, "sliding_window", None)
         return attend(module, *self.projected(x), module.scaling, sliding_window=window, **self.others)
@@ -158,7 +158,7 @@ class _Sums:
     def backward(
         self, function: Callable[..., Any], inputs: list[Tensor], constants: list[Tensor], gradients: list[Tensor]
     ) -> list[Tensor]:
-        """Those of the inputs; those of the parameters are added."""
+        """Returns gradients of the inputs, and adds those of the parameters to the sums."""
         with torch.enable_grad():
             made = function(*inputs, *constants)
         wanted = [*inputs, *self._parameters]
@@ -193,7 +193,7 @@ def _forward(
     position_embeddings: Pair | None = None,
     **others: Any,
 ) -> Tensor:
-    """As transformers calls a decoder layer."""
+    """Runs a decoder layer in tiles; takes what transformers passes it."""
     if past_key_values is not None:
         raise ValueError("tiled layers keep no key/value cache; pass use_cache=False")
     assert position_embeddings is not None, "the model turns q and k"

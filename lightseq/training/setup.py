@@ -272,7 +272,7 @@ def find_examples(path: str, model: FoundModel, config: TrainConfig, world: Worl
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
-    """Every example once, in order."""
+    """Returns a stream of every example once, in order."""
     packed = isinstance(examples, PackedExamples)
     return BatchStream(
         examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
