@@ -54,7 +54,7 @@ class Trainer:
         self.lengths, length_notes = _batch_lengths(config, inputs, engine)
         self.notes = (*inputs.notes, *engine.memory.notes, *length_notes)
         self.shard = Sharding(self.context, world.device)
-        self.count_adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
+        self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.before_update: list[Callable[[], None]] = []  # called when gradients are there and weights still old
@@ -305,7 +305,7 @@ def _flop_counter(trainer: Trainer) -> FlopCounter:
         remat=config.remat_policy,
         layers_per_checkpoint=config.layers_per_checkpoint,
         tiled=config.tile_layers,
-        adapters=trainer.count_adapter_parameters,
+        adapters=trainer.adapter_parameters,
         fp8=config.fp8 is not None and not config.fp8_emulate,
         recomputed_layers=placement.recomputed_share if placement else 0.0,
     )

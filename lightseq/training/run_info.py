@@ -89,7 +89,7 @@ def _fp8(config: TrainConfig) -> str:
 
 
 def _adapters(trainer: Trainer) -> str:
-    lora, count = trainer.inputs.lora, trainer.count_adapter_parameters
+    lora, count = trainer.inputs.lora, trainer.adapter_parameters
     if lora is None:
         return ""
     share = 100 * count / total_parameters(trainer.inputs.model_config)

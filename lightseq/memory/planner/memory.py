@@ -135,7 +135,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
         # The MLP ran backward first and freed gate and up. What came back from the host lives until the layer's end.
         freed = run.tokens * (_saved_under(run, STORE_MLP) - _saved_under(run, "attention"))
         saved, rerun = (saved, rerun - freed) if run.group_size > 1 else (saved - freed, rerun)
-    gradients = 0.0 if run.count_adapter_parameters else _finished_gradients(run, group)
+    gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
     when = f"backward of layer {group * run.group_size}, {name}"
     return _snapshot(run, when, saved=saved, working=working + rerun, gradients=gradients)
 
@@ -143,7 +143,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
 def _end_of_backward(run: PlannedRun) -> Snapshot:
     """Counts the embeddings' whole gradient, before it is reduced to shards."""
     working = run.tokens * run.model.hidden_size * run.itemsize
-    if not run.count_adapter_parameters:
+    if not run.adapter_parameters:
         working += run.architecture.head * (run.itemsize + FLOAT32)
     return _snapshot(run, "backward of the embeddings", working=working, gradients=FLOAT32 * run.local_trained)
 
@@ -171,7 +171,7 @@ def _snapshot(
 
 def _weights_and_gradients(run: PlannedRun, group: int) -> float:
     """Returns a group's gathered weights, the prefetched next ones, and gradients that are not reduced yet."""
-    trains = run.count_adapter_parameters == 0  # gradients of adapters are too small to count
+    trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.group_size * run.layer_parameters
     taken = (1 + run.prefetches_weights) * unit * run.itemsize
     if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
@@ -206,7 +206,7 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
         return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * run.itemsize * untiled
-    if run.count_adapter_parameters:
+    if run.adapter_parameters:
         return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
     return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32
 
@@ -251,7 +251,7 @@ def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
 
 def _gradient_padding(run: PlannedRun) -> float:
     """Returns what torch's pinned allocator adds to gradients, which it rounds up one by one."""
-    if run.count_adapter_parameters:  # small
+    if run.adapter_parameters:  # small
         return 0.0
     shards = [FLOAT32 * ceil(size / run.shards) for size in run.architecture.sizes]
     return float(sum(pinned_by_torch(size) - size for size in shards))

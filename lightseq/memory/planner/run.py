@@ -173,7 +173,7 @@ class PlannedRun:
         return bool(getattr(self.model, "tie_word_embeddings", False))
 
     @cached_property
-    def count_adapter_parameters(self) -> int:
+    def adapter_parameters(self) -> int:
         """Parameters of LoRA adapters; 0 where the whole model trains."""
         return count_adapter_parameters(lora_from_config(self.config, self.model), self.model)
 
@@ -184,12 +184,12 @@ class PlannedRun:
     @property
     def local_trained(self) -> int:
         """Parameters of one rank that get a gradient."""
-        return ceil((self.count_adapter_parameters or self.architecture.total) / self.shards)
+        return ceil((self.adapter_parameters or self.architecture.total) / self.shards)
 
     @property
     def weight_bytes(self) -> float:
         """Returns one rank's bytes: float32 masters of what trains, frozen weights in the compute dtype."""
-        frozen = self.itemsize * self.local_parameters if self.count_adapter_parameters else 0
+        frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
         return frozen + float(FLOAT32 * self.local_trained)
 
     @property

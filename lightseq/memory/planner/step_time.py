@@ -77,7 +77,7 @@ def matrix_seconds(run: PlannedRun) -> float:
     """Returns the matrix products of a forward and backward pass, recomputed ones and the head's included."""
     config, architecture = run.config, run.architecture
     passes = (
-        2 if run.count_adapter_parameters else 3
+        2 if run.adapter_parameters else 3
     )  # forward; backward by the input, and by the weight where it trains
     layers = 2.0 * run.tokens * passes * architecture.layer_linears
     layers += recompute_flops(
@@ -159,7 +159,7 @@ def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
     """
     if not run.state_on_host:
         return 0.0
-    width = run.itemsize if run.count_adapter_parameters else FLOAT32
+    width = run.itemsize if run.adapter_parameters else FLOAT32
     layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.architecture.head))
     shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
     exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
