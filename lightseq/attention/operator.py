@@ -121,7 +121,7 @@ def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
     return context.schedule if documents is None else packed_schedule(context.schedule, without_repeats(documents))
 
 
-def _agree_on_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
+def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
     """Raises ValueError on every rank if shapes differ between ranks, instead of a deadlock.
 
     A shape is compared once, because comparing waits. Ranks that differ in shapes seen before are not found.
@@ -166,7 +166,7 @@ def _forward(
             "the batch holds packed documents, and the model's layers do not hand them on to attention; train "
             "without packing, or use another model"
         )
-    _agree_on_shapes(c, q, k, documents)
+    _compare_shapes(c, q, k, documents)
     gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
     executor = Executor(_table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
     out, lse = executor.forward(q, k, v, gathered if c.keeps_gathered else None)

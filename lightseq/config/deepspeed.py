@@ -67,7 +67,7 @@ def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -
         ("bf16.enabled", "bf16"),
         ("fp16.enabled", "fp16"),
     ):
-        _agree(settings, key, getattr(config, flag), f"--{flag}", source)
+        _check_equal(settings, key, getattr(config, flag), f"--{flag}", source)
     if stage == 3 and config.torch_compile:
         raise ValueError(
             f"{source}: ZeRO-3 gathers weights inside what --torch_compile compiles; use stage 1 or 2, or leave it out"
@@ -146,7 +146,7 @@ def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str)
         ("betas", [0.9, 0.999], "--optim with betas"),
         ("eps", 1e-8, "--optim with epsilon"),
     ):
-        _agree(params, key, value, flag, f"{source}: optimizer.params")
+        _check_equal(params, key, value, flag, f"{source}: optimizer.params")
 
 
 def _check_batch(settings: dict[str, Any], config: TrainConfig, data_ranks: int, source: str) -> None:
@@ -161,7 +161,7 @@ def _check_batch(settings: dict[str, Any], config: TrainConfig, data_ranks: int,
         )
 
 
-def _agree(settings: dict[str, Any], key: str, value: Any, flag: str, source: str) -> None:
+def _check_equal(settings: dict[str, Any], key: str, value: Any, flag: str, source: str) -> None:
     """Puts a flag's value where the file leaves it open."""
     *sections, last = key.split(".")
     place = settings

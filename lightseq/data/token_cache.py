@@ -80,7 +80,7 @@ def open_rows(
     alone = "" if meta["tokenizer"] else ", by no tokenizer"
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
     notes += skipped_notes(str(source), meta)
-    notes += _unread_notes(str(source), meta)
+    notes += _skipped_rows_notes(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
@@ -96,7 +96,7 @@ def format_and_rows(source: str | Path, column: str, limit: int | None = None) -
     return detect_row_format(list(first[1]), column, first[0]), itertools.chain([first], rows)
 
 
-def _unread_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
+def _skipped_rows_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     """Returns notes on a folder's other files, and on padding."""
     notes = []
     if files := meta["passed_over"]["files"]:

@@ -74,7 +74,7 @@ class Launches:
                 for to, x in pairs:
                     to.copy_(x)
                 return
-            self._keep(key, launch)
+            self._remember(key, launch)
         self._run(launch)
 
     def add(self, key: Hashable, build: Callable[[], TotalsAndParts], fresh: bool) -> None:
@@ -90,7 +90,7 @@ class Launches:
                     total.copy_(sum(terms[1:], start=terms[0]))
                 return
             launch = fused.add_launch(totals, parts, fresh)
-            self._keep((key, fresh), launch)
+            self._remember((key, fresh), launch)
         self._run(launch)
 
     def _run(self, launch: Launch) -> None:
@@ -98,7 +98,7 @@ class Launches:
             self._collected.append(launch)
         launch()
 
-    def _keep(self, key: Hashable, launch: Launch) -> None:
+    def _remember(self, key: Hashable, launch: Launch) -> None:
         if len(self._known) >= MAX_LAUNCHES:
             self._known.clear()
         self._known[key] = launch

@@ -92,7 +92,7 @@ class MetricsFile:
             self.notes = (f"warning: {self.path} is missing, and with it what was logged up to step {first_step:,}",)
         damaged = damaged_lines(self.path)
         if damaged:
-            self.notes = (_keep_damaged(self.path, damaged),)
+            self.notes = (_set_damaged_aside(self.path, damaged),)
         kept = [line for line, record in _records(self.path) if record["step"] <= first_step]
         partial = self.path.with_name(f"{METRICS}.partial")  # a run that is killed here has its records still
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
@@ -138,7 +138,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
-def _keep_damaged(path: Path, lines: Sequence[bytes]) -> str:
+def _set_damaged_aside(path: Path, lines: Sequence[bytes]) -> str:
     """Appends the lines to a file beside the metrics, and returns what to say of them."""
     beside = path.with_name(path.name + DAMAGED)
     with beside.open("ab") as file:

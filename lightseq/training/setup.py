@@ -92,7 +92,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
             f"{total_steps}; give a larger --max_steps"
         )
     profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
-    room = _check_room(config, model, stream, total_steps)
+    room = _check_disk_space(config, model, stream, total_steps)
     # Last, for it can take hours: everything else has been looked at.
     directory = fetch(model, world, found.path)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
@@ -141,7 +141,9 @@ def _training_stream(config: TrainConfig, world: World, model: "FoundModel", dat
     )
 
 
-def _check_room(config: TrainConfig, model: "FoundModel", stream: BatchStream, total_steps: int) -> tuple[str, ...]:
+def _check_disk_space(
+    config: TrainConfig, model: "FoundModel", stream: BatchStream, total_steps: int
+) -> tuple[str, ...]:
     """Raises ValueError where the disk has no room for a checkpoint; returns a warning where not for all."""
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)

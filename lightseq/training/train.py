@@ -32,7 +32,7 @@ from lightseq.training.setup import Inputs, prepare
 def train(family: ModelFamily, words: list[str], program: str) -> None:
     """Trains as the words of a command line say. Exits 2, with one line, on input that it refuses."""
     # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
-    timeout, stacks = _watched(words, program)
+    timeout, stacks = _watchdog_settings(words, program)
     with init_distributed(2 * timeout) as world, explained_silence(), Watchdog(world, timeout, stacks) as watchdog:
         config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
 
@@ -53,7 +53,7 @@ def train(family: ModelFamily, words: list[str], program: str) -> None:
             held.close()
 
 
-def _watched(words: list[str], program: str) -> tuple[float, Path]:
+def _watchdog_settings(words: list[str], program: str) -> tuple[float, Path]:
     """Returns the watchdog's timeout and folder, needed before the ranks can agree on anything.
 
     What is wrong with the words is said once they can.

@@ -65,9 +65,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         run, hardware = self.run, self.run.hardware
-        flops = model_flops(
-            run.model, run.config.model_max_length, run.sequences_per_step, run.adapter_parameters
-        )
+        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step, run.adapter_parameters)
         share = mfu(flops, self.step_seconds, hardware.gpus, hardware.chip.peak_flops)
         assert share is not None
         return share

@@ -76,9 +76,7 @@ def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
 def matrix_seconds(run: PlannedRun) -> float:
     """Returns the matrix products of a forward and backward pass, recomputed ones and the head's included."""
     config, architecture = run.config, run.architecture
-    passes = (
-        2 if run.adapter_parameters else 3
-    )  # forward; backward by the input, and by the weight where it trains
+    passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
     layers = 2.0 * run.tokens * passes * architecture.layer_linears
     layers += recompute_flops(
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tile_layers, attention_share=0.0
