@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from lightseq import hf
 from lightseq.distributed.mesh import World, init_distributed
+
+# isort: split
+from transformers import LlamaConfig, LlamaForCausalLM  # after lightseq, which quiets what it loads
 
 STEPS, BATCH, LENGTH = 5, 2, 250
 CONFIG = LlamaConfig(

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_main_process():
         return 2
     given = f"{words[0]!r} is no command" if words else "no command"
-    return refused(f"{given}; choose one of {', '.join(COMMANDS)}")
+    return refused(f"{given}; choose one of {', '.join(COMMANDS)} (--help describes them)")
 
 
 def overview() -> str:

@@ -112,7 +112,7 @@ def texts() -> Iterator[tuple[Path, str]]:
         for path in sorted(pending.pop().iterdir()):
             if path.is_dir():
                 pending += [] if made.match(path.relative_to(ROOT).as_posix()) else [path]
-            elif not path.is_symlink() and path.stat().st_size < 2**20:
+            elif path.name != ".git" and not path.is_symlink() and path.stat().st_size < 2**20:
                 yield path.relative_to(ROOT), path.read_text(encoding="utf-8", errors="ignore")
 
 
