@@ -47,9 +47,9 @@ def check(found: dict[str, dict[str, list[float]]]) -> None:
             assert values[name] == pytest.approx(expected, rel=1e-6), f"{run} {name}"
 
 
-@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 3), (4, 1)])
+@pytest.mark.parametrize(("world", "first"), [(2, 2), (3, 3), (4, 0)])
 def test_losses_and_gradient_norms_are_as_committed(world: int, first: int) -> None:
-    """Each schedule with a variant of its own; all together they have each variant twice."""
+    """Each schedule with one variant, and each variant with some schedule."""
     variants = list(VARIANTS)
     cases = [(s, variants[(first + place) % len(variants)]) for place, s in enumerate(SCHEDULES[world])]
     check(numbers(world, cases))
