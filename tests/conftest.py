@@ -1,6 +1,7 @@
 """Knows what the whole test suite shares: threads per process, where a GPU test can run, and what begins first."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 # Tests start worlds of several processes on few cores; one thread each is fastest, and makes sums repeat exactly.
 # Set before torch is imported, and inherited by every process a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts background jobs with Ctrl-C ignored, and tests send one to the programs that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
