@@ -38,7 +38,7 @@ def test_a_schedule_of_ten_lines_trains(world: int, tmp_path) -> None:  # type: 
     assert toy["loss"] == pytest.approx(ring["loss"], rel=1e-5) and toy["loss"][0] != toy["loss"][1]
 
 
-def test_a_wrong_one_is_found_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_schedule_is_found_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "toy", TOY)
     validate(make_schedule("toy", 3))
     first_keys_only = Algorithm("contiguous", 1, lambda layout: farthest_first(layout)[:1])

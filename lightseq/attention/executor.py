@@ -53,12 +53,7 @@ class Executor:
         `gathered` is memory that keeps all gathered operands for the backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
-
-        def buffers() -> GatheredBuffers:
-            return {} if gathered is None else gathered.buffers(self.schedule, self.rank, spec.layouts)
-
-        memory = None if gathered is None else gathered.memory
-        with self._prepare(spec, {"q": (q,), "kv": (k, v)}, buffers, memory) as (run, accumulators):
+        with self._prepare(spec, {"q": (q,), "kv": (k, v)}, gathered) as (run, accumulators):
             run()
         out, lse = accumulators["out"].finals
         return out, lse
@@ -72,31 +67,19 @@ class Executor:
         """
         operands: dict[str, Buffer]
         if isinstance(own, Gathered):
-            kv_heads, operands = own.kv_heads, {"q": (dout, out, lse)}
+            gathered, kv_heads, operands = own, own.kv_heads, {"q": (dout, out, lse)}
         else:
-            kv_heads, operands = own[1].shape[2], {"q": (own[0], dout, out, lse), "kv": own[1:]}
+            q, k, v = own
+            gathered, kv_heads, operands = None, k.shape[2], {"q": (q, dout, out, lse), "kv": (k, v)}
         spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dout.dtype)
-
-        def buffers() -> GatheredBuffers:
-            if not isinstance(own, Gathered):
-                return {}
-            layouts = {"q": spec.layouts["dq"], "kv": spec.layouts["dkv"]}
-            packed = own.buffers(self.schedule, self.rank, layouts)
-            return {key: layouts[key[0]].unpacked(buffer) for key, buffer in packed.items()}
-
-        memory = own.memory if isinstance(own, Gathered) else None
-        with self._prepare(spec, operands, buffers, memory) as (run, accumulators):
+        with self._prepare(spec, operands, gathered) as (run, accumulators):
             run()
         (dq,), (dk, dv) = accumulators["dq"].finals, accumulators["dkv"].finals
         return dq, dk, dv
 
     @contextmanager
     def _prepare(
-        self,
-        spec: PassSpec,
-        operands: Mapping[str, Buffer],
-        gathered: Callable[[], GatheredBuffers],
-        gathered_memory: Tensor | None,
+        self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None
     ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
         """Opens the outbox; yields a function that runs the pass, and the accumulators of its results.
 
@@ -115,7 +98,7 @@ class Executor:
             for accumulator in accumulators.values():
                 accumulator.open()
             touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
-            memory = [] if gathered_memory is None else [gathered_memory]
+            memory = [] if gathered is None else [gathered.memory]
             places = addresses([x for buffer in touched for x in buffer] + memory)
             graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
             same = (self.kernel, self.scale, places)
@@ -127,12 +110,12 @@ class _Execution:
 
     def __init__(
         self, executor: Executor, spec: PassSpec, program: Program, operands: Mapping[str, Buffer],
-        accumulators: Mapping[str, Accumulator], launches: Launches, gathered: Callable[[], GatheredBuffers],
+        accumulators: Mapping[str, Accumulator], launches: Launches, gathered: Gathered | None,
     ) -> None:  # fmt: skip
         self._executor, self._spec, self._program, self._layouts = executor, spec, program, spec.layouts
         self._operands, self._accumulators, self._launches = operands, accumulators, launches
-        self._find_gathered = gathered
-        self._gathered: GatheredBuffers = {}  # kept between the forward and the backward pass
+        self._kept = gathered
+        self._gathered: GatheredBuffers = {}  # views of what is kept, made when the pass runs
         self._arenas: dict[int, Buffer] = {}
         # Results of this rank for itself, reduced beside the next step.
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
@@ -141,7 +124,7 @@ class _Execution:
         kernel, scale = self._executor.kernel, self._executor.scale
         for accumulator in self._accumulators.values():
             accumulator.begin()
-        self._gathered = self._find_gathered()
+        self._gathered = self._kept_buffers()
         self._stage()
         for step in self._program.steps:
             finish_exchange = self._exchange(step)
@@ -181,6 +164,17 @@ class _Execution:
         self._own = []
         for accumulator in self._accumulators.values():
             accumulator.finish()
+
+    def _kept_buffers(self) -> GatheredBuffers:
+        """Returns views of what is kept between the passes: packed to gather into, as tensors to compute from."""
+        if self._kept is None:
+            return {}
+        schedule, rank = self._executor.schedule, self._executor.rank
+        if not self._spec.backward:
+            return self._kept.buffers(schedule, rank, self._layouts)
+        layouts = {"q": self._layouts["dq"], "kv": self._layouts["dkv"]}
+        packed = self._kept.buffers(schedule, rank, layouts)
+        return {key: layouts[key[0]].unpacked(buffer) for key, buffer in packed.items()}
 
     def _stage(self) -> None:
         """Copies the operands that travel into the outbox."""
