@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
     chosen = [c for c in cells if not patterns or any(fnmatch.fnmatch(c.name, f"*{p}*") for p in patterns)]
     if not chosen:
-        raise ValueError(f"--only {' '.join(patterns or [])}: no cell has such a name, as {cells[0].name}; see --list")
+        raise ValueError(f"--only {' '.join(patterns or [])}: no cell is named so; one name is {cells[0].name}")
     return chosen
 
 
@@ -166,7 +166,7 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
 
 @dataclass(frozen=True)
 class Desk:
-    """Where the ends of cells are written down and shown."""
+    """Records and shows the outcomes of cells."""
 
     sweep: Sweep
     records: dict[str, Record]
@@ -220,7 +220,7 @@ def own_gpus(cell: Cell, running: Sequence[Running], devices: Sequence[str]) -> 
 
 
 def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, gpus: int) -> str:
-    """What is not run, and why: `2 done, 1 failed before (--retry-failed), 3 need more than the 2 GPUs here, `."""
+    """Says what is not run, and why: `2 done, 1 failed before (--retry-failed), 3 need more than the 2 GPUs here, `."""
     statuses = [records[cell.name].status for cell in chosen]
     failed = sum(status in FAILED for status in statuses)
     words = [f"{statuses.count(status)} {status}" for status in ("done", "submitted") if status in statuses]

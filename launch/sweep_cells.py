@@ -115,7 +115,7 @@ def family_of(sweep: Sweep, settings: Settings) -> str:
 
 
 def cell_name(sweep: Sweep, settings: Settings) -> str:
-    """What differs from cell to cell: all that the grid or an include names. It does not change as the grid grows."""
+    """Names a cell by all settings that the grid or an include names. It does not change as the grid grows."""
     named = list(dict.fromkeys(key for axes in (sweep.grid, *sweep.include) for key in axes))
     words = []
     for key in named:

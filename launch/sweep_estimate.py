@@ -1,4 +1,4 @@
-"""How long a cell will take: by cells of the same sweep that ran, else by its FLOPs and what the device makes."""
+"""Estimates of a cell's time: from cells of the same sweep that ran, else from its FLOPs and the device's rate."""
 
 import functools
 import math
@@ -59,21 +59,21 @@ def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float
 
 
 def assumed(device: str | None) -> str:
-    """What estimates rest on where no cell ran."""
+    """Returns the assumption behind estimates where no cell ran."""
     if device is None:
         return f"by {HOST_FLOPS_PER_SECOND / 1e9:.0f} GFLOP/s of a CPU (else: --device)"
     return f"by {SHARE_OF_PEAK:.0%} of the peak of {device}"
 
 
 def distance(cell: Cell, other: Cell) -> tuple[int, float]:
-    """How unlike two cells are: settings that differ, then how far their lengths are apart."""
+    """Returns how unlike two cells are: the settings that differ, then the distance of their lengths."""
     keys = (cell.settings.keys() | other.settings.keys()) - {"model_max_length"}
     differing = sum(cell.settings.get(key) != other.settings.get(key) for key in keys)
     return differing, abs(math.log(cell.config.model_max_length / other.config.model_max_length))
 
 
 def step_flops(cell: Cell) -> float | None:
-    """Of one optimizer step over all ranks, with what is recomputed; None for a model whose shape is not at hand."""
+    """Returns FLOPs of one optimizer step over all ranks, recomputation included; None for an unknown model."""
     from lightseq.models import flops  # seconds of importing transformers, only where something is to be estimated
 
     model = _model_config(cell.family, cell.config.model_name)

@@ -1,4 +1,4 @@
-"""What a sweep file says: a grid of training flags in YAML, read key by key, with one line on what is wrong in it."""
+"""Reader of sweep files: a grid of training flags in YAML, with one line for what is wrong in it."""
 
 import difflib
 import math

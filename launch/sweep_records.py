@@ -1,4 +1,4 @@
-"""What is known of a sweep's cells: sweep.jsonl, one object a cell, and whether a run's own files say it is done."""
+"""Records of a sweep's cells: sweep.jsonl, one object per cell, and what a run's own files say."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def write_records(directory: Path, records: Iterable[Record]) -> None:
 
 
 def now(cell: Cell, record: Record | None, command: str) -> Record:
-    """What a cell is, from its files first and then from what the sweep noted of it under the same command."""
+    """Returns a cell's record, from its files first, then from what the sweep noted under the same command."""
     fresh = pending(cell, command)
     noted = record if record is not None and (record.flags, record.ranks) == (fresh.flags, fresh.ranks) else None
     if finished(cell):
@@ -84,7 +84,7 @@ def now(cell: Cell, record: Record | None, command: str) -> Record:
 
 
 def finished(cell: Cell) -> bool:
-    """Whether the cell's directory holds a run of these very flags, to its last step."""
+    """Returns whether the cell's directory holds a finished run of exactly these flags."""
     about = _read_json(cell.output_dir / "run.json")
     config, total = about.get("config"), about.get("total_steps")
     if not isinstance(config, dict) or not isinstance(total, int) or about.get("world_size") != cell.ranks:

@@ -40,7 +40,7 @@ CAUSES: Final = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a cell's processes ended."""
+    """Outcome of a cell's processes."""
 
     status: str
     seconds: float
@@ -78,7 +78,7 @@ def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
 
 
 def make_data(flags: Settings) -> None:
-    """What `data` in the sweep file describes, where it is not there yet. Raises ValueError where other data is."""
+    """Makes the data of the sweep file, unless it is there. Raises ValueError where other data is."""
     output = Path(flags["output"])
     if output.is_file():
         print(f"data: {output} is taken as it is; it does not say what it was made with")
@@ -142,7 +142,7 @@ def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
 
 
 def ended(running: Running, timeout_seconds: float) -> Ended | None:
-    """How a cell ended, by itself or because it took too long; None while it runs."""
+    """Returns the outcome of a cell that ended or took too long; None while it runs."""
     cell, process = running.cell, running.process
     seconds = time.monotonic() - running.begin
     if process.poll() is None:

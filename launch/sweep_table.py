@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: the table of its cells with their times, the bar while they run, and how it ended."""
+"""Terminal output of a sweep: the table of cells with their times, the progress bar, and the outcome."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ def shown_time(record: Record, estimated: float | None) -> str:
 
 
 def total(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[str, float | None], source: str) -> str:
-    """What is left to run, and where the estimates come from."""
+    """Returns the time left to run, and the source of the estimates."""
     left = [cell for cell in cells if records[cell.name].status != "done"]
     if not left:
         spent = sum(records[cell.name].seconds or 0.0 for cell in cells)
@@ -91,7 +91,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def fixed_line(cells: Sequence[Cell]) -> str:
-    """What all cells have in common, which the table leaves out."""
+    """Returns the settings that all cells share, which the table leaves out."""
     differing = {*varying(cells), "data_path"}
     same = {key: value for key, value in cells[0].settings.items() if key not in differing}
     return ", ".join(f"{label(key)}={shown_value(key, value)}" for key, value in same.items())
@@ -135,7 +135,7 @@ class Terminal:
             self._bar.update(self._task, doing=doing(running, self.console.width - len(counts) - BESIDE))
 
     def say(self, record: Record) -> None:
-        """How a cell ended, which stays in sight."""
+        """Prints a cell's outcome above the progress bar."""
         self.number += 1
         count = f"[{self.number:>{len(str(self.cells))}}/{self.cells}]"
         took = f" in {shown_seconds(record.seconds)}" if record.seconds is not None else ""

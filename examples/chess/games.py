@@ -141,7 +141,7 @@ def write(games: Iterable[Found], source: dict[str, object], output: Path) -> st
 
 
 def _meta(output: Path) -> dict[str, Any] | None:
-    """What was written beside games; None where nothing was."""
+    """Returns what was written beside games; None if nothing was."""
     try:
         found = json.loads(output.with_suffix(".meta.json").read_text())
     except (OSError, ValueError):
