@@ -49,22 +49,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_trains_outside_the_repository(installed: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed / "site"), "OMP_NUM_THREADS": "1"}
 
-    def run(*words: str) -> str:
+    def run(command: str) -> str:
+        words = [sys.executable, *command.split()]
         done = subprocess.run(words, cwd=installed, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    here = run(sys.executable, "-c", "import lightseq, llama3, analysis; print(lightseq.__file__)").strip()
-    assert Path(here).is_relative_to(installed / "site"), "the repository was imported instead"
-    assert "plan " in run(sys.executable, str(installed / "site" / "bin" / "lightseq"), "--help")
-    run(
-        *(sys.executable, "-m", "data_gen"),
-        *"synthetic --kind zipf --documents 8 --length 256 --vocab_size 256 --output data".split(),
-    )
+    (installed / "where.py").write_text("import lightseq, llama3, analysis; print(lightseq.__file__)")
+    assert Path(run("where.py").strip()).is_relative_to(installed / "site"), "the repository was imported instead"
+    assert "plan " in run("site/bin/lightseq --help")
+    run("-m data_gen synthetic --kind zipf --documents 8 --length 256 --vocab_size 256 --output data")
     printed = run(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lightseq"),
-        *"train --model_name_or_path tiny-llama3 --random_init --data_path data --model_max_length 256".split(),
-        *"--max_steps 2 --logging_steps 1 --save_strategy no --output_dir run".split(),
+        "-m torch.distributed.run --standalone --nproc_per_node=2 -m lightseq train --model_name_or_path tiny-llama3 "
+        "--random_init --data_path data --model_max_length 256 --max_steps 2 --logging_steps 1 --save_strategy no "
+        "--output_dir run"
     )
     assert "step 2/2" in printed
     assert (installed / "run" / "metrics.jsonl").is_file()
