@@ -31,7 +31,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, free_host_memory, init_distributed, on_all_ranks
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
-from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
+from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.training.engine import build_engine
@@ -66,7 +66,7 @@ class Rehearsal:
     parts: Breakdown
     host_counted: bool  # and not made
 
-    def lines(self, config: TrainConfig) -> list[str]:
+    def lines(self) -> list[str]:
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
         how = ", counted" if self.host_counted else ""
         end = [
@@ -74,13 +74,10 @@ class Rehearsal:
             f"took {self.seconds:.0f} s: {spent}",
         ]
         if self.peak_bytes is None or self.capacity_bytes is None:
-            return [
-                *self.parts.lines(),
-                *end,
-                "without a GPU only these parts are known; rehearse where you will train",
-            ]
-        peak = f"{self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
-        return [*self.parts.lines(), *end, f"fits: {peak}", f"for more room: {advice(self.parts, config)}"]
+            verdict = "without a GPU only these parts are known; rehearse where you will train"
+        else:
+            verdict = f"fits: {self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
+        return [*self.parts.lines(), *end, verdict]
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
@@ -104,7 +101,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
                 trainer.terminal.header(describe(trainer), trainer.notes)
             result = rehearse(trainer)
         if world.is_main:
-            print("\n".join(result.lines(asked)), flush=True)
+            print("\n".join(result.lines()), flush=True)
             if asked.output_dir != NOWHERE:
                 _write(Path(asked.output_dir), result, asked, world)
     return 0
