@@ -27,7 +27,7 @@ from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import ReadOptions, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
@@ -50,7 +50,7 @@ def evaluation(rank: int, words: str) -> Ended:
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = evaluate.main(BOTH, words.split())
+            status = command.main(BOTH, words.split())
         except SystemExit as end:
             status = int(end.code or 0)
     dist.barrier()
@@ -472,11 +472,11 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
 
 OUT_OF_MEMORY = """
 import sys, torch
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command
 from lightseq.training import loop
 from lightseq.cli import BOTH
 loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
-evaluate.main(BOTH, sys.argv[1:])
+command.main(BOTH, sys.argv[1:])
 """
 
 
