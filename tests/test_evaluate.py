@@ -32,6 +32,7 @@ from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
 from lightseq.utils.formatting import four_significant_digits
+from lightseq.utils.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -468,6 +469,16 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
     assert "for training alone, not used here: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(progress_bar(range(3))) == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # too fast for a line
+    monkeypatch.setattr("lightseq.utils.progress.LINE_SECONDS", -1.0)
+    assert list(progress_bar(range(2), description="needle, 8 tokens")) == list(progress_bar(range(2), progress=False))
+    assert capsys.readouterr().err.splitlines() == ["needle, 8 tokens 1/2, 0 s", "needle, 8 tokens 2/2, 0 s"]
 
 
 OUT_OF_MEMORY = """
