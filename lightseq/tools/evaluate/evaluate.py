@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.config.train_config import TrainConfig
+from lightseq.config.train_config import GROUPS, TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
@@ -30,10 +30,9 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 UNUSED: Final = (
     "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
-    "warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing",
-    "host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory", "lora_rank",
-    "lora_alpha", "lora_target_modules", "deepspeed", "async_save",
+    "warmup_ratio", "warmup_steps", "deepspeed",
+    *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
+      if field.name != "offload"),
 )  # fmt: skip
 
 
