@@ -229,15 +229,6 @@ def test_two_levels_pay_across_hosts_and_heads_stay_inside_one() -> None:
     assert choose_by_time(64, _shape(1024 * K), H200_NCCL, 8)[:2] == ("usp", 8)
 
 
-def test_a_memory_limit_chooses_more_head_groups() -> None:
-    """Where nothing keeps to the limit, the least is taken rather than nothing."""
-    shape, asked = _shape(32 * K), ScheduleChoice("prefix")
-    free = choose_by_time(4, shape, H200_SYMMETRIC, 4, asked)
-    assert free == ("prefix", None, 1)
-    assert choose_by_time(4, shape, H200_SYMMETRIC, 4, asked, 67.2 * 2**20) == ("prefix", None, 4)
-    assert choose_by_time(4, shape, H200_SYMMETRIC, 4, asked, 1.0) == ("prefix", None, 8)
-
-
 def test_what_was_asked_for_is_kept() -> None:
     shape = _shape(64 * K)
     assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("usp", 2))[:2] == ("usp", 2)
