@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from lightseq.models.flops import peak_flops_per_second
 from lightseq.schedule.timing import RATES, Rates
 
 MIB, GIB = 2**20, 2**30
@@ -27,6 +26,8 @@ class Chip:
 
     @property
     def peak_flops(self) -> float:
+        from lightseq.models.flops import peak_flops_per_second  # imports transformers; help names chips without it
+
         found = peak_flops_per_second(self.device)
         assert found is not None, self.device
         return found
@@ -44,6 +45,7 @@ CHIPS: Mapping[str, Chip] = {
     "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9, (8, 9)),
 }
 MEASURED_ON = CHIPS["h200"]
+DEFAULT_CORES = 8  # of a host per rank; hosts of eight GPUs have more
 
 
 @dataclass(frozen=True)
