@@ -1,4 +1,4 @@
-"""The command `lightseq`, also as `python3 -m lightseq`."""
+"""Entry point of `lightseq` and `python3 -m lightseq`."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ from lightseq.cli import main
 
 def run() -> int:
     """Runs the command line. Returns its exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may have seen enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may close the pipe early
     return main()
 
 

@@ -29,33 +29,35 @@ BOTH = ModelFamily(
 class Command(NamedTuple):
     module: str  # its `main` takes a family and the rest of the command line, and returns the exit status
     about: str
-    details: str | None = None  # of commands that take the flags of training only: their help imports no module
+    details: str | None = None  # for commands with the flags of training: their help needs no import
 
 
-# Modules are imported when their command runs: torch and transformers take seconds.
+# A module is imported when its command runs, because torch and transformers take seconds to import.
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("lightseq.training.command", "trains a causal language model of transformers across ranks"),
+    "train": Command("lightseq.training.command", "trains a transformers causal language model across ranks"),
     "verify": Command(
         "lightseq.tools.verify.command",
         "compares distributed loss and gradients with one process",
         "Compares loss and gradients of a few layers with one process, each kernel with float64, and every transfer "
-        "byte by byte. Takes the flags of training; without --data_path it makes up data.",
+        "byte by byte. Takes the flags of training; without --data_path it uses synthetic data.",
     ),
     "rehearse": Command(
         "lightseq.tools.plan.rehearsal",
-        "runs a step without attention's arithmetic to see whether a length fits",
-        "Runs a step without attention's arithmetic to see whether a length fits. Takes the flags of training and "
-        "makes up data.",
+        "runs a step without the attention computation to see whether a length fits",
+        "Runs a step without the attention computation to see whether a length fits. Takes the flags of training and "
+        "uses synthetic data.",
     ),
-    "plan": Command("lightseq.tools.plan.command", "predicts memory and time of a run; with --attention, of one layer"),
+    "plan": Command(
+        "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
+    ),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval"),
-    "merge": Command("lightseq.tools.merge", "adds a trained adapter (--lora_rank) to the weights of its model"),
-    "schedule": Command("lightseq.tools.schedule", "proves a schedule and draws its table"),
+    "merge": Command("lightseq.tools.merge", "merges a trained LoRA adapter into the weights of its model"),
+    "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first word names. Returns its exit status."""
+    """Runs a command given by its name and flags. Returns its exit status."""
     set_up_process()
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_main_process():
         return 2
-    given = f"{words[0]!r} is no command" if words else "no command"
+    given = f"unknown command {words[0]!r}" if words else "no command given"
     return refused(f"{given}; choose one of {', '.join(COMMANDS)} (--help describes them)")
 
 

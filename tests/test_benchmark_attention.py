@@ -200,7 +200,7 @@ def test_an_error_is_relative_to_the_norm() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--lengths 1X", "--lengths: 1X is no number of tokens"),
+        ("--lengths 1X", "--lengths: 1X is not a number of tokens"),
         ("--lengths 1K,,2K", "--lengths: '1K,,2K' has an empty item"),
         ("--schedules spiral", "--schedules: 'spiral' is unknown; choose from auto, all, none, ring"),
         ("--schedules prefix@gather_twice", "prefix gathers twice anyway; leave gather_twice to ulysses"),

@@ -237,7 +237,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed"),
-        ("--lengths 1X", "1X is no number of tokens"),
+        ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
         ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),

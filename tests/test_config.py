@@ -75,8 +75,8 @@ def test_every_command_says_what_it_takes(tool: str, capsys: pytest.CaptureFixtu
 def test_a_command_that_is_none_is_one_line_and_help_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert (lightseq_main(["nonsense", "--ranks", "2"]), lightseq_main([])) == (2, 2)
     unknown, missing = capsys.readouterr().err.splitlines()
-    assert unknown.startswith("error: 'nonsense' is no command; choose one of train, ")
-    assert missing.startswith("error: no command; ")
+    assert unknown.startswith("error: unknown command 'nonsense'; choose one of train, ")
+    assert missing.startswith("error: no command given; ")
     assert lightseq_main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python3 -m lightseq COMMAND ") and all(f"  {name} " in shown for name in COMMANDS)
@@ -180,27 +180,27 @@ def test_plain_attention_is_the_reference_kernel() -> None:
     [
         ("--fused_attention False --kernel fa4", "--fused_attention False contradicts --kernel fa4; leave one"),
         ("--fused_attention --kernel reference", "--fused_attention True contradicts --kernel reference; leave one"),
-        ("--scaling_factor 2", "--scaling_factor 2 sizes the model scaled, not"),
-        ("--scaling_strategy n_layers", "--scaling_strategy n_layers sizes the model scaled, not"),
+        ("--scaling_factor 2", "--scaling_factor 2 applies to --model_name_or_path scaled, not"),
+        ("--scaling_strategy n_layers", "--scaling_strategy n_layers applies to --model_name_or_path scaled, not"),
         ("--learning-rat 1e-4", "unknown flag --learning_rat; did you mean --learning_rate?"),
         ("--lenght 4096", "unknown flag --lenght; did you mean --model_max_length?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
-        ("stray", "unexpected 'stray'"),
+        ("stray", "unexpected argument 'stray' without a flag"),
         ("--save_steps", "--save_steps: expected one argument"),
-        ("--bf16 maybe", "'maybe' is neither True nor False"),
+        ("--bf16 maybe", "'maybe' is not a boolean"),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--fp8 e5m2 --bf16", "--fp8 'e5m2' is unknown; choose from tensorwise, rowwise"),
-        ("--fp8 rowwise", "--fp8 rowwise works within bfloat16, not float32; add --bf16"),
-        ("--fp8 rowwise --fp16", "--fp8 rowwise works within bfloat16, not --fp16; add --bf16"),
-        ("--fp8_emulate", "--fp8_emulate has nothing to emulate; name a recipe with --fp8"),
-        ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both hold the weights; give one"),
+        ("--fp8 rowwise", "--fp8 rowwise needs bfloat16, not float32; add --bf16"),
+        ("--fp8 rowwise --fp16", "--fp8 rowwise needs bfloat16, not --fp16; add --bf16"),
+        ("--fp8_emulate", "--fp8_emulate needs --fp8; add it"),
+        ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both shard the weights; give one"),
         (
             "--deepspeed ds.json --optim adamw_8bit",
             "--optim adamw_8bit does not run under --deepspeed; use adamw_torch_f",
         ),
         ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
-        ("--model_max_length 1Z", "1Z is no number of tokens; write 131072, 128K or 1.5M"),
+        ("--model_max_length 1Z", "1Z is not a number of tokens; write it like 131072, 128K or 1.5M"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
         ("--learning_rate fast", "'fast' is not a number"),
         ("--learning_rate=-1", "--learning_rate -1.0: give a finite number of at least 0"),
@@ -223,38 +223,38 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
         ("--fsdp auto_wrap", "name one of full_shard, hybrid_shard"),
         ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
-        ("--eval_strategy steps", "give --eval_data_path too"),
+        ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_data_path"),
         (
             "--eval_data_path gone",
-            "--eval_data_path gone would never be read, for --eval_strategy is no; add --eval_str",
+            "--eval_data_path gone is not used because --eval_strategy is no; add",
         ),
-        ("--host_memory_budget 64", "bounds offloaded activations, but --offload is none; add --offload activations"),
+        ("--host_memory_budget 64", "limits offloaded activations, but --offload is none; add --offload activations"),
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
-        ("--device_memory_budget 64", "is what --offload auto plans for, but --offload is none; add --offload auto"),
-        ("--offload auto --remat full", "--offload auto chooses what each layer recomputes, but --remat full"),
+        ("--device_memory_budget 64", "applies to --offload auto, but --offload is none; add --offload auto"),
+        ("--offload auto --remat full", "--offload auto decides what each layer recomputes, but --remat full"),
         ("--offload auto --layers_per_checkpoint 2", "but --layers_per_checkpoint 2 was given; leave it out"),
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
-        ("--deepspeed d.json --offload both", "use offload_optimizer in d.json, and --offload activations"),
+        ("--deepspeed d.json --offload both", "set offload_optimizer in d.json, and use --offload activations"),
         ("--tile_layers True --remat none", "--tile_layers recomputes layers, but --remat none was given"),
-        ("--tile_layers True --remat attention+mlp", "keeps what the MLP makes, which --tile_layers does not"),
-        ("--fp8 rowwise --bf16 --remat attention+mlp", "keeps what the MLP makes, which --fp8 rowwise does not"),
+        ("--tile_layers True --remat attention+mlp", "stores activations of the MLP, which --tile_layers does not"),
+        ("--fp8 rowwise --bf16 --remat attention+mlp", "stores activations of the MLP, which --fp8 rowwise does not"),
         ("--tile_layers True --deepspeed d.json", "--tile_layers does not run under --deepspeed"),
         ("--deepspeed d.json --layers_per_checkpoint 2", "--layers_per_checkpoint 2 does not run under --deepspeed"),
         ("--layers_per_checkpoint 0", "--layers_per_checkpoint 0: give at least 1"),
         (
             "--keep_best True",
-            "--keep_best compares what is saved by its evaluation loss, but --eval_strategy no and --save_strategy "
-            "steps; give both alike",
+            "--keep_best needs an evaluation at every checkpoint, but --eval_strategy is no and --save_strategy is "
+            "steps; set both to steps, or both to epoch",
         ),
         (
             "--keep_best True --eval_strategy epoch --eval_data_path d",
-            "--eval_strategy epoch and --save_strategy steps",
+            "--eval_strategy is epoch and --save_strategy is steps",
         ),
         (
             "--keep_best True --eval_strategy steps --eval_data_path d --eval_steps 3 --save_steps 10",
-            "--save_steps 10 is no multiple of --eval_steps 3; make it one",
+            "--save_steps 10 is not a multiple of --eval_steps 3; make it one",
         ),
-        ("--profile_steps 10", "'10' is not a span of steps"),
+        ("--profile_steps 10", "'10' is not a range of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
         ("--profile_memory", "--profile_steps"),
         ("--rope_scaling linear", "'linear' is not JSON"),
@@ -263,7 +263,7 @@ def test_plain_attention_is_the_reference_kernel() -> None:
         ("--rope_theta 0", "--rope_theta 0.0: give a number above 0"),
         (
             "--packing best_fit --per_device_train_batch_size 2",
-            "fills one sequence, not the 2 of --per_device_train_batch_size; give --per_device_train_batch_size 1",
+            "needs batches of one sequence, not --per_device_train_batch_size 2; give 1, and raise --model_max_length",
         ),
     ],
 )
@@ -388,12 +388,12 @@ def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> No
         ("seed: [1, 2]", ": seed: ['1', '2'] is not a single value"),
         ("seed:", ": seed has no value; give one, or leave it out"),
         ("data_path: {a: b}", ": data_path: {'a': 'b'} is not a single value"),
-        ("training: {bf16: 3}", ": --bf16: '3' is neither True nor False"),
+        ("training: {bf16: 3}", ": --bf16: '3' is not a boolean"),
         ("learning_rate: fast", ": --learning_rate: 'fast' is not a number"),
         ("rope_scaling: yarn", ": --rope_scaling: 'yarn' is not JSON"),
         ("rope_scaling: &a {x: *a}", " line 1: found unconstructable recursive node"),
-        ("profile_steps: 612", ": --profile_steps: '612' is not a span of steps"),
-        ("profile_steps: [1, 2, 3]", ": --profile_steps: '1:2:3' is not a span of steps"),
+        ("profile_steps: 612", ": --profile_steps: '612' is not a range of steps"),
+        ("profile_steps: [1, 2, 3]", ": --profile_steps: '1:2:3' is not a range of steps"),
         ("config: other.yaml", ": config names another file; put the flags of other.yaml here"),
         ("memory: 5", ": memory: give `flag: value` lines below it"),
         ("seed: 1\nseed: 2", " line 2: seed is given twice"),
@@ -416,7 +416,7 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_key(text: str
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{", " line 1: is no JSON (Expecting property name enclosed in double quotes)"),
+        ("{", " line 1: is not valid JSON (Expecting property name enclosed in double quotes)"),
         ("[" * 5000, ": is nested too deeply"),
         ('{"config": [1]}', ": give `flag: value` lines"),
         ('{"config": {"seed": null}}', ": seed has no value"),
@@ -437,7 +437,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name, reason in (
         ("gone.yaml", "cannot be read (No such file or directory)"),
         ("", "cannot be read (Is a directory)"),
-        ("binary.yaml", "is no text in UTF-8"),
+        ("binary.yaml", "is not UTF-8 text"),
     ):
         with pytest.raises(ValueError) as refusal:
             given(f"--config {tmp_path / name}")

@@ -430,7 +430,7 @@ REFUSED = {
     "a needle that does not fit": (f"{SEARCH} --lengths 61,3", ("--lengths 3", "take 4 tokens")),
     "a depth outside": (f"{SEARCH} --depths 0,1.5", ("--depths 0,1.5", "from 0 to 1")),
     "no depth": (f"{SEARCH} --depths low", ("--depths low", "from 0 to 1")),
-    "no length": (f"{SEARCH} --lengths 61,0", ("--lengths 0 is no number of tokens",)),
+    "no length": (f"{SEARCH} --lengths 61,0", ("--lengths 0 is not a number of tokens",)),
     "lengths that reach too far": (f"{SEARCH} --model_max_length 60", ("--lengths 61", "--model_max_length 60")),
     "no trial": (f"{SEARCH} --trials 0", ("--trials 0", "at least 1")),
     "one choice": (f"{SEARCH} --choices 1", ("--choices 1", "2 choices")),

@@ -573,7 +573,7 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 0", "--gpus 0: give at least 1"),
         ("--gpus 8 --host_cores 0", "--host_cores 0: give at least 1"),
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
-        ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is no number of tokens"),
+        ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is not a number of tokens"),
         ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
         ("--gpus 100000", "100000 ranks on one sequence take a table that is too large to make"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),

@@ -92,7 +92,7 @@ def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: p
     [
         (["--gpus", "1,x"], "--gpus 1,x is no list of numbers of GPUs; write 1,2,4,8"),
         (["--gpus", "0"], "--gpus 0 is no list of numbers of GPUs; write 1,2,4,8"),
-        (["--length", "1T"], "--length 1T is no number of tokens; write 131072, 128K or 1.5M"),
+        (["--length", "1T"], "--length 1T is not a number of tokens; write it like 131072, 128K or 1.5M"),
         (["--schedules", "spiral"], "schedule 'spiral' is unknown; choose all or from ring"),
         (["--kv_heads", "5"], "32 query heads of 128 do not divide among 5 key/value heads"),
         (["--gpus_per_host", "0"], "--gpus_per_host 0 must be at least 1"),
@@ -119,7 +119,7 @@ def test_a_plan_takes_the_place_of_a_plan_alone(tmp_path: Path, capsys: pytest.C
 def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
     assert [tokens(text) for text in ("131072", "128K", "1m", "1.5M")] == [2**17, 2**17, 2**20, 3 * 2**19]
     for word in ("1.5", "0.0001K", "0K", "-1K", "1e3", "K", ".5M", "1.M", ""):
-        with pytest.raises(ValueError, match="is no number of tokens"):
+        with pytest.raises(ValueError, match="is not a number of tokens"):
             tokens(word)
     assert [shown(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
 

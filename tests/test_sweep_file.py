@@ -103,7 +103,7 @@ def test_every_word_of_the_file_reaches_the_flag_as_it_was_typed(tmp_path: Path)
         ("grid: {dtype: [float16], bf16: [true]}", "dtype: bf16 and fp16 say the same"),
         ("grid: {schedule: [ringg]}", "schedule-ringg: --schedule 'ringg' is unknown; choose from auto, ring"),
         ("grid: {batch: [0]}", "batch-0: --per_device_train_batch_size 0: give at least 1"),
-        ("grid: {length: [4KB]}", "length-4KB: --model_max_length: 4KB is no number of tokens"),
+        ("grid: {length: [4KB]}", "length-4KB: --model_max_length: 4KB is not a number of tokens"),
         ("grid: {ranks: [1]}\nexclude: [{ranks: 2}]", "exclude[0]: matches no cell"),
         ("grid: {ranks: [1]}\nexclude: {ranks: 1}", "exclude: give a list"),
         ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),

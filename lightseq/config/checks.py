@@ -1,4 +1,4 @@
-"""Checks of flags, each alone and in combination. An error is one line with the value and the remedy."""
+"""Checks of flags, alone and in combination. An error is one line with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
 
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
 FSDP_REFUSED: Final[Mapping[str, str]] = {
-    "shard_grad_op": "parameters are gathered anew for the backward pass, so that memory stays small",
-    "offload": "what waits on the host is --offload optimizer",
+    "shard_grad_op": "parameters are always gathered again for the backward pass, to save memory",
+    "offload": "use --offload optimizer",
 }
 
 AT_LEAST_ONE: Final = (
@@ -95,22 +95,24 @@ def _check_numbers(config: TrainConfig) -> None:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, as 10:12")
     if config.profile_memory and config.profile_steps is None:
-        raise ValueError("--profile_memory is of the steps that --profile_steps names; give both")
+        raise ValueError("--profile_memory records the steps of --profile_steps; give both")
 
 
 def _check_packing(config: TrainConfig) -> None:
     for flag in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         count = getattr(config, flag)
         if config.packing != "none" and count != 1:
-            remedy = f"give --{flag} 1, with a longer --model_max_length or --gradient_accumulation_steps in its place"
-            raise ValueError(f"--packing {config.packing} fills one sequence, not the {count} of --{flag}; {remedy}")
+            remedy = "give 1, and raise --model_max_length or --gradient_accumulation_steps instead"
+            raise ValueError(
+                f"--packing {config.packing} needs batches of one sequence, not --{flag} {count}; {remedy}"
+            )
 
 
 def _check_scaling(config: TrainConfig) -> None:
     for flag in ("scaling_factor", "scaling_strategy"):
         if getattr(config, flag) != _default(config, flag) and config.model_name_or_path != "scaled":
-            given = f"--{flag} {getattr(config, flag)} sizes the model scaled"
-            raise ValueError(f"{given}, not {config.model_name_or_path}; give --model_name_or_path scaled")
+            given = f"--{flag} {getattr(config, flag)} applies to --model_name_or_path scaled"
+            raise ValueError(f"{given}, not to {config.model_name_or_path}; leave one of them out")
 
 
 def _check_fused_attention(config: TrainConfig) -> None:
@@ -124,9 +126,9 @@ def _check_precision(config: TrainConfig) -> None:
         raise ValueError("--bf16 and --fp16 exclude each other; give one, or neither for float32")
     if config.fp8 and not config.bf16:
         given = "--fp16" if config.fp16 else "float32"
-        raise ValueError(f"--fp8 {config.fp8} works within bfloat16, not {given}; add --bf16")
+        raise ValueError(f"--fp8 {config.fp8} needs bfloat16, not {given}; add --bf16")
     if config.fp8_emulate and not config.fp8:
-        raise ValueError("--fp8_emulate has nothing to emulate; name a recipe with --fp8, or leave it out")
+        raise ValueError("--fp8_emulate needs --fp8; add it, or leave --fp8_emulate out")
 
 
 def _check_learning_rate(config: TrainConfig) -> None:
@@ -154,15 +156,15 @@ def _check_deepspeed(config: TrainConfig) -> None:
     if config.deepspeed is None:
         return
     if config.fsdp != _default(config, "fsdp"):
-        raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both hold the weights; give one")
+        raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both shard the weights; give one")
     if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
         raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
     if config.fp8:
         raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
     if config.offload in ("optimizer", "both", "auto"):
         raise ValueError(
-            f"--offload {config.offload} moves what DeepSpeed holds; use offload_optimizer in {config.deepspeed}, "
-            "and --offload activations for the rest"
+            f"--offload {config.offload} does not run under --deepspeed; set offload_optimizer in {config.deepspeed}, "
+            "and use --offload activations for activations"
         )
     if config.layers_per_checkpoint > 1:
         raise ValueError(
@@ -177,13 +179,13 @@ def _check_lora(config: TrainConfig) -> None:
     if config.lora_rank is None:
         for flag in ("lora_alpha", "lora_target_modules"):
             if getattr(config, flag) != _default(config, flag):
-                raise ValueError(f"--{flag} {getattr(config, flag)} has no adapters to shape; add --lora_rank")
+                raise ValueError(f"--{flag} {getattr(config, flag)} needs adapters; add --lora_rank")
         return
     given = f"--lora_rank {config.lora_rank}"
     if config.deepspeed:
         raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
     if config.fp8:
-        raise ValueError(f"{given} and --fp8 {config.fp8} both replace the layers' linears; leave one of them out")
+        raise ValueError(f"{given} and --fp8 {config.fp8} both replace the linear layers; leave one of them out")
 
 
 def _check_remat(config: TrainConfig) -> None:
@@ -201,41 +203,43 @@ def _check_remat(config: TrainConfig) -> None:
     if config.remat in STORES_MLP and (config.tile_layers or config.fp8):
         given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
         raise ValueError(
-            f"--remat {config.remat} keeps what the MLP makes, which {given} does not; give --remat attention"
+            f"--remat {config.remat} stores activations of the MLP, which {given} does not support; "
+            "give --remat attention"
         )
 
 
 def _check_offload(config: TrainConfig) -> None:
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
-        given = f"--host_memory_budget {config.host_memory_budget:g} bounds offloaded activations"
+        given = f"--host_memory_budget {config.host_memory_budget:g} limits offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
     if config.device_memory_budget is not None and config.offload != "auto":
-        given = f"--device_memory_budget {config.device_memory_budget:g} is what --offload auto plans for"
+        given = f"--device_memory_budget {config.device_memory_budget:g} applies to --offload auto"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
     if config.offload == "auto" and (config.remat_policy != "attention" or config.layers_per_checkpoint > 1):
         cut = config.layers_per_checkpoint
         given = f"--remat {config.remat_policy}" if cut == 1 else f"--layers_per_checkpoint {cut}"
-        raise ValueError(f"--offload auto chooses what each layer recomputes, but {given} was given; leave it out")
+        raise ValueError(f"--offload auto decides what each layer recomputes, but {given} was given; leave it out")
 
 
 def _check_evaluation(config: TrainConfig) -> None:
     if config.keep_best:
         _check_keep_best(config)
     if config.eval_strategy != "no" and not config.eval_data_path:
-        raise ValueError(f"--eval_strategy {config.eval_strategy} has nothing to evaluate; give --eval_data_path too")
+        raise ValueError(f"--eval_strategy {config.eval_strategy} needs data; add --eval_data_path")
     if config.eval_data_path and config.eval_strategy == "no":
-        given = f"--eval_data_path {config.eval_data_path} would never be read, for --eval_strategy is no"
+        given = f"--eval_data_path {config.eval_data_path} is not used because --eval_strategy is no"
         raise ValueError(f"{given}; add --eval_strategy steps, or leave it out")
 
 
 def _check_keep_best(config: TrainConfig) -> None:
     """Raises ValueError unless every checkpoint has the evaluation loss of its own step."""
-    both = f"--eval_strategy {config.eval_strategy} and --save_strategy {config.save_strategy}"
+    reason = "--keep_best needs an evaluation at every checkpoint"
     if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:
-        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {both}; give both alike")
+        both = f"--eval_strategy is {config.eval_strategy} and --save_strategy is {config.save_strategy}"
+        raise ValueError(f"{reason}, but {both}; set both to steps, or both to epoch")
     if config.eval_strategy == "steps" and config.save_steps % config.eval_steps:
-        steps = f"--save_steps {config.save_steps} is no multiple of --eval_steps {config.eval_steps}"
-        raise ValueError(f"--keep_best compares what is saved by its evaluation loss, but {steps}; make it one")
+        steps = f"--save_steps {config.save_steps} is not a multiple of --eval_steps {config.eval_steps}"
+        raise ValueError(f"{reason}, but {steps}; make it one")
 
 
 CHECKS: Final = (

@@ -24,7 +24,7 @@ OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strate
 
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
-    """Returns the config that a command line asks for. Raises ValueError with one line for what cannot be met."""
+    """Parses a command line into a config. Raises ValueError with one line for invalid flags."""
     given = _values(argv, program)
     if (path := given.pop("config", None)) is not None:
         given = {**_values_in_file(path, program), **given}
@@ -68,7 +68,7 @@ def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
 def help_text(program: str, about: str = "") -> str:
     """Returns the help of a program: every flag by group, with its choices and default.
 
-    A tool that takes the flags of training says in `about` what it does; it needs no data.
+    `about` describes a tool that takes the flags of training; such tools do not require data.
     """
     parser = _parser(program)
     paths = "" if about else " --data_path PATH --output_dir PATH"
@@ -78,26 +78,26 @@ def help_text(program: str, about: str = "") -> str:
 
 
 def underscored(word: str) -> str:
-    """Spells a flag as argparse knows it: --learning-rate=1 becomes --learning_rate=1."""
+    """Replaces hyphens in a flag's name: --learning-rate=1 becomes --learning_rate=1."""
     flag, *value = word.split("=", 1)
     return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word
 
 
 def _parser(program: str) -> Parser:
-    """Makes a parser that returns only the flags given; defaults are those of `TrainConfig`."""
+    """Returns a parser that sets only the flags given; `TrainConfig` has the defaults."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
     layout = partial(argparse.HelpFormatter, width=width, max_help_position=41 if width >= 100 else 24)
     parser = Parser(
         prog=program, formatter_class=layout, argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
     )
-    file_help = "YAML or JSON file of flags, or an earlier run.json. Flags on the command line win over it."
+    file_help = "YAML or JSON file of flags, or the run.json of an earlier run. The command line overrides it."
     parser.add_argument_group().add_argument("--config", type=Path, metavar="FILE", help=file_help)
     types = flag_types()
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)
         for field in dataclasses.fields(group):
             kind = types[field.name]
-            # A boolean may stand alone: --bf16 means --bf16 True.
+            # --bf16 alone means --bf16 True.
             bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
             convert = BY_FLAG.get(field.name, CONVERTERS[kind])
             section.add_argument(f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field), **bare)
@@ -111,13 +111,13 @@ def _help(field: dataclasses.Field[Any]) -> str:
     notes += [f"choices: {', '.join(CHOICES[field.name])}"] if field.name in CHOICES else []
     notes += [f"default: {field.default}"] if field.default not in (None, "") else []
     text = field.metadata["help"] + (f" [{'; '.join(notes)}]" if notes else "")
-    return text.replace("%", "%%")  # argparse formats it
+    return text.replace("%", "%%")  # argparse expands % in help texts
 
 
 def _boolean(text: str) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if text.lower() not in words:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a boolean; give True or False")
     return words[text.lower()]
 
 
@@ -136,7 +136,7 @@ def _number(text: str) -> float:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    example = """give a JSON object, as '{"rope_type": "linear", "factor": 4.0}'"""
+    example = """give a JSON object such as '{"rope_type": "linear", "factor": 4.0}'"""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -149,7 +149,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _span(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a span of steps; give first:last, as 10:12")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; give first:last, such as 10:12")
     return int(match[1]), int(match[2])
 
 
@@ -181,11 +181,12 @@ BY_FLAG: Final[Mapping[str, Callable[[str], Any]]] = {
 
 def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
-        return f"unexpected {word!r}: every value follows its flag; {program} --help lists them"
+        return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
     names = ("config", *flag_types(), *OLDER_SPELLINGS)
     ends = Counter(name.rpartition("_")[2] for name in names)
-    known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}  # --lenght
+    # Unique last words also match, so that --lenght suggests --model_max_length.
+    known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}
     known |= {name: name for name in names}
     nearest = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
     guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"

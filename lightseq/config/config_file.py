@@ -15,14 +15,14 @@ from lightseq.config.yaml_file import TextLoader, read_file
 
 
 class FlagLoader(TextLoader):
-    """YAML as it was typed, except that a value left empty, `~` and `null` are None."""
+    """YAML loader that keeps scalars as text, except that empty values, `~` and `null` are None."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         return None if node.style is None and node.value in ("", "~", "null") else super().construct_scalar(node)
 
 
 def words_in(path: Path) -> list[str]:
-    """Returns the flags of a file as words of a command line. Raises ValueError with the file and the key."""
+    """Returns the flags of a file as command-line arguments. Raises ValueError with the file and the key."""
     is_json = path.suffix == ".json"
     top = read_file(path, json.loads if is_json else partial(yaml.load, Loader=FlagLoader))
     if is_json and isinstance(top, dict) and "config" in top:
@@ -40,7 +40,7 @@ def words_in(path: Path) -> list[str]:
 
 
 def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields names of flags and their values. Raises ValueError for a flag that is given twice."""
+    """Yields flag names and values. Raises ValueError for a flag that is given twice."""
     seen = set()
     for group, inside in top.items():
         if group in GROUPS and not isinstance(inside, dict | None):
@@ -55,7 +55,7 @@ def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _word(name: str, value: Any, path: Path) -> str:
-    """Returns a value as it is written on a command line."""
+    """Formats a value for the command line."""
     kind = flag_types().get(name)
     if isinstance(value, dict) and kind is dict:
         try:
@@ -70,7 +70,7 @@ def _word(name: str, value: Any, path: Path) -> str:
 
 
 def _typed(value: Any) -> Any:
-    """Returns a value with numbers and booleans in the place of their text."""
+    """Parses the numbers and booleans in a nested value of strings."""
     if isinstance(value, dict):
         return {key: _typed(inside) for key, inside in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as this program reads it: what it may say, what its "auto" becomes, what contradicts a flag."""
+"""DeepSpeed JSON files: supported keys, values for "auto", and conflicts with flags."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightseq.config.train_config import TrainConfig
 
-# Sections and keys that reach DeepSpeed. It ignores those that it does not know; here they are refused.
+# Supported sections and keys. DeepSpeed ignores unknown ones silently; here they are an error.
 READ: Final = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
@@ -16,13 +16,13 @@ READ: Final = (
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {
-    "scheduler": "the learning rate follows --lr_scheduler_type, --warmup_steps and --warmup_ratio",
-    "activation_checkpointing": "what is recomputed is --remat",
-    "sequence_parallel_size": "ranks share a sequence by --sequence_parallel_size",
-    "data_parallel_size": "ranks share a sequence by --sequence_parallel_size",
-    "gradient_predivide_factor": "gradients are sums, whatever DeepSpeed would average",
-    "prescale_gradients": "gradients are sums, whatever DeepSpeed would average",
-    "gradient_allreduce_op": "gradients are sums, whatever DeepSpeed would average",
+    "scheduler": "use --lr_scheduler_type, --warmup_steps and --warmup_ratio",
+    "activation_checkpointing": "use --remat",
+    "sequence_parallel_size": "use --sequence_parallel_size",
+    "data_parallel_size": "use --sequence_parallel_size",
+    "gradient_predivide_factor": "gradients are summed, never averaged",
+    "prescale_gradients": "gradients are summed, never averaged",
+    "gradient_allreduce_op": "gradients are summed, never averaged",
 }
 ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 ADAMW_PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode")
@@ -49,9 +49,9 @@ class DeepSpeedSettings:
 
 
 def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -> DeepSpeedSettings | None:
-    """Returns the settings of the file that --deepspeed names, completed from the flags; None without one.
+    """Reads the file given by --deepspeed and replaces "auto" with the values of the flags; None without --deepspeed.
 
-    Raises ValueError for what is not read here, and where the file and a flag say different things.
+    Raises ValueError for unsupported keys and for values that contradict a flag.
     """
     if config.deepspeed is None:
         return None
@@ -70,11 +70,11 @@ def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -
         _check_equal(settings, key, getattr(config, flag), f"--{flag}", source)
     if stage == 3 and config.torch_compile:
         raise ValueError(
-            f"{source}: ZeRO-3 gathers weights inside what --torch_compile compiles; use stage 1 or 2, or leave it out"
+            f"{source}: --torch_compile does not run with ZeRO-3; use stage 1 or 2, or leave --torch_compile out"
         )
     _fill(settings, hidden_size)
     if left := next(_autos(settings), None):
-        raise ValueError(f'{source}: no flag says what {left} "auto" is; give a value, or remove it')
+        raise ValueError(f'{source}: {left} is "auto", but no flag sets it; give a value, or remove it')
     return DeepSpeedSettings(config.deepspeed, stage, settings)
 
 
@@ -85,7 +85,7 @@ def _read(path: Path, source: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{source} cannot be read ({reason}); name a DeepSpeed JSON file") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{source} holds no JSON object; name a DeepSpeed JSON file")
+        raise ValueError(f"{source} is not a JSON object; name a DeepSpeed JSON file")
     return settings
 
 
@@ -93,7 +93,7 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
     for key in settings:
         if key not in READ:
             raise ValueError(
-                f"{source}: {key} is not read here; {INSTEAD.get(key, 'it reaches nothing')}, so remove it"
+                f"{source}: {key} is not supported ({INSTEAD.get(key, 'it would have no effect')}); remove it"
             )
     for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types"):
         if not isinstance(settings.get(key, {}), dict):
@@ -106,10 +106,10 @@ def _check_sections(settings: Mapping[str, Any], source: str) -> int:
             raise ValueError(f"{source}: {key} is {json.dumps(section)}; give an object")
     if zero.get("stage") not in (1, 2, 3):
         found = f"stage {zero['stage']!r}" if "stage" in zero else "no stage"
-        raise ValueError(f'{source}: zero_optimization has {found}; give 1, 2 or 3, or use --fsdp "" for whole copies')
+        raise ValueError(f'{source}: zero_optimization has {found}; give 1, 2 or 3, or use --fsdp "" for DDP')
     _check_devices(zero, source)
     if settings.get("zero_force_ds_cpu_optimizer"):
-        raise ValueError(f"{source}: zero_force_ds_cpu_optimizer is true, but torch's AdamW updates; give false")
+        raise ValueError(f"{source}: zero_force_ds_cpu_optimizer is true, but torch's AdamW is used; give false")
     return int(zero["stage"])
 
 
@@ -117,11 +117,11 @@ def _check_devices(zero: Mapping[str, Any], source: str) -> None:
     for part in ("offload_optimizer", "offload_param"):
         device = _device(zero, part)
         if device == "nvme":
-            raise ValueError(f"{source}: {part} goes to 'nvme', which is not supported; give cpu, or use --offload")
+            raise ValueError(f"{source}: {part} to 'nvme' is not supported; give cpu, or use --offload")
         if device not in ("cpu", "none"):
-            raise ValueError(f"{source}: {part} goes to {device!r}; give cpu, or none")
+            raise ValueError(f"{source}: {part} has the device {device!r}; give cpu or none")
     if _device(zero, "offload_param") == "cpu" and zero["stage"] != 3:
-        raise ValueError(f"{source}: offload_param works with stage 3, not stage {zero['stage']}; give 3, or remove it")
+        raise ValueError(f"{source}: offload_param needs stage 3, not {zero['stage']}; give 3, or remove it")
 
 
 def _device(zero: Mapping[str, Any], part: str) -> str:
@@ -129,17 +129,17 @@ def _device(zero: Mapping[str, Any], part: str) -> str:
 
 
 def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str) -> None:
-    """Refuses an optimizer section that differs from the flags; torch's optimizer updates in any case."""
+    """Removes the optimizer section. Raises ValueError if it contradicts the flags, which choose the optimizer."""
     section = settings.pop("optimizer", None)
     if section is None:
         return
     kind, params = section.get("type"), section.get("params") or {}
     if kind not in ("auto", "Adam", "AdamW") or params.get("adam_w_mode") is False:
-        raise ValueError(f"{source}: optimizer is {json.dumps(section)}; give AdamW, or remove the section for --optim")
+        raise ValueError(f"{source}: optimizer is {json.dumps(section)}; give AdamW, or remove it and use --optim")
     if config.optim not in ADAMW:
         raise ValueError(f"{source}: optimizer is {kind}, but --optim is {config.optim}; remove one of them")
     if unknown := [key for key in params if key not in ADAMW_PARAMS]:
-        raise ValueError(f"{source}: optimizer.params.{unknown[0]} is not read here; remove it")
+        raise ValueError(f"{source}: optimizer.params.{unknown[0]} is not supported; remove it")
     for key, value, flag in (
         ("lr", config.learning_rate, "--learning_rate"),
         ("weight_decay", config.weight_decay, "--weight_decay"),
@@ -150,19 +150,22 @@ def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str)
 
 
 def _check_batch(settings: dict[str, Any], config: TrainConfig, data_ranks: int, source: str) -> None:
-    """Refuses batch sizes that differ from the flags; ranks that share a sequence count once, not for each rank."""
+    """Removes train_batch_size. Raises ValueError if it contradicts the flags.
+
+    A sequence-parallel group counts as one data rank.
+    """
     total = settings.pop("train_batch_size", "auto")
     micro, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if total not in ("auto", micro * steps * data_ranks):
         raise ValueError(
             f"{source}: train_batch_size is {total}, but --per_device_train_batch_size {micro} x "
-            f"--gradient_accumulation_steps {steps} x {data_ranks} groups of ranks are {micro * steps * data_ranks}; "
+            f"--gradient_accumulation_steps {steps} x {data_ranks} data ranks is {micro * steps * data_ranks}; "
             'make them equal, or write "auto"'
         )
 
 
 def _check_equal(settings: dict[str, Any], key: str, value: Any, flag: str, source: str) -> None:
-    """Puts a flag's value where the file leaves it open."""
+    """Sets `key` to the flag's value. Raises ValueError if the file has another one."""
     *sections, last = key.split(".")
     place = settings
     for section in sections:
@@ -177,7 +180,7 @@ def _check_equal(settings: dict[str, Any], key: str, value: Any, flag: str, sour
 
 
 def _fill(settings: dict[str, Any], hidden_size: int) -> None:
-    """Fills in what no flag says: sizes as Hugging Face derives them, float32 gradient sums, torch's optimizer."""
+    """Sets bucket sizes as Hugging Face derives them, float32 gradient sums, and torch's optimizer."""
     zero = settings["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden_size**2,
@@ -201,5 +204,5 @@ def _autos(settings: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from _autos(value, f"{path}{key}.")
-        elif value == "auto" and key != "keep_in_fp32_modules":  # a value of its own there
+        elif value == "auto" and key != "keep_in_fp32_modules":  # there "auto" is a valid value
             yield path + key

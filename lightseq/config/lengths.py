@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: 128K is 131,072."""
+"""Token counts with units: 128K is 131,072."""
 
 import argparse
 import re
@@ -11,23 +11,25 @@ DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def tokens(text: str, flag: str = "") -> int:
-    """Reads 131072, 128K or 1.5M. Raises ValueError for anything else, naming the flag that has it."""
+    """Parses 131072, 128K or 1.5M. Raises ValueError, with the flag's name, for anything else."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
     if length < 1 or length.denominator > 1:
-        raise ValueError(f"{flag} {text} is no number of tokens; write 131072, 128K or 1.5M".lstrip())
+        raise ValueError(f"{flag} {text} is not a number of tokens; write it like 131072, 128K or 1.5M".lstrip())
     return int(length)
 
 
 def length_flag(text: str) -> int:
-    """Reads a length for argparse. Numbers below 1 pass: the checks of flags name their remedy."""
+    """Parses a length for argparse. Accepts numbers below 1, which `checks` refuses with a remedy."""
     try:
         return tokens(text) if text[-1:].upper() in UNITS else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; write 131072, 128K or 1.5M") from None
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number of tokens; write it like 131072, 128K or 1.5M"
+        ) from None
 
 
 def shown(length: int) -> str:
-    """Writes 131072 as 128K. A length that is no multiple of 1,024 stays a plain number."""
+    """Formats 131072 as 128K. A length that is not a multiple of 1,024 stays a plain number."""
     unit = next((unit for unit, size in UNITS.items() if length and length % size == 0), "")
     return f"{length // UNITS.get(unit, 1)}{unit}"

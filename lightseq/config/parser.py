@@ -1,4 +1,4 @@
-"""Argument parser and exit status shared by all commands: refused input is one line, `error: ...`, and status 2."""
+"""Argument parser and error handling of all commands: invalid input prints one line, `error: ...`, and exits with 2."""
 
 import argparse
 import sys
@@ -16,13 +16,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def refused(reason: object) -> int:
-    """Prints why a command refuses its input. Returns its exit status."""
+    """Prints an error line. Returns exit status 2."""
     print(f"error: {first_line(reason) if isinstance(reason, OSError) else reason}", file=sys.stderr)
     return 2
 
 
 def answered(work: Callable[[], None]) -> int:
-    """Runs a command that reads and writes files. Returns its exit status."""
+    """Runs a command and reports its ValueError or OSError in one line. Returns the exit status."""
     try:
         work()
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A training run as one frozen dataclass: a field is a flag, its help stands in the field's metadata."""
+"""Configuration of a training run as a frozen dataclass: each field is a flag with its help in the metadata."""
 
 import json
 import math
@@ -21,15 +21,18 @@ def flag(default: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class ModelConfig:
     model_name_or_path: str = flag("", "Preset name, Hub id or local directory of the model.")
-    random_init: bool = flag(False, "Take only the architecture and draw random weights.")
+    random_init: bool = flag(False, "Use only the model's architecture and initialize its weights at random.")
     tokenizer: str | None = flag(None, "Hub id or directory of the tokenizer for text data. Default: the model's.")
     rope_theta: float | None = flag(None, "Base of the rotary frequencies. Default: the model's.")
     rope_scaling: dict[str, Any] | None = flag(
         None, """RoPE scaling as JSON, such as '{"rope_type": "yarn", "factor": 8}'. Default: the model's."""
     )
-    scaling_factor: int = flag(1, "Size of the model named scaled. The name scaled-all-4 says the same.")
+    scaling_factor: int = flag(
+        1, "Size of --model_name_or_path scaled. The name scaled-all-4 sets this and --scaling_strategy."
+    )
     scaling_strategy: str = flag(
-        "all", "What --scaling_factor grows. all: width, heads and depth; n_layers: the depth of a model 4,096 wide."
+        "all",
+        "Dimensions that --scaling_factor scales. all: width, heads and depth; n_layers: depth, at a width of 4,096.",
     )
 
 
@@ -37,23 +40,25 @@ class ModelConfig:
 class DataConfig:
     data_path: str = flag(
         "",
-        "Training data: a token directory, a .pkl, rows (.jsonl, .json, .parquet or a folder of them), a data set "
+        "Training data: a token directory, a .pkl, rows (.jsonl, .json, .parquet or a folder of them), a dataset "
         "written by save_to_disk, or hf:NAME or hf:NAME:SPLIT on the Hub.",
     )
-    eval_data_path: str | None = flag(None, "Evaluation data, in any form that --data_path takes.")
-    model_max_length: int = flag(2048, "Tokens per sequence, over all ranks together. 128K and 1.5M work too.")
+    eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
+    model_max_length: int = flag(
+        2048, "Tokens per sequence, summed over its ranks. Units are accepted, such as 128K or 1.5M."
+    )
     text_column: str = flag(
         "text",
-        "Column of a row's text. Rows of messages, or of prompt and completion, are trained on their answers only.",
+        "Column that holds the text. Rows with messages, or with prompt and completion, train on the answers only.",
     )
-    max_train_samples: int | None = flag(None, "Rows to read, from the first on. Default: all.")
-    data_cache: str = flag("~/.cache/lightseq/tokens", "Directory that caches the tokens of rows.")
+    max_train_samples: int | None = flag(None, "Number of rows to read, starting with the first. Default: all.")
+    data_cache: str = flag("~/.cache/lightseq/tokens", "Directory for cached tokens of text rows.")
     packing: str = flag(
         "none",
-        "none: one example per sequence. best_fit: whole documents share a sequence without attending to each other; "
-        "longer ones are cut without losing a target.",
+        "none: one example per sequence. best_fit: packs whole documents into a sequence, without attention between "
+        "them. Documents longer than a sequence are split without losing a target.",
     )
-    lazy_preprocess: bool = flag(False, "Tokenize text on access instead of beforehand. Has no effect on token data.")
+    lazy_preprocess: bool = flag(False, "Tokenize text on access instead of beforehand. No effect on token data.")
 
 
 @dataclass(frozen=True)
@@ -62,35 +67,37 @@ class TrainingConfig:
     overwrite_output_dir: bool = flag(False, "Start over in a directory that holds an earlier run.")
     resume_from_checkpoint: str | None = flag(
         None,
-        "Checkpoint directory to resume from. True: the newest complete one in --output_dir; auto: the same, or a new "
-        "run if there is none.",
+        "Checkpoint directory to resume from. True: the newest complete one in --output_dir; auto: the same, but "
+        "starts a new run if there is none.",
     )
     num_train_epochs: float = flag(3.0, "Passes over the data. Ignored if --max_steps is given.")
-    max_steps: int | None = flag(None, "Optimizer steps. Default: those of --num_train_epochs.")
+    max_steps: int | None = flag(None, "Optimizer steps. Default: as many as --num_train_epochs takes.")
     per_device_train_batch_size: int = flag(1, "Sequences per forward pass of a sequence-parallel group.")
-    per_device_eval_batch_size: int = flag(1, "Sequences per forward pass of such a group in evaluation.")
+    per_device_eval_batch_size: int = flag(
+        1, "Sequences per forward pass of a sequence-parallel group during evaluation."
+    )
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
     optim: str = flag(
         "adamw_torch_fused",
         "Optimizer. AdamW has betas 0.9 and 0.999 and epsilon 1e-8; adamw_8bit (or adamw_torch_8bit) is torchao's, "
-        "with one byte per weight for each of its two states.",
+        "whose two states take one byte per weight each.",
     )
     learning_rate: float = flag(5e-5, "Peak learning rate.")
     weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
     max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
-    lr_scheduler_type: str = flag("linear", "Course of the learning rate after the warm-up.")
-    warmup_ratio: float = flag(0.0, "Warm-up as a share of all steps, between 0 and 1.")
-    warmup_steps: int = flag(0, "Warm-up in steps.")
+    lr_scheduler_type: str = flag("linear", "Learning rate schedule after the warm-up.")
+    warmup_ratio: float = flag(0.0, "Warm-up steps as a fraction of all steps, between 0 and 1.")
+    warmup_steps: int = flag(0, "Warm-up steps.")
     bf16: bool = flag(False, "Compute in bfloat16. Master weights stay in float32.")
     fp16: bool = flag(False, "Compute in float16 with loss scaling. Master weights stay in float32.")
     tf32: bool = flag(False, "Run float32 matrix products in TF32.")
     fp8: str | None = flag(
-        None, "Compute the layers' linear projections in FP8, with one scale per tensor or per row. Needs --bf16."
+        None, "Compute the linear projections of the layers in FP8, with a scale per tensor or per row. Needs --bf16."
     )
-    fp8_emulate: bool = flag(False, "Round as FP8 does but multiply in float32. Slow; for hardware without FP8.")
+    fp8_emulate: bool = flag(False, "Round to FP8 but multiply in float32. Slow; for hardware without FP8.")
     torch_compile: bool = flag(False, "Compile the decoder layers.")
-    seed: int = flag(42, "Seed of the random weights and of the data order.")
-    deterministic: bool = flag(False, "Make losses bit-identical on the GPU too. Costs some speed.")
+    seed: int = flag(42, "Seed for random weights and data order.")
+    deterministic: bool = flag(False, "Make losses on GPUs bit-identical between runs, at some cost in speed.")
 
 
 @dataclass(frozen=True)
@@ -106,86 +113,89 @@ class AdapterConfig:
 class ParallelismConfig:
     sequence_parallel_size: int | None = flag(None, "Ranks that share a sequence. Default: all.")
     schedule: str = flag(
-        "auto", "Attention schedule: which rank computes which tile when. auto: the fastest by the time model."
+        "auto", "Attention schedule: which rank computes which tile when. auto: the one with the lowest predicted time."
     )
     ulysses_size: int | None = flag(
         None,
         "Ranks that hold the same part of the sequence and split its heads. Default: all for ulysses, half for usp, "
         "1 otherwise.",
     )
-    kernel: str = flag("auto", "Kernel that computes one tile of attention. auto: the fastest that can run.")
+    kernel: str = flag("auto", "Kernel for one tile of attention. auto: the fastest that supports the run.")
     fused_attention: bool | None = flag(
-        None, "False: plain attention, as --kernel reference. True: any other kernel. Default: as --kernel says."
+        None, "False: same as --kernel reference. True: any other kernel. Default: follow --kernel."
     )
     transport: str = flag(
         "auto",
-        "How key/value blocks travel. For measurements, -blocking disables overlap and -unrecorded disables CUDA "
-        "graphs of short passes.",
+        "Transport of key/value blocks between ranks. For measurements, -blocking disables overlap and -unrecorded "
+        "disables CUDA graphs of short passes.",
     )
     fsdp: str = flag(
         "full_shard",
-        'full_shard: FSDP2 over all ranks. hybrid_shard: shards inside a host, copies across hosts. "": DDP. The word '
-        "auto_wrap may follow; it changes nothing.",
+        'full_shard: FSDP2 over all ranks. hybrid_shard: shards within a host, replicates across hosts. "": DDP. '
+        "A trailing auto_wrap is accepted and has no effect.",
     )
     fsdp_transformer_layer_cls_to_wrap: str | None = flag(
-        None, "Class of the modules that are sharded as one. Default: the model's decoder layer."
+        None, "Layer class that FSDP2 shards as a unit. Must be the model's decoder layer, which is the default."
     )
     deepspeed: str | None = flag(
         None,
-        'DeepSpeed JSON file for ZeRO-1, 2 or 3 instead of --fsdp. Its "auto" takes the values of these flags; what '
-        "contradicts them is refused.",
+        'DeepSpeed JSON file for ZeRO-1, 2 or 3 instead of --fsdp. "auto" takes the value of the matching flag; '
+        "contradictions are an error.",
     )
-    step_timeout: float = flag(1800.0, "Seconds without progress before the run is ended.")
+    step_timeout: float = flag(1800.0, "Seconds without progress after which the run is aborted.")
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     remat: str | None = flag(
         None,
-        "What the backward pass recomputes. none: nothing; attention+linears: norms, rotary embeddings and activation "
-        "functions; attention+mlp: these and attention's projections; attention (the default): these and the MLP; "
-        "full: attention as well.",
+        "Parts of a layer that the backward pass recomputes. none: nothing; attention+linears: norms, rotary "
+        "embeddings and activation functions; attention+mlp: also the attention projections; attention (the default): "
+        "everything except attention; full: everything.",
     )
     layers_per_checkpoint: int = flag(
         1, "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass."
     )
     tile_layers: bool = flag(
-        False, "Runs everything except attention in tiles of 8,192 tokens. Use it near a million tokens per GPU."
+        False, "Run everything except attention in tiles of 8,192 tokens. Use it near a million tokens per GPU."
     )
     gradient_checkpointing: bool | None = flag(
-        None, "True: --remat attention. False: --remat none. Default: as --remat says."
+        None, "True: same as --remat attention. False: same as --remat none. Default: follow --remat."
     )
     offload: str = flag(
         "none",
-        "What waits in host memory. activations: what layers store for the backward pass; optimizer: float32 weights, "
+        "Tensors to move to host memory. activations: those stored for the backward pass; optimizer: float32 weights, "
         "gradients and optimizer state, updated on the CPU (with adamw_8bit on the GPU, in pieces); both; auto: the "
-        "planner decides per layer whether to keep, offload or recompute; weights are offloaded only if nothing else "
+        "planner decides per layer whether to store, offload or recompute; weights are offloaded only if nothing else "
         "fits.",
     )
     host_memory_budget: float | None = flag(
         None,
-        "GiB of host memory per rank for offloaded activations; the rest stays on the GPU. Default: the rank's share "
-        "of 80% of what weights leave free.",
+        "GiB of host memory per rank for offloaded activations; the rest stays on the GPU. Default: an equal share of "
+        "80% of the memory that the weights leave free.",
     )
     device_memory_budget: float | None = flag(
-        None, "GiB of GPU memory for tensors that --offload auto plans with. Default: all."
+        None, "GiB of GPU memory that --offload auto may plan with. Default: all."
     )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     logging_steps: int = flag(1, "Steps between lines of metrics.jsonl.")
-    eval_strategy: str = flag("no", "When to evaluate.")
+    eval_strategy: str = flag("no", "When to evaluate: never, every --eval_steps, or after each epoch.")
     eval_steps: int = flag(500, "Steps between evaluations with --eval_strategy steps.")
-    save_strategy: str = flag("steps", "When to save a checkpoint.")
+    save_strategy: str = flag(
+        "steps",
+        "When to save a checkpoint: never, every --save_steps, or after each epoch. The last step is saved too.",
+    )
     save_steps: int = flag(500, "Steps between checkpoints with --save_strategy steps.")
-    save_total_limit: int | None = flag(None, "Newest checkpoints to retain. Default: all.")
+    save_total_limit: int | None = flag(None, "Number of newest checkpoints to retain. Default: all.")
     async_save: bool = flag(
         True, "Write checkpoints from copies in host memory while training continues. False: training waits."
     )
-    keep_best: bool = flag(False, "Also retain the checkpoint with the lowest evaluation loss, however old.")
-    report_to: str = flag("none", "Tracker that gets the metrics as well as metrics.jsonl.")
-    profile_steps: tuple[int, int] | None = flag(None, "Steps to profile, as first:last, such as 10:12. Default: none.")
+    keep_best: bool = flag(False, "Also retain the checkpoint with the lowest evaluation loss.")
+    report_to: str = flag("none", "Experiment tracker to log to, in addition to metrics.jsonl.")
+    profile_steps: tuple[int, int] | None = flag(None, "Range of steps to profile, such as 10:12. Default: none.")
     profile_memory: bool = flag(
         False, "Also record every GPU allocation of --profile_steps, for pytorch.org/memory_viz."
     )
@@ -202,32 +212,32 @@ GROUPS: Final[Mapping[str, type]] = {
 }
 
 
-# A dataclass has the fields of its last base first.
+# Dataclasses collect the fields of their bases from last to first.
 @dataclass(frozen=True)
 class TrainConfig(
     LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, TrainingConfig, DataConfig, ModelConfig
 ):
-    """All flags of a training run in one flat object, checked when it is made."""
+    """All flags of a training run in one flat object, checked on construction."""
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def remat_policy(self) -> str:
-        """The value of --remat, or what --gradient_checkpointing says in its place."""
+        """The value of --remat, or the one that --gradient_checkpointing stands for."""
         if self.remat is not None:
             return self.remat
         return "none" if self.gradient_checkpointing is False else "attention"
 
     @property
     def model_name(self) -> str:
-        """A preset's name, a Hub id or a directory; for the model `scaled` a name that carries its size."""
+        """Preset name, Hub id or directory; the model `scaled` gets its size in the name."""
         name = self.model_name_or_path
         return f"scaled-{self.scaling_strategy}-{self.scaling_factor}" if name == "scaled" else name
 
     @property
     def kernel_name(self) -> str:
-        """The value of --kernel, or what --fused_attention says in its place."""
+        """The value of --kernel, or the one that --fused_attention stands for."""
         return "reference" if self.fused_attention is False else self.kernel
 
     @property
@@ -237,7 +247,7 @@ class TrainConfig(
 
     @property
     def state_on_host(self) -> bool:
-        """True if the flags put weights, gradients and optimizer state in host memory; under auto the plan decides."""
+        """True if the flags put weights, gradients and optimizer state in host memory. False for auto."""
         return self.offload in ("optimizer", "both")
 
     @property
@@ -253,7 +263,7 @@ class TrainConfig(
 
 @cache
 def flag_types() -> Mapping[str, type]:
-    """Returns the type of each flag's value; that of `int | None` is int, that of `dict[str, Any] | None` is dict."""
+    """Returns each flag's value type: int for `int | None`, dict for `dict[str, Any] | None`."""
     return {name: _value_type(hint) for name, hint in typing.get_type_hints(TrainConfig).items()}
 
 
@@ -264,5 +274,5 @@ def _value_type(hint: Any) -> type:
 
 
 def warmup_steps(config: TrainConfig, total: int) -> int:
-    """Returns the steps of a run of `total` steps in which the learning rate rises; a ratio is rounded up."""
+    """Returns the number of warm-up steps in a run of `total` steps; --warmup_ratio is rounded up."""
     return config.warmup_steps or math.ceil(config.warmup_ratio * total)

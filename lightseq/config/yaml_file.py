@@ -1,4 +1,4 @@
-"""YAML and JSON files that people write. What is wrong with one is a line that names the file."""
+"""Reading of user-written YAML and JSON files. Errors name the file and the line."""
 
 from collections.abc import Callable
 from json import JSONDecodeError
@@ -9,10 +9,10 @@ import yaml
 
 
 class TextLoader(yaml.BaseLoader):
-    """YAML in which every scalar is the text that was typed: `no` is not False, and 10:12 not a number of seconds."""
+    """YAML loader that keeps every scalar as text: `no` does not become False, nor 10:12 a number of seconds."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)  # refuses keys that are lists or mappings
+        found: dict[Any, Any] = super().construct_mapping(node, deep)  # raises for keys that are lists or mappings
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -22,17 +22,17 @@ class TextLoader(yaml.BaseLoader):
 
 
 def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Returns what `parse` makes of a file's text. Raises ValueError for a file that cannot be read or parsed."""
+    """Parses a file's text with `parse`. Raises ValueError if the file cannot be read or parsed."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: is no text in UTF-8") from None
+        raise ValueError(f"{path}: is not UTF-8 text") from None
     except RecursionError:
         raise ValueError(f"{path}: is nested too deeply") from None
     except JSONDecodeError as error:
-        raise ValueError(f"{path} line {error.lineno}: is no JSON ({error.msg})") from None
+        raise ValueError(f"{path} line {error.lineno}: is not valid JSON ({error.msg})") from None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{path}{line}: {error.problem}") from None

@@ -1,4 +1,4 @@
-"""Text of errors, counts and names in one line."""
+"""Formatting of errors, counts and tables, and a check of file names."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,12 +12,12 @@ def first_line(error: BaseException) -> str:
 
 
 def is_plain_name(name: object) -> bool:
-    """Returns whether a file name cannot lead out of the directory it is looked up in."""
+    """Returns whether a file name stays inside its directory: no separators, no `..`."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def four_significant_digits(value: float) -> str:
-    """Formats a number with four significant digits, trailing zeros included: 124.0 below 93.27."""
+    """Formats a number with four significant digits and trailing zeros, such as 124.0 and 93.27."""
     return f"{value:#,.4g}".removesuffix(".")
 
 
@@ -27,7 +27,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligns the columns of a table: those in `left` to the left, the others to the right."""
+    """Aligns the columns of a table, those in `left` to the left and the others to the right. Returns its lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-LINE_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
+LINE_SECONDS: Final = 5.0  # between two lines if stderr is not a terminal
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def progress_bar(
     items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
 ) -> Iterator[T]:
-    """Yields the items, and shows how many are done if `progress` is set."""
+    """Yields the items. Shows how many are done if `progress` is set."""
     console = Console(stderr=True)
     if progress and not console.is_terminal:
         yield from _with_lines(items, len(items) if total is None and isinstance(items, Sized) else total, description)

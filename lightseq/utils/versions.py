@@ -1,4 +1,4 @@
-"""The versions of torch and transformers that the tests are run with, and a warning for newer ones."""
+"""Newest tested versions of torch and transformers, and a warning for newer ones."""
 
 from importlib.metadata import version
 from typing import Final
@@ -9,14 +9,14 @@ NEWEST_TESTED: Final = {"torch": "2.13", "transformers": "5.24"}
 
 
 class UntestedVersionWarning(UserWarning):
-    """torch or transformers is newer than the newest version that lightseq was tested with."""
+    """Warning about a torch or transformers newer than lightseq was tested with."""
 
 
 def untested_versions() -> list[str]:
-    """Returns a line for each package here that is newer than the newest tested version."""
+    """Returns a warning line for each installed package that is newer than its newest tested version."""
     found = {name: version(name).split("+")[0] for name in NEWEST_TESTED}
     return [
-        f"{name} {found[name]} is not tested with this version of lightseq, whose tests go up to {newest}; run "
+        f"{name} {found[name]} is newer than {newest}, the newest that this lightseq was tested with; run "
         "`python3 -m lightseq verify` with your model before you trust its losses"
         for name, newest in NEWEST_TESTED.items()
         if Version(found[name]).release[:2] > Version(newest).release
