@@ -142,12 +142,16 @@ def test_a_checkpoint_goes_on_under_the_engine_and_the_ranks_that_saved_it(tmp_p
     check_engine(tmp_path, "DeepSpeed ZeRO-2", 2)
     for engine, ranks, this in (
         (None, 2, "FSDP2"),
-        ("DeepSpeed ZeRO-3", 2, "ZeRO-3 on 2"),
-        ("DeepSpeed ZeRO-2", 4, "4"),
+        ("DeepSpeed ZeRO-3", 2, "ZeRO-3 on 2 ranks"),
+        ("DeepSpeed ZeRO-2", 4, "on 4 ranks"),
     ):
-        with pytest.raises(ValueError, match=f"saved by DeepSpeed ZeRO-2 on 2 ranks, this run is .*{this}; resume as"):
+        with pytest.raises(
+            ValueError, match=f"saved by DeepSpeed ZeRO-2 on 2 ranks, but this run uses .*{this}; resume as"
+        ):
             check_engine(tmp_path, engine, ranks)
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 1, "scaler": None}))
     check_engine(tmp_path, None, 4)
-    with pytest.raises(ValueError, match=r"saved by FSDP2, this run is DeepSpeed ZeRO-1 on 2; .* --model_name_or_path"):
+    with pytest.raises(
+        ValueError, match=r"saved by FSDP2, but this run uses DeepSpeed ZeRO-1 on 2 ranks; .* --model_name_or_path"
+    ):
         check_engine(tmp_path, "DeepSpeed ZeRO-1", 2)

@@ -140,15 +140,18 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "output that is a file": ("--output_dir {files}/data.pkl", ("data.pkl is a file", "name a directory")),
     "output below a file": ("--output_dir {files}/data.pkl/out", ("lies below the file", "name another")),
     "output whose name is too long": ("--output_dir {files}/" + 300 * "x", ("File name too long",)),
-    "output that cannot be made": ("--output_dir /proc/no/such", ("/proc/no/such cannot be made", "name another")),
+    "output that cannot be made": ("--output_dir /proc/no/such", ("/proc/no/such cannot be created", "name another")),
     "nothing to resume": (
         "--output_dir {files}/empty --resume_from_checkpoint True",
-        ("{files}/empty holds no checkpoint", "leave it out, or give auto"),
+        ("{files}/empty has no checkpoint", "leave it out, or give auto"),
     ),
-    "no checkpoint there": ("--resume_from_checkpoint {files}/model", ("{files}/model is no checkpoint-N", "name one")),
+    "no checkpoint there": (
+        "--resume_from_checkpoint {files}/model",
+        ("{files}/model is not a checkpoint directory", "name one"),
+    ),
     "an older checkpoint": (
         "--output_dir {files}/run --resume_from_checkpoint {files}/run/checkpoint-1",
-        ("holds the later checkpoint-2", "--resume_from_checkpoint True", "--output_dir"),
+        ("has the later checkpoint-2", "--resume_from_checkpoint True", "--output_dir"),
     ),
     "resumed over another run": (
         "--output_dir {files}/other --resume_from_checkpoint {files}/run/checkpoint-2",
@@ -160,11 +163,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "a checkpoint of a larger model": (
         f"{RANDOM} {{files}}/wider --max_steps 3 --resume_from_checkpoint {{files}}/run/checkpoint-2",
-        ("checkpoint-2 holds model.model.", "resume with the model"),
+        ("checkpoint-2 has model.model.", "resume with the model"),
     ),
     "a checkpoint of later steps": (
         "--resume_from_checkpoint {files}/run/checkpoint-2",
-        ("checkpoint-2 is after step 2, and this run ends at step 1", "a larger --max_steps"),
+        ("checkpoint-2 was saved after step 2, but this run ends at step 1", "a larger --max_steps"),
     ),
     "a checkpoint without its state": (
         "--resume_from_checkpoint {files}/stateless/checkpoint-1",

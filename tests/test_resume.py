@@ -45,7 +45,7 @@ def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, t
         (model(), "rope_parameters {"),
         (model({"rope_type": "yarn", "factor": 8}), "rope_parameters {"),
         (model({"rope_type": "yarn", "factor": 16}, 9e6), "rope_parameters {"),
-        (model({"rope_type": "yarn", "factor": 16}, rms_norm_eps=0.5), "rms_norm_eps 1e-05, this run has 0.5"),
+        (model({"rope_type": "yarn", "factor": 16}, rms_norm_eps=0.5), "rms_norm_eps 1e-05, but this run has 0.5"),
     ],
 )
 def test_in_another_it_is_refused(now: PreTrainedConfig, named: str, tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(
     assert check_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.20703125}), None) == ()
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(saved | {"model_type": "mistral"}))
-    with pytest.raises(ValueError, match="was trained with model_type mistral, this run has llama; "):
+    with pytest.raises(ValueError, match="was trained with model_type mistral, but this run has llama; "):
         check_model(tmp_path, CONFIG, model({"rope_type": "yarn", "factor": 12.207}), None)
     NemotronConfig(norm_eps=1e-5).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"was trained with norm_eps 1e-05, this run has 0\.5; "):
+    with pytest.raises(ValueError, match=r"was trained with norm_eps 1e-05, but this run has 0\.5; "):
         check_model(tmp_path, CONFIG, NemotronConfig(norm_eps=0.5), None)
 
 
@@ -74,17 +74,19 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
     changed = model(yarn["rope_scaling"])
     adapters.save([], tmp_path, lora, "base", None, adapters.changed_rope(scaled, changed))
     assert check_model(tmp_path, scaled, changed, lora) == ()
-    with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, this run has 99\.0; "):
+    with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, but this run has 99\.0; "):
         check_model(tmp_path, scaled, changed, other)
-    with pytest.raises(ValueError, match=r"was trained with lora_rank 4, this run has 8; "):
+    with pytest.raises(ValueError, match=r"was trained with lora_rank 4, but this run has 8; "):
         check_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
-    with pytest.raises(ValueError, match=r"was trained with lora_target_modules q_proj, this run has k_proj,q_proj; "):
+    with pytest.raises(
+        ValueError, match=r"was trained with lora_target_modules q_proj, but this run has k_proj,q_proj; "
+    ):
         check_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
-    with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, this run has like its model's; "):
+    with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, but this run has the base model's; "):
         check_model(tmp_path, CONFIG, model(), lora)
     (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))
     (note,) = check_model(tmp_path, scaled, changed, lora)
-    assert note.startswith("warning: ") and "beside the weights of another, and goes on beside those of base" in note
+    assert note.startswith("warning: ") and "was trained on another and continues on base" in note
 
 
 def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is_refused(tmp_path: Path) -> None:

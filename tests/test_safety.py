@@ -234,9 +234,9 @@ class _Getting:
 @pytest.mark.parametrize(
     ("of", "name", "line"),
     [
-        (metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", "no index of tensors: there is something else"),
-        (metadata._MEM_FORMAT_ENCODING, "mro", "no index of tensors: there is something else"),
-        (metadata.Metadata, "__init__", "no index of tensors: there is something else"),
+        (metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", "is not a tensor index: expected a"),
+        (metadata._MEM_FORMAT_ENCODING, "mro", "is not a tensor index: expected a"),
+        (metadata.Metadata, "__init__", "is not a tensor index: expected a"),
     ],
 )
 def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(

@@ -1,1 +1,1 @@
-"""A run as files: written beside the training, checked, found again and resumed from."""
+"""Checkpoints: writing during training, verification, retention and resuming."""

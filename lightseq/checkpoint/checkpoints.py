@@ -1,8 +1,9 @@
 """Checkpoint directories of a run: naming, discovery, retention and disk space.
 
 checkpoint-N/ opens with `from_pretrained`. checkpoint-N/state/ holds float32 master weights, optimizer state and random
-states, split as the ranks are (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json holds what
-fits in a line; manifest.json holds the SHA-256 of every file. A directory gets this name only when it is complete.
+states, sharded over ranks (torch.distributed.checkpoint, or DeepSpeed's own files); trainer_state.json holds the step,
+the flags and the position in the data; manifest.json holds the SHA-256 of every file. A directory gets this name only
+when it is complete.
 
 Only directories that a run wrote are ever removed. The manifest or trainer_state.json identifies them, not the name.
 """
@@ -21,10 +22,10 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
 
 STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
-# Suffixes of directories that are not, or no longer, checkpoints. OTHER: not written by a run.
+# Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # a number follows if the name was taken
+LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # with a number if the name was taken
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -34,12 +35,12 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether a directory is a checkpoint, maybe a damaged one. Other programs and people use the name too."""
+    """Returns whether a directory is a checkpoint, possibly damaged. Other programs may use the same name."""
     return any((path / name).is_file() for name in (TRAINER_STATE, manifest.MANIFEST)) or (path / STATE).is_dir()
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Returns whether a run wrote the directory, as its manifest or trainer state shows."""
+    """Returns whether a run wrote the directory, judging by its manifest or trainer state."""
     for read in (manifest.read, read_trainer_state):
         with suppress(ValueError, OSError):
             read(path)
@@ -48,12 +49,12 @@ def is_written_by_run(path: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Returns whether a save began to write the directory: it starts empty, and then STATE is made."""
+    """Returns whether a directory is an interrupted save: empty, or with a STATE directory."""
     return not path.is_symlink() and ((path / STATE).is_dir() or not _holds_files(path))
 
 
 def best_checkpoint(output_dir: Path) -> Path | None:
-    """Returns the checkpoint with the lowest evaluation loss, the first of equals. A NaN loss does not count."""
+    """Returns the oldest checkpoint with the lowest evaluation loss. Ignores NaN losses."""
     losses = {path: _eval_loss(path) for path in list_checkpoints(output_dir)}
     known = {path: loss for path, loss in losses.items() if not math.isnan(loss)}
     return min(known, key=lambda path: known[path]) if known else None
@@ -68,26 +69,26 @@ def _eval_loss(path: Path) -> float:
 
 
 def prune(output_dir: Path, retain: int | None, retain_best: bool) -> None:
-    """Removes all but the newest `retain` checkpoints and, with `retain_best`, the one of the lowest eval loss."""
-    kept = best_checkpoint(output_dir) if retain_best else None
+    """Removes all but the newest `retain` checkpoints and, with `retain_best`, the one with the lowest eval loss."""
+    best = best_checkpoint(output_dir) if retain_best else None
     own = [path for path in list_checkpoints(output_dir) if is_written_by_run(path)]
     for old in own[: -retain if retain else 0]:
-        if old != kept:
+        if old != best:
             set_aside(old, DELETED)  # a half-deleted directory must not look like a checkpoint
     remove_leftovers(output_dir)
 
 
-def set_aside(path: Path, why: str) -> Path:
-    """Renames a file or directory to an unused name, which it returns."""
-    aside = path.with_name(path.name + why)
-    taken = (path.with_name(f"{path.name}{why}-{number}") for number in itertools.count(2))
-    while aside.exists():
-        aside = next(taken)
-    return path.rename(aside)
+def set_aside(path: Path, suffix: str) -> Path:
+    """Appends a suffix, and a number if needed, to a file or directory. Returns the new path."""
+    target = path.with_name(path.name + suffix)
+    numbered = (path.with_name(f"{path.name}{suffix}-{number}") for number in itertools.count(2))
+    while target.exists():
+        target = next(numbered)
+    return path.rename(target)
 
 
 def clear_path(path: Path) -> None:
-    """Frees the name of a checkpoint, or of an unfinished one, for the save that is about to use it."""
+    """Frees the path of a finished or partial checkpoint for a new save."""
     if not path.exists():
         return
     if path.name.endswith(PARTIAL) and _is_unfinished(path):
@@ -97,9 +98,9 @@ def clear_path(path: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
-    """Removes directories marked as deleted and, with PARTIAL, unfinished saves of an earlier run.
+    """Removes directories marked as deleted and those with the suffix `also`, such as PARTIAL for interrupted saves.
 
-    A directory that cannot be removed, for example because another host reads it, is left for the next time.
+    A directory that cannot be removed, for example because another host reads it, stays until the next call.
     """
     for left in output_dir.glob("checkpoint-*"):
         name = LEFTOVER.fullmatch(left.name)
@@ -117,19 +118,16 @@ def remove_checkpoints(output_dir: Path) -> None:
 
 
 def _remove_own(path: Path) -> None:
-    """Removes the files of a directory that its manifest names, or all of them if it has none.
+    """Removes the files listed in a directory's manifest, or the whole directory if it has no manifest.
 
-    Other files stay, under the checkpoint's name. Of a link only the link is removed.
+    Other files stay in a directory with the checkpoint's name. For a link, only the link is removed.
     """
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
         return
     try:
-        names = [
-            *manifest.read(path),
-            manifest.MANIFEST,
-        ]  # the manifest last: it tells the next call what is left to remove
+        names = [*manifest.read(path), manifest.MANIFEST]  # the manifest last, for a call that has to finish this one
     except ValueError:
         unfinished = PARTIAL in path.name and _is_unfinished(path)
         if is_written_by_run(path) or unfinished or not _holds_files(path):
@@ -158,7 +156,7 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{directory / TRAINER_STATE} is damaged; name another checkpoint") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
-        raise ValueError(f"{directory / TRAINER_STATE} does not say after which step it was; name another checkpoint")
+        raise ValueError(f"{directory / TRAINER_STATE} has no valid step; name another checkpoint")
     return facts
 
 
@@ -169,7 +167,7 @@ def saved_bytes(parameters: int, config: TrainConfig) -> int:
 
 
 def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:
-    """Returns how many checkpoints a run will still write; the last step is always saved."""
+    """Returns how many checkpoints a run will still write. The last step is always saved."""
     if config.save_strategy == "no" or done >= total:
         return 0
     if config.save_strategy == "epoch":
@@ -178,30 +176,30 @@ def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -
 
 
 def check_disk(output_dir: Path, checkpoint_bytes: int, saves: int, existing: int, config: TrainConfig) -> str | None:
-    """Returns a note on the disk space of the checkpoints that exist at once, a warning if it is too little.
+    """Returns a note on the disk space that checkpoints need, as a warning if there is too little.
 
-    Raises ValueError if not even one checkpoint fits. The directory holds `existing` checkpoints and may not exist yet.
+    `existing`: checkpoints already in the directory, which may not exist yet. Raises ValueError if not even one
+    checkpoint fits.
     """
     if not saves:
         return None
-    place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    free_space = f"{place} has {_format_bytes(free)} free"
+    folder = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    free_space = f"{folder} has {_format_bytes(free)} free"
     if checkpoint_bytes > free:
         raise ValueError(
-            f"a checkpoint in --output_dir {output_dir} takes about {_format_bytes(checkpoint_bytes)}, and "
-            f"{free_space}; free some, name another disk, or give --save_strategy no"
+            f"a checkpoint in --output_dir {output_dir} takes about {_format_bytes(checkpoint_bytes)}, but "
+            f"{free_space}; free some space, name another disk, or give --save_strategy no"
         )
     limit = config.save_total_limit
-    held = (
-        saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - existing))
-    )  # older ones are deleted after a save
+    # An old checkpoint is deleted only after the new one is saved, so one more than the limit exists for a while.
+    held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - existing))
     together = f", {held} of them {_format_bytes(held * checkpoint_bytes)}" if held > 1 else ""
-    said = f"a checkpoint takes about {_format_bytes(checkpoint_bytes)}{together}; {free_space}"
+    line = f"a checkpoint takes about {_format_bytes(checkpoint_bytes)}{together}; {free_space}"
     if held * checkpoint_bytes <= free:
-        return said
+        return line
     remedy = "give --save_total_limit" if limit is None else "give a lower --save_total_limit"
-    return f"warning: {said}; {remedy}, or free some"
+    return f"warning: {line}; {remedy}, or free some space"
 
 
 def _format_bytes(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its files with lengths and SHA-256, so that damage is found before it is read."""
+"""Manifest of a checkpoint: length and SHA-256 of every file, to detect damage before loading."""
 
 import hashlib
 import json
@@ -14,21 +14,21 @@ READERS = 4  # files that a rank reads in parallel
 
 @dataclass(frozen=True)
 class File:
-    """Expected length and SHA-256 of a file."""
+    """Length and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 def describe(path: Path) -> File:
-    """Returns length and SHA-256 of a file as the disk returns it."""
+    """Reads a file and returns its length and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return File(path.stat().st_size, digest)
 
 
 def describe_all(directory: Path, names: Sequence[str]) -> dict[str, File]:
-    """Describes files of a directory in parallel, since hashing takes as long as reading."""
+    """Describes files of a directory in parallel, because hashing takes as long as reading."""
     with ThreadPoolExecutor(READERS) as readers:
         return dict(zip(names, readers.map(lambda name: describe(directory / name), names), strict=True))
 
@@ -48,7 +48,7 @@ def write(directory: Path, files: Mapping[str, File]) -> None:
 def read(directory: Path) -> dict[str, File]:
     """Returns the files of a manifest by name.
 
-    Raises ValueError if it is missing, malformed, or names a file outside the directory.
+    Raises ValueError if the manifest is missing, malformed, or names a file outside the directory.
     """
     path = directory / MANIFEST
     try:
@@ -59,12 +59,12 @@ def read(directory: Path) -> dict[str, File]:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
     if outside := [name for name in files if not _is_inside(name)]:
-        raise ValueError(f"{MANIFEST} names {outside[0]!r}, which is no file of the checkpoint")
+        raise ValueError(f"{MANIFEST} names {outside[0]!r}, which lies outside the checkpoint")
     return files
 
 
 def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Returns the damage of a checkpoint or None. Reads only share number `share` of `shares` of its files."""
+    """Returns a description of the first damage found, or None. Reads every `shares`-th file, starting with `share`."""
     try:
         files = read(directory)
     except ValueError as error:
@@ -73,31 +73,31 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def check_weights(directory: Path) -> None:
-    """Raises ValueError if tensors differ from what a manifest beside them says, if there is one."""
+    """Raises ValueError if .safetensors files do not match the directory's manifest, if it has one."""
     try:
         files = read(directory)
     except ValueError:
-        return  # another program's file of this name
+        return  # missing, or written by another program
     tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
-    if wrong := _first_damage(directory, tensors):
-        remedy = f"take another copy, or remove {MANIFEST} if this was meant"
-        raise ValueError(f"{directory} is damaged: {wrong}; {remedy}")
+    if damage := _first_damage(directory, tensors):
+        remedy = f"use another copy, or remove {MANIFEST} if you changed the files on purpose"
+        raise ValueError(f"{directory} is damaged: {damage}; {remedy}")
 
 
 def _first_damage(directory: Path, files: Mapping[str, File]) -> str | None:
     with ThreadPoolExecutor(READERS) as readers:
-        complaints = readers.map(lambda name: _damage(directory, name, files[name]), files)
-        return next((line for line in complaints if line is not None), None)
+        found = readers.map(lambda name: _damage(directory, name, files[name]), files)
+        return next((damage for damage in found if damage is not None), None)
 
 
-def _damage(directory: Path, name: str, should: File) -> str | None:
+def _damage(directory: Path, name: str, expected: File) -> str | None:
     path = directory / name
     try:
         length = path.stat().st_size
-        if length != should.bytes:
-            return f"{name} has {length:,} bytes of {should.bytes:,}"
-        if describe(path) != should:
-            return f"{name} is not what was written: its SHA-256 differs"
+        if length != expected.bytes:
+            return f"{name} has {length:,} bytes instead of {expected.bytes:,}"
+        if describe(path) != expected:
+            return f"the SHA-256 of {name} differs from {MANIFEST}"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Resuming: the choice of a checkpoint, checks that the run fits it, and restoring of its state."""
+"""Resuming: choosing a checkpoint, checking that it fits the run, and restoring its state."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,24 +23,24 @@ from lightseq.models.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
-# Flags that change how a model learns, but not the model or its data.
+# Flags of the optimization, as opposed to the model and the data. Changing them on resume is allowed and noted.
 LEARNING_FLAGS: Final = (
     *("optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
 )
 SAME_STATE_OPTIMIZERS: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 CONFIG = "config.json"
-# Settings that change the arithmetic but no shape. RoPE frequencies stand for the context's length.
+# Model settings that change the computation without changing a shape.
 COMPARED_SETTINGS = (
     *("rope_parameters", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"),
 )
-RELATIVE_TOLERANCE = 1e-4  # a command line may give fewer digits
+RELATIVE_TOLERANCE = 1e-4  # flags may have fewer digits than the saved config
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from, and later ones that are damaged, with the damage."""
+    """The checkpoint to resume from, and the later ones that are damaged, each with a description of its damage."""
 
     path: Path | None
     damaged: tuple[tuple[Path, str], ...] = ()
@@ -50,16 +50,16 @@ FRESH_START = ResumePoint(None)
 
 
 def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> ResumePoint:
-    """Returns the checkpoint that --resume_from_checkpoint names, after reading every file of it. Every rank calls it.
+    """Returns the checkpoint for --resume_from_checkpoint after verifying every file. All ranks must call it.
 
-    Ends the run with one line if no checkpoint is complete; with `auto`, only if there are any at all.
+    Exits with one line if no checkpoint is complete. With `auto`, a directory without any checkpoint is a fresh start.
     """
     if requested is None:
         return FRESH_START
     if requested not in NEWEST:
         on_all_ranks(
             world,
-            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is no checkpoint-N directory; name one"),
+            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is not a checkpoint directory; name one"),
         )
         damage = _damage(Path(requested), world)
         on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; name another"))
@@ -71,10 +71,10 @@ def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> Re
         if damage is None:
             return ResumePoint(path, damaged)
         damaged += ((path, damage),)
-    line = f"{requested}: {output_dir} holds no checkpoint; leave it out, or give auto"
+    line = f"{requested}: {output_dir} has no checkpoint; leave it out, or give auto"
     if damaged:
         why = "; ".join(f"{path.name}: {damage}" for path, damage in damaged)
-        line = f"{requested}: {output_dir} holds no whole checkpoint ({why}); begin anew in another directory"
+        line = f"{requested}: {output_dir} has no complete checkpoint ({why}); start over in another directory"
     on_all_ranks(world, lambda: _require(requested == "auto" and not damaged, line))
     return FRESH_START
 
@@ -85,23 +85,23 @@ def _require(holds: bool, line: str) -> None:
 
 
 def _damage(path: Path, world: World) -> str | None:
-    """Returns the damage of a checkpoint, equal on all ranks, each of which reads a share of its files."""
+    """Returns the damage of a checkpoint, the same on all ranks. Each rank reads a share of the files."""
     found: list[str | None] = [None] * world.size
     dist.all_gather_object(found, manifest.find_damage(path, world.rank, world.size))
     return next((line for line in found if line is not None), None)
 
 
 def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
-    """Raises ValueError if another engine wrote the state, or DeepSpeed did on another number of ranks."""
+    """Raises ValueError if another engine saved the state, or DeepSpeed saved it on another number of ranks."""
     facts = read_trainer_state(directory)
     saved, saved_ranks = facts.get("engine"), facts.get("ranks")
     if saved == engine and (engine is None or saved_ranks == ranks):
         return
     was = f"{saved} on {saved_ranks} ranks" if saved else "FSDP2"
     raise ValueError(
-        f"--resume_from_checkpoint {directory} was saved by {was}, this run is "
-        f"{f'{engine} on {ranks}' if engine else 'FSDP2'}; resume as it was saved, or begin anew from its weights "
-        f"with --model_name_or_path {directory}"
+        f"--resume_from_checkpoint {directory} was saved by {was}, but this run uses "
+        f"{f'{engine} on {ranks} ranks' if engine else 'FSDP2'}; resume as it was saved, or start over from its "
+        f"weights with --model_name_or_path {directory}"
     )
 
 
@@ -109,26 +109,26 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
     """Returns notes on changed flags. Raises ValueError if the optimizer cannot use the saved state."""
     then, now = read_trainer_state(resume_from).get("config"), config.to_json()
     if not isinstance(then, dict):
-        return ()  # older checkpoints do not say
+        return ()  # saved by an older version
     changed = [name for name in LEARNING_FLAGS if name in then and then[name] != now[name]]
     both = {then.get("optim"), config.optim}
     if "optim" in changed and not config.deepspeed and not any(both <= alike for alike in SAME_STATE_OPTIMIZERS):
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
-            f"give --optim {then['optim']}, or begin anew from its weights with --model_name_or_path"
+            f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
         )
-    words = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
-    return (f"resumed with {words}",) if words else ()
+    changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
+    return (f"resumed with {changes}",) if changes else ()
 
 
 def check_model(directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None) -> tuple[str, ...]:
-    """Returns notes on the model of a resumed run. Raises ValueError naming the first setting that differs."""
+    """Returns notes on the model of a resumed run. Raises ValueError with the first setting that differs."""
     differences = _adapter_differences(directory, config, model, lora) if lora else _model_differences(directory, model)
     if (difference := next(differences, None)) is not None:
         name, before, now = difference
         raise ValueError(
-            f"--resume_from_checkpoint {directory} was trained with {name} {before}, this run has {now}; give the "
-            "flags and the model that it was trained with, or begin anew in another directory"
+            f"--resume_from_checkpoint {directory} was trained with {name} {before}, but this run has {now}; give the "
+            "flags and the model that it was trained with, or start over in another directory"
         )
     return _base_model_note(directory, config) if lora else ()
 
@@ -160,18 +160,18 @@ def _adapter_differences(
     if set(targets) != set(lora.targets):
         yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
     both = adapters.read_rope(directory), adapters.changed_rope(config, model)
-    before, now = (_without_none((rope or {}).get("rope_parameters", "like its model's")) for rope in both)
+    before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
     if not _are_equal(before, now):
         yield "rope_parameters", before, now
 
 
 def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:
-    """Returns a warning if an adapter's base model has another name; its directory may have moved."""
+    """Returns a warning if an adapter's base model has another name. Its directory may only have moved."""
     before = _adapter_config(directory).get("base_model_name_or_path")
     now = adapters.base_model_name(config.model_name_or_path)
     if before in (None, now):
         return ()
-    return (f"warning: {directory} was trained beside the weights of {before}, and goes on beside those of {now}",)
+    return (f"warning: the adapter in {directory} was trained on {before} and continues on {now}",)
 
 
 def _adapter_config(directory: Path) -> Mapping[str, Any]:
@@ -188,15 +188,15 @@ def _are_equal(before: Any, now: Any) -> bool:
 
 
 def _without_none(value: Any) -> Any:
-    """Drops entries of a mapping that are None, which configs may also leave out."""
+    """Drops the None entries of a mapping. Configs may store them or leave them out."""
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restores this rank's part of weights and optimizer state. Raises ValueError if they are another model's."""
+    """Restores this rank's part of weights and optimizer state. Raises ValueError if they do not fit the model."""
     reader = state_files.TensorReader(directory / STATE)
     saved = state_files.tensor_shapes(reader)
-    if _before_the_first_update(directory, saved):
+    if _has_no_optimizer_state(directory, saved):
         optimizer.state.clear()
     tensors = state_files.state_tensors(model, optimizer)
     _check_fit(directory, saved, tensors)
@@ -210,19 +210,19 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
                 "name another checkpoint"
             ) from error
         raise ValueError(
-            f"--resume_from_checkpoint {directory} holds 8-bit states whose blocks {dist.get_world_size()} ranks would "
-            "cut apart; resume on as many ranks as it was saved on"
+            f"--resume_from_checkpoint {directory} has 8-bit optimizer states whose blocks cannot be split over "
+            f"{dist.get_world_size()} ranks; resume on as many ranks as it was saved on"
         ) from error
 
 
-def _before_the_first_update(directory: Path, saved: dict[str, list[int]]) -> bool:
-    """Returns whether the optimizer had no state yet: float16 skips the first steps, and a run may end after them."""
+def _has_no_optimizer_state(directory: Path, saved: dict[str, list[int]]) -> bool:
+    """Returns whether no optimizer state was saved: with float16 a run may skip its first steps and stop after them."""
     optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
     return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
 
 
 def restore_rng_state(directory: Path, world: World) -> None:
-    """Restores this rank's random states, if the number of ranks has not changed."""
+    """Restores this rank's random states if the number of ranks has not changed."""
     if read_trainer_state(directory).get("ranks") == world.size:
         state_files.restore_rng(directory / STATE / state_files.rng_file(world.rank), world.device)
 
@@ -233,10 +233,10 @@ def _check_fit(directory: Path, saved: dict[str, list[int]], tensors: dict[str, 
         if saved.get(name) != list(tensor.shape):
             found = f"{name} of shape {saved[name]}" if name in saved else f"no {name}"
             raise ValueError(
-                f"--resume_from_checkpoint {directory} holds {found}, this run has {list(tensor.shape)}; {remedy}"
+                f"--resume_from_checkpoint {directory} has {found}, but this run has {list(tensor.shape)}; {remedy}"
             )
-    without_place = [name for name in saved if name not in tensors]
-    if without_place:
+    unexpected = [name for name in saved if name not in tensors]
+    if unexpected:
         raise ValueError(
-            f"--resume_from_checkpoint {directory} holds {without_place[0]}, which this run has no place for; {remedy}"
+            f"--resume_from_checkpoint {directory} has {unexpected[0]}, which this run does not have; {remedy}"
         )

@@ -1,8 +1,8 @@
-"""Checkpoint writing beside the training: tensors are copied first, then written, verified and renamed.
+"""Checkpoint writing while training continues: tensors are copied, then written, verified and renamed.
 
-A thread on every rank writes the copies. The threads agree after each part, over their own process group, so that a
-failure on one rank fails on all. The directory gets a checkpoint's name when every file reads back as it was written;
-only then are older ones deleted.
+A thread on every rank writes the copies. After each part the threads exchange their results over their own process
+group, so that a failure on one rank fails the save on all. The directory gets its final name once every file has been
+read back and verified. Only then are older checkpoints deleted.
 """
 
 import functools
@@ -31,11 +31,11 @@ Hashes = Mapping[str, str]
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written; the message is equal on all ranks."""
+    """Failure to write a checkpoint, with the same message on all ranks."""
 
 
 class CheckpointSaver:
-    """Saver of one run's checkpoints. Ranks may differ by `timeout_seconds` in writing their parts."""
+    """Saver of a run's checkpoints. `timeout_seconds`: how long a rank waits for others to write their parts."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CheckpointSaver:
     def prepare(self, tensors: dict[str, Tensor]) -> str | None:
         """Allocates host memory for copies.
 
-        If a host has too little, training waits for each save, which the returned line says.
+        If a host has too little, training waits during each save. Returns a note in that case.
         """
         self.wait()  # a save may precede the first update
         if self._staging is None:
@@ -68,12 +68,12 @@ class CheckpointSaver:
             return None
         self._staging = None
         return (
-            f"checkpoints are written while the training waits: copies of {needed / 2**30:.1f} GiB a rank need more "
-            f"host memory than is free ({free / 2**30:.1f} GiB a rank)"
+            f"training waits while checkpoints are written: copies take {needed / 2**30:.1f} GiB of host memory per "
+            f"rank, and {free / 2**30:.1f} GiB are free"
         )
 
     def wait_before_update(self) -> None:
-        """Waits until weights may change: they may still be on their way to the host."""
+        """Waits until the copies to the host are complete, so that weights may change."""
         if self._staging is not None:
             self._staging.wait_before_update()
 
@@ -84,9 +84,9 @@ class CheckpointSaver:
         tensors: dict[str, Tensor],
         write_model: Callable[[Path, Path], None],
     ) -> Path:
-        """Starts a save once the previous one has ended.
+        """Waits for the previous save and starts a new one.
 
-        Only rank 0 calls `write_model`, with the directory and its state.
+        Only rank 0 calls `write_model`, with the checkpoint directory and its state directory.
         """
         self.wait()
         staging = self._staging
@@ -97,7 +97,7 @@ class CheckpointSaver:
 
         def write(partial: Path) -> Hashes:
             if staging is not None:
-                self._on_all_ranks(staging.finish)  # first, because the next update waits for it
+                self._on_all_ranks(staging.finish)  # first, because the next weight update waits for it
             self._on_main(lambda: _empty(partial / STATE))
             hashes = self._on_all_ranks(lambda: write_state(partial / STATE))
             self._on_main(lambda: write_model(partial, partial / STATE))
@@ -106,7 +106,7 @@ class CheckpointSaver:
         return self._start(step, facts, write, in_background=staging is not None)
 
     def save_now(self, step: int, facts: dict[str, Any], *parts: Callable[[Path], None]) -> Path:
-        """Saves what an engine writes itself, in parts, on every rank, while training waits."""
+        """Saves while training waits: calls each of `parts` on every rank with the checkpoint directory."""
 
         def write(partial: Path) -> Hashes:
             self._on_main(lambda: _empty(partial / STATE))
@@ -122,9 +122,9 @@ class CheckpointSaver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Waits until nothing is being written. Raises SaveError, the same on all ranks, if that failed.
+        """Waits for the running save. Raises SaveError, the same on all ranks, if it failed.
 
-        Raises RankNotResponding if the ranks could not agree on whether it did.
+        Raises RankNotResponding if the ranks could not exchange their results.
         """
         if self._thread is not None:
             self._thread.join()
@@ -133,7 +133,7 @@ class CheckpointSaver:
             raise self._error
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Waits for a running save at most `seconds`. Returns whether it has ended."""
+        """Waits at most `seconds` for the running save. Returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
@@ -151,7 +151,7 @@ class CheckpointSaver:
                 self._write(final, {"step": step, **facts, "ranks": self._world.size}, states, write)
             except SaveError as error:
                 self._error = SaveError(f"{final} could not be saved: {error}")
-            except Exception as error:  # most likely the connection to another rank
+            except Exception as error:  # most likely a lost connection to another rank
                 self._error = RankNotResponding(f"{final} could not be saved")
                 self._error.__cause__ = error
 
@@ -176,18 +176,18 @@ class CheckpointSaver:
             self._on_main(lambda: self._publish(partial, final, files))
         except SaveError:
             if self._world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # frees the space
+                shutil.rmtree(partial, ignore_errors=True)  # frees disk space
             raise
 
     def _read_back(self, partial: Path, hashes: Hashes) -> dict[str, File]:
-        """Returns every file as the disk returns it, each read by one rank. Raises SaveError if one differs."""
+        """Reads back every file, each on one rank. Raises SaveError if a hash differs from the one written."""
         names = self._on_all_ranks(lambda: manifest.files_below(partial) if self._world.is_main else [])[0]
         mine = names[self._world.rank :: self._world.size]
 
         def check() -> dict[str, File]:
             found = manifest.describe_all(partial, mine)
             if wrong := [name for name, file in found.items() if hashes.get(name, file.sha256) != file.sha256]:
-                raise OSError(f"{wrong[0]} is not on the disk as it was written")
+                raise OSError(f"{wrong[0]} reads back differently from what was written")
             return found
 
         return {name: file for found in self._on_all_ranks(check) for name, file in found.items()}
@@ -204,19 +204,19 @@ class CheckpointSaver:
         self._on_all_ranks(lambda: action() if self._world.is_main else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Returns the results of `action` on every rank. Raises SaveError on all of them if it failed on any."""
+        """Returns the results of `action` from every rank. Raises SaveError on all ranks if it failed on any."""
         error, result = None, None
         try:
             result = action()
         except Exception as failure:  # safetensors raises its own class
             where = f"(rank {self._world.rank} on {socket.gethostname()})"
-            # Prefer the OSError of the failing disk; other ranks only know that one failed.
+            # min() below prefers the OSError of the failing disk. Other ranks only know that one failed.
             error = (not isinstance(failure, OSError), f"{first_line(failure)} {where}")
-        ends: list[Any] = [None] * self._world.size
-        dist.all_gather_object(ends, (error, result), group=self._group)
-        if errors := [error for error, _ in ends if error is not None]:
+        outcomes: list[Any] = [None] * self._world.size
+        dist.all_gather_object(outcomes, (error, result), group=self._group)
+        if errors := [error for error, _ in outcomes if error is not None]:
             raise SaveError(min(errors)[1])
-        return [value for _, value in ends]
+        return [value for _, value in outcomes]
 
 
 def _empty(directory: Path) -> None:

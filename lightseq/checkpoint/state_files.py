@@ -1,6 +1,6 @@
-"""Files of a checkpoint's state: distributed tensors, read without executing anything in them, and random states.
+"""State files of a checkpoint: sharded tensors and random states.
 
-Files are hashed while they are written. tensor_index.py reads their index.
+Tensor files are hashed while they are written, and read without unpickling (tensor_index.py).
 """
 
 import hashlib
@@ -32,16 +32,16 @@ from transformers import PreTrainedModel
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.utils.formatting import first_line
 
-# A thread hashes and writes in turn, so four of them keep a disk busy.
+# Each thread alternates between hashing and writing, so four threads keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 
 
 class HashingFile:
-    """A file that hashes what is written to it, in order."""
+    """File wrapper that hashes sequential writes."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self._hash = file, hashlib.sha256()
-        self.failure: OSError | None = None  # torch.save says only that writing failed
+        self.failure: OSError | None = None  # torch.save hides the reason
 
     def write(self, data: Any) -> int:
         try:
@@ -56,12 +56,12 @@ class HashingFile:
         return self._hash.hexdigest()
 
     def __getattr__(self, name: str) -> Any:
-        assert name != "seek", "what is written out of order would not be hashed"
+        assert name != "seek", "the hash needs sequential writes"
         return getattr(self._file, name)
 
 
 class _HashingFileSystem(FileSystem):
-    """File system that knows the hash of each file by name once it is closed."""
+    """File system that records the hash of each file, by name, when it is closed."""
 
     def __init__(self) -> None:
         self.written: dict[str, str] = {}
@@ -84,10 +84,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """Checkpoint writer that records this rank's files with their SHA-256. Large states go to several files at once."""
+    """Checkpoint writer that records the SHA-256 of this rank's files. Writes large states to several files at once."""
 
     def __init__(self, directory: Path) -> None:
-        # All tensors are on the host; copying ahead would wait for the device.
+        # All tensors are on the host already. Copying ahead would wait for the device.
         super().__init__(directory, per_thread_copy_ahead=0)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
@@ -130,7 +130,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Checkpoint reader that executes nothing. Raises ValueError for an invalid index."""
+    """Checkpoint reader that executes no pickled code. Raises ValueError for an invalid index."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -164,7 +164,7 @@ def tensor_shapes(reader: TensorReader) -> dict[str, list[int]]:
 
 
 def read_full_tensors(directory: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields the whole tensors whose names begin with `prefix`, by the rest of the name."""
+    """Yields the full tensors whose names start with `prefix`, as pairs of the remaining name and the tensor."""
     reader = TensorReader(directory)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     for name, stored in _stored(reader).items():
@@ -183,12 +183,12 @@ def _stored(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
 
 
 def rng_file(rank: int) -> str:
-    """Returns the name of a rank's file of random states."""
+    """Returns the file name of a rank's random states."""
     return f"random-{rank}.json"
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Returns the random states of Python, numpy and torch, on the CPU and the device. Does not wait for the device."""
+    """Returns the random states of Python, numpy and torch (CPU and device). Does not wait for the device."""
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937", kind
@@ -202,7 +202,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(path: Path, device: torch.device) -> None:
-    """Restores random states from a file; without the file, nothing changes. Raises ValueError if it is damaged."""
+    """Restores random states from a file, if it exists. Raises ValueError if it is damaged."""
     if not path.is_file():
         return
     try:
@@ -214,11 +214,11 @@ def restore_rng(path: Path, device: torch.device) -> None:
         if device.type == "cuda" and state["device"] is not None:
             torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path} holds no random states; name another checkpoint") from error
+        raise ValueError(f"{path} has no valid random states; name another checkpoint") from error
 
 
 def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns every tensor that training changes, by name; tied parameters appear once."""
+    """Returns trained parameters and optimizer state by name. Tied parameters appear once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for parameter, state in optimizer.state.items():
