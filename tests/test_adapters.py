@@ -145,7 +145,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         assert held == ("torch.float32 True" if ".lora_" in name else "torch.bfloat16 False"), name
     count = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))
     assert adapters.count_adapter_parameters(LORA, CONFIG) == count
-    assert f"{count:,} of adapters train" in (folder / "said.txt").read_text()
+    assert f"{count:,} trainable parameters" in (folder / "said.txt").read_text()
     own = 2 * model_flops(CONFIG, 8, 1) - model_flops(CONFIG, 8, 1, 1) + 6 * 8  # a third less on each weight of its own
     assert own - model_flops(CONFIG, 8, 1) == 2 * 8 * sum(
         p.numel() for n, p in LlamaForCausalLM(CONFIG).named_parameters() if "proj" in n or "lm_head" in n
@@ -242,7 +242,7 @@ def test_an_evaluation_of_weights_that_are_not_what_was_saved_is_refused(folder:
     flip(tmp_path / "model" / "model.safetensors")
     (done,) = forked.World(1, f"-m lightseq {words} --output_dir {tmp_path}/after", tmp_path).end()
     assert done.returncode == 2
-    assert "model is damaged: model.safetensors is not what was written" in done.stderr
+    assert "model is damaged: the SHA-256 of model.safetensors differs" in done.stderr
 
 
 def test_whoever_may_read_new_files_may_read_weights(folder: Path, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def halve(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
-        (lambda a, b: flip(a / adapters.WEIGHTS), "a is damaged: adapter_model.safetensors is not what was written"),
+        (lambda a, b: flip(a / adapters.WEIGHTS), "a is damaged: the SHA-256 of adapter_model.safetensors differs"),
         (lambda a, b: halve(a / adapters.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
         (lambda a, b: (a / adapters.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
         (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors holds no adapter"),

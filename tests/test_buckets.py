@@ -222,15 +222,15 @@ def test_packing_is_named_where_a_third_or_more_is_padding(
 ) -> None:
     write_rows(files / "data.pkl", sizes)
     out = spawn(1, said, files, f"--max_steps 2 {flags}")[0]
-    note = "48% of the positions so far are padding; --packing best_fit, with a batch size of 1, fills"
-    note += " sequences with whole documents"
+    note = "48% of the positions so far are padding; --packing best_fit with a batch size of 1"
+    note += " avoids most of it"
     assert out.count(note) == named and ("padding;" in out) == named
 
 
 def test_rope_that_scales_with_the_length_of_a_sequence_sees_full_padding(files: Path) -> None:
     rope = '{"rope_type":"dynamic","factor":2.0}'
     out = spawn(1, said, files, f"--max_steps 1 --rope_scaling '{rope}'")[0]
-    assert "all batches are padded to --model_max_length, for the model's RoPE scales with their length" in out
+    assert "all batches are padded to --model_max_length, because the model's RoPE depends on the length" in out
     assert read_records(files / "said" / "metrics.jsonl")[0]["tokens"] == LENGTH
 
 

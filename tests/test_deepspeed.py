@@ -350,7 +350,7 @@ def test_what_one_rank_cannot_save_under_zero_ends_all_with_its_cause(tmp_path: 
         assert [end.returncode for end in ends] == [1, 1], ends
         (line,) = [line for end in ends for line in end.stderr.splitlines() if line.startswith("error: ")]
         assert line.startswith(f"error: {tmp_path}/{what}/run/checkpoint-1 could not be saved: ")
-        assert f"{why} (rank {rank} on {socket.gethostname()}); make room, and go on" in line
+        assert f"{why} (rank {rank} on {socket.gethostname()}); free some space, then resume" in line
         assert not list((tmp_path / what / "run").glob("checkpoint*"))
 
 

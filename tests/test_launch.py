@@ -114,7 +114,7 @@ TORCH_LAUNCHER = [
 def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Path) -> None:
     local = ["bash", str(ROOT / "launch" / "local.sh"), "llama3"]
     out = stopped(local, tmp_path / "out", name, NPROC="2", PYTHON=sys.executable)
-    assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
+    assert f"stopped by {name}; resume with" in out and list((tmp_path / "out").glob("checkpoint-*"))
     assert "torch's launcher" not in out
 
 
@@ -122,7 +122,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_torch_s_launcher_saves_a_run_started_as_the_readme_says(name: str, tmp_path: Path) -> None:
     out = stopped(TORCH_LAUNCHER, tmp_path / "out", name, **exported_by_the_page_on_reliability())
-    assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
+    assert f"stopped by {name}; resume with" in out and list((tmp_path / "out").glob("checkpoint-*"))
     assert "torch's launcher" not in out
 
 

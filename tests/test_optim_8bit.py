@@ -99,7 +99,7 @@ def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: 
     ends = [end for ends, _ in spawn(3, run, [words(files, "three", flags)]) for end in ends]
     said = "".join(end.err for end in ends)
     assert [end.status for end in ends] == [2] * 3 and said.count("\n") == 1
-    assert "whose blocks 3 ranks would cut apart; resume on as many ranks as it was saved on" in said
+    assert "whose blocks cannot be split over 3 ranks; resume on as many ranks as it was saved on" in said
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +110,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_optimizer("adamw_8bit", cpu)
     check_optimizer("adamw_8bit", torch.device("cuda"))
     monkeypatch.setattr(optimization, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^--optim adamw_8bit is torchao's, .*; pip install torchao$"):
+    with pytest.raises(ValueError, match=r"^--optim adamw_8bit needs torchao, .*; pip install torchao$"):
         check_optimizer("adamw_8bit", cpu)
     check_optimizer("adamw_torch_fused", cpu)

@@ -82,7 +82,7 @@ def test_auto_keeps_what_an_earlier_run_logged_that_saved_nothing(files: Path, t
     train(words(files, "run", flags))
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     ends = [train(words(files, "run", flags)) for _ in range(2)]
-    assert "metrics.jsonl was there already, and is kept as metrics.jsonl.earlier-2" in ends[1].out
+    assert "renamed the existing metrics.jsonl to metrics.jsonl.earlier-2" in ends[1].out
     assert (tmp_path / "run" / "metrics.jsonl.earlier").read_text() == first
     assert json.loads((tmp_path / "run" / "run.json.earlier").read_text())["total_steps"] == 1
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["overwrite_output_dir"] is False
@@ -161,7 +161,7 @@ def test_a_file_called_lock_that_no_run_wrote_is_not_emptied(files: Path, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").write_text("the combination is 12-34\n")
     end = alone(words(files, "run", f"--max_steps 1 --output_dir {tmp_path}/run"))
-    assert end.status == 2 and f"error: --output_dir {tmp_path}/run holds a file lock that no run wrote" in end.err
+    assert end.status == 2 and f"error: --output_dir {tmp_path}/run has a file lock that no run wrote" in end.err
     assert (tmp_path / "run" / "lock").read_text() == "the combination is 12-34\n"
 
 
@@ -236,10 +236,10 @@ def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp
         file.write('17\n{"epoch": 3}\nhello')
     flags = f"--save_strategy no --resume_from_checkpoint auto --output_dir {run}"
     end = train(words(files, "run", f"--max_steps 3 {flags}"))
-    assert f"warning: {run}/metrics.jsonl: 3 lines are no records and are kept in metrics.jsonl.damaged" in end.out
+    assert f"warning: {run}/metrics.jsonl: moved 3 damaged lines to metrics.jsonl.damaged" in end.out
     assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [1, 2, 3]
     assert any("metrics.jsonl.damaged" in note for note in json.loads((run / said).read_text())["notes"])
     (run / "metrics.jsonl").unlink()
     end = train(words(files, "run", f"--max_steps 3 {flags}"))
-    assert f"warning: {run}/metrics.jsonl is missing, and with it what was logged up to step 2" in end.out
+    assert f"warning: {run}/metrics.jsonl is missing; the metrics up to step 2 are lost" in end.out
     assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [3]

@@ -297,7 +297,7 @@ def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> No
         output_dir=f"{tmp_path}/run", rope_scaling={"rope_type": "dynamic", "factor": 2.0},
     )  # fmt: skip
     world = World(0, 1, 0, 1, CPU)
-    with pytest.raises(ValueError, match="documents of many lengths into a sequence, and RoPE dynamic scales with one"):
+    with pytest.raises(ValueError, match="does not work with RoPE dynamic, which depends on a document's length"):
         prepare(config, llama3.FAMILY, world)
 
 
@@ -310,7 +310,9 @@ def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(tmp_path: Pat
             output_dir=f"{tmp_path}/run", schedule=schedule, max_steps=1,
         )  # fmt: skip
         notes = prepare(config, llama3.FAMILY, World(0, ranks, 0, ranks, CPU)).notes
-        return any(note.startswith(f"warning: --schedule {schedule} gives each rank the same part") for note in notes)
+        return any(
+            note.startswith(f"warning: --schedule {schedule} does not balance packed documents") for note in notes
+        )
 
     for schedule in SCHEDULES:
         table = packed_schedule(make_schedule(schedule, 8), (0, 100, 700, 720, 724, 1024))

@@ -478,8 +478,12 @@ def test_a_suggestion_is_for_layers_that_can_take_it(capsys: pytest.CaptureFixtu
     flags = "--bf16 --torch_compile --model_max_length 128K"
     for bias, best, refused in (
         ({}, "attention+linears", {}),
-        ({"attention_bias": True}, "attention+mlp", {"attention+linears": "LlamaDecoderLayer has others"}),
-        ({"mlp_bias": True}, None, dict.fromkeys(("attention+mlp", "attention+linears"), "an MLP of plain linears")),
+        ({"attention_bias": True}, "attention+mlp", {"attention+linears": "four attention projections without bias"}),
+        (
+            {"mlp_bias": True},
+            None,
+            dict.fromkeys(("attention+mlp", "attention+linears"), "a gated MLP of plain linear layers"),
+        ),
     ):
         model = copy.deepcopy(LLAMA)
         model.update(bias)

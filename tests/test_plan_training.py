@@ -73,7 +73,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
         assert losses(files, name) == pytest.approx(losses(files, "whole"), rel=1e-6)
     away = {name: facts[name]["parameters"].partition(", ")[2] for name in runs if "host" in facts[name]["parameters"]}
     assert away.keys() == found | {"hopeless"} and away["state-away"] == "in host memory"
-    last = int(away["some-away"].removeprefix("in host memory but for layers 0-"))
+    last = int(away["some-away"].removeprefix("in host memory except layers 0-"))
     said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory; nothing faster fits"
     assert said in " ".join(facts["some-away"]["notes"])
     for name in ("planned", "state-away"):
@@ -143,7 +143,7 @@ def test_on_a_gpu_state_waits_on_the_host_for_some_layers_and_not_for_others(opt
     runs = {"whole": steps, "some-away": f"{steps} {_room_for_state(config, 5, 1, steps)}", "goes-on": goes_on}
     spawn(1, _train, [words(files, name, flags) for name, flags in runs.items()], "cuda", device="cuda")
     facts = json.loads((files / "some-away" / "run.json").read_text())
-    assert "in host memory but for layers 0-" in facts["parameters"]
+    assert "in host memory except layers 0-" in facts["parameters"]
     expected = losses(files, "whole")
     assert expected[-1] < 0.93 * expected[0]
     assert losses(files, "some-away") == pytest.approx(expected, rel=2e-3)
@@ -291,9 +291,9 @@ def test_what_such_a_line_cannot_be_architecture_is_refused_on_every_rank(tmp_pa
 @pytest.mark.parametrize(
     ("flags", "total", "said"),
     [
-        ("--eval_strategy steps --eval_steps 9 --eval_data_path d", 4, ["evaluations come every 9 steps"]),
+        ("--eval_strategy steps --eval_steps 9 --eval_data_path d", 4, ["evaluation runs every 9 steps"]),
         ("--eval_strategy steps --eval_steps 4 --eval_data_path d", 4, []),
-        ("--eval_strategy epoch --eval_data_path d", 4, ["evaluations come at the end of an epoch"]),
+        ("--eval_strategy epoch --eval_data_path d", 4, ["evaluation runs at the end of an epoch"]),
         ("--eval_strategy epoch --eval_data_path d", 5, []),
         ("--warmup_steps 5", 4, ["--warmup_steps 5 is past the last step, 4"]),
         ("--warmup_steps 4", 4, []),

@@ -291,4 +291,4 @@ def test_ranks_stay_while_one_explains_but_not_for_ever(explaining: float, other
     ],
 )
 def test_memory_that_libraries_find_full_is_told_from_other_errors(said: str, line: str | None) -> None:
-    assert errors._memory_that_ended(RuntimeError(said)) == line
+    assert errors._out_of_memory_reason(RuntimeError(said)) == line

@@ -127,7 +127,7 @@ def test_the_original_command_lines_run(files: Files, family: str) -> None:
     output = f"original-{family}"
     end = train(2, family, files.words(family, output, ORIGINAL, "--max_steps 2 --model_max_length 48"))[0]
     assert "float16 compute" in end.out and "step 2/2" in end.out
-    assert "--lazy_preprocess True is not used: " in end.out
+    assert "--lazy_preprocess True has no effect: " in end.out
     assert list(files.losses(output)) == [1, 2]
     assert files.checkpoints(output) == ["checkpoint-2"]
 
@@ -182,11 +182,13 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
     assert files.losses("killed") == files.losses("unbroken")
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
     (said,) = train(2, "llama2", words + " --resume_from_checkpoint True")
-    assert "nothing to train: " in said.out and "checkpoint-6 is after step 6 of 6" in said.out
+    assert "nothing left to train: " in said.out and "checkpoint-6 was saved after step 6 of 6" in said.out
     fewer = words.replace("--max_steps 6", "--max_steps 4") + " --resume_from_checkpoint True"
     about = (files.root / "killed" / "run.json").read_text()
     end = spawn(1, program, "llama2", fewer)[0]
-    assert end.status == 2 and "is after step 6, and this run ends at step 4; give a larger --max_steps" in end.err
+    assert (
+        end.status == 2 and "was saved after step 6, but this run ends at step 4; give a larger --max_steps" in end.err
+    )
     assert (files.root / "killed" / "run.json").read_text() == about, "it says what was trained"
 
 
@@ -263,7 +265,7 @@ def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files
     ends = spawn(2, sick, "llama2", words, tuple(range(3, 10)))
     assert [end.status for end in ends] == [1, 1]
     assert "error: steps 3 to 5 were skipped, the last because the gradient of model.layers.1" in ends[0].err
-    assert "/sicker/checkpoint-" in ends[0].err and ", whose weights no skipped step has changed, with" in ends[0].err
+    assert "/sicker/checkpoint-" in ends[0].err and ", whose weights are still good, with" in ends[0].err
     assert ends[1].err == "" and "checkpoint-2" in files.checkpoints("sicker")
 
 
@@ -275,7 +277,7 @@ def test_sick_steps_are_counted_one_by_one_however_seldom_the_log(files: Files) 
     assert [r["skipped_steps"] for r in files.records("seldom")] == [2, 2, 3]
     noted = [step for step in range(1, 13) if f"step {step}: the gradient of model.layers.1" in ends[0].out]
     assert noted == [2, 4, 5, 8, 9, 10]
-    assert "error: steps 8 to 10 were skipped" in ends[0].err and "; begin anew with other data" in ends[0].err
+    assert "error: steps 8 to 10 were skipped" in ends[0].err and "; start over with other data" in ends[0].err
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +285,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(ValueError, match=r"cannot be locked \(No locks available\), and two runs could"):
+    with pytest.raises(ValueError, match=r"cannot be locked \(No locks available\), so two runs could"):
         lock(tmp_path / "run", World(0, 1, 0, 1, torch.device("cpu")))
 
 
@@ -344,7 +346,7 @@ def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, 
     output = f"preempted-{name}"
     words = files.words("llama2", output, flags)
     ends = spawn(2, preempted, "llama2", words, getattr(signal, name))
-    assert [end.status for end in ends] == [0, 0] and f"stopped by {name}; go on with" in ends[0].out
+    assert [end.status for end in ends] == [0, 0] and f"stopped by {name}; resume with" in ends[0].out
     assert files.checkpoints(output) == ["checkpoint-3"]
     assert list(files.losses(output)) == [1, 2, 3][every - 1 :], "what came after the last record is written, too"
     if name == "SIGTERM":
@@ -639,7 +641,7 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
     first, last = min(saved, key=lambda step: saved[step]), 7
     assert first < last, "or this test tells nothing"
     assert files.checkpoints("best") == [f"checkpoint-{first}", f"checkpoint-{last}"]
-    assert f"best        {files.root / 'best' / f'checkpoint-{first}'}, by evaluation loss" in ends[1].out
+    assert f"best        {files.root / 'best' / f'checkpoint-{first}'} (lowest evaluation loss)" in ends[1].out
     assert read_trainer_state(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
 
 
@@ -652,9 +654,9 @@ def test_lazy_preprocess_is_said_not_to_be_used_where_no_text_waits_to_be_tokeni
     def said(more: str) -> tuple[str, ...]:
         return warn_unused_lazy(parse(f"{words}/{more}".split(), ""))
 
-    assert said("tokens") == (f"--lazy_preprocess True is not used: {tmp_path}/tokens holds tokens already",)
+    assert said("tokens") == (f"--lazy_preprocess True has no effect: {tmp_path}/tokens contains tokens already",)
     assert said("text.jsonl") == said(f"tokens --eval_strategy steps --eval_data_path {tmp_path}/text.jsonl") == ()
-    assert len(said("rows")) == 1 and "rows is no single file, and is tokenised beforehand" in said("rows")[0]
+    assert len(said("rows")) == 1 and "rows is not a single file" in said("rows")[0]
     assert said("tokens --lazy_preprocess False") == ()
 
 
@@ -746,7 +748,7 @@ def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: File
     phases = {each["phase"]: each["ms"] for each in summary["spent"]}
     assert phases.keys() == {"forward", "backward", "update"} and summary["steps"] == 1
     assert min(phases.values()) > 0 and sum(phases.values()) <= summary["step_ms"]
-    past = "--profile_steps 2:3: the run goes on after step 4; nothing is profiled"
+    past = "--profile_steps 2:3: the run resumes after step 4; nothing is profiled"
     assert [past in end.out for end in ends] == [False, False, True]
 
 
@@ -826,5 +828,5 @@ def test_a_run_that_logged_one_step_is_not_said_to_stand_still(capsys: pytest.Ca
         Terminal(2, 0).summary(None, Path("m"), losses, None)
         said.append(capsys.readouterr().out.splitlines()[0])
     assert said == [
-        "loss 5.0000, of one logged step", "loss stayed at 5.0000", "loss fell by 0.5000, from 5.0000 to 4.5000",
+        "loss 5.0000 (one logged step)", "loss stayed at 5.0000", "loss fell by 0.5000, from 5.0000 to 4.5000",
     ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""A training run from its first step to its last: trainer, engines, optimizer, and what it says of itself."""
+"""Training: trainer, engines, optimizer, evaluation, metrics and terminal output."""

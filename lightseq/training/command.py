@@ -1,4 +1,4 @@
-"""The training program's entry: help comes at once, and torch and transformers are imported for a run alone."""
+"""Entry point of training. Imports torch and transformers only for a run, so that --help is instant."""
 
 import sys
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from lightseq.models.presets import ModelFamily
 def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     """Runs `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
 
-    Exits 2, with one line, on input that it refuses.
+    Exits with status 2 and one line on invalid input.
     """
     set_up_process()
     words = list(sys.argv[1:] if argv is None else argv)
     program = family.program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):
         return 0
-    from lightseq.training.train import train  # takes seconds
+    from lightseq.training.train import train  # takes seconds to import
 
     train(family, words, program)
     return 0

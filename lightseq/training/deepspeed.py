@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-1, 2 and 3 in place of FSDP2: its engine around our model, our loss, our learning rate.
+"""DeepSpeed ZeRO-1, 2 and 3 instead of FSDP2, with our model, loss and learning rate.
 
-DeepSpeed takes every rank for a data-parallel one and averages gradients over them. Each rank's share of the loss is
-divided by the global number of valid tokens already, so that gradients must add up: a share is multiplied by the ranks.
+DeepSpeed treats every rank as data-parallel and averages gradients over all ranks. A rank's loss is already divided by
+the global number of valid tokens, so gradients must be summed: the loss is multiplied by the number of ranks.
 """
 
 import copy
@@ -31,8 +31,8 @@ from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"
-PROBE_BYTES = 2**20  # written to a file that failed, to learn why
-DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
+PROBE_BYTES = 2**20  # written to a file after a failure, to learn the reason
+DEEPSPEEDS_OWN: Final = frozenset(  # classes in DeepSpeed's files besides tensors
     [
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -43,7 +43,7 @@ DEEPSPEEDS_OWN: Final = frozenset(  # what its files build besides tensors
 
 
 class DeepSpeedEngine:
-    """A DeepSpeed engine, with what it does not do itself: float32 masters from the weights' precision, exports."""
+    """DeepSpeed engine that fills float32 master weights from files and exports them."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
         assert inputs.deepspeed is not None
@@ -69,7 +69,7 @@ class DeepSpeedEngine:
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
 
     def _check(self, config: TrainConfig) -> None:
-        """Raises ValueError for what DeepSpeed would refuse in words of its own."""
+        """Raises ValueError, in one line, for settings that DeepSpeed rejects."""
         from pydantic import ValidationError
 
         accelerator = self._deepspeed.accelerator.get_accelerator()
@@ -79,16 +79,16 @@ class DeepSpeedEngine:
         if config.bf16 and not accelerator.is_bf16_supported():
             raise ValueError(f"--bf16 under --deepspeed does not run on {device}; give --fp16, or neither")
         try:
-            self._deepspeed.DeepSpeedConfig(self._told())
+            self._deepspeed.DeepSpeedConfig(self._settings_copy())
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, (error.title, *first["loc"])))
+            key = ".".join(map(str, (error.title, *first["loc"])))
             raise ValueError(
-                f"--deepspeed {self._settings.source}: {where}: {first['msg']}; correct it, or remove it"
+                f"--deepspeed {self._settings.source}: {key}: {first['msg']}; correct it, or remove it"
             ) from error
 
     def _materialize(self) -> None:
-        """Makes memory for the model: whole under ZeRO-1 and 2, under ZeRO-3 split layer by layer as it is made."""
+        """Allocates the weights: in full for ZeRO-1 and 2, sharded layer by layer for ZeRO-3."""
         if self._settings.stage < 3:
             weights.materialize(self.model, self._world.device)
             return
@@ -96,37 +96,37 @@ class DeepSpeedEngine:
         tied = self.model.config.tie_word_embeddings
         for unit in [ends[0], *self.model.model.layers, self.model.model.norm, *([] if tied else ends[1:])]:
             unit.to_empty(device=self._world.device)
-            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._told())
+            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._settings_copy())
         if tied:
             ends[1].weight = ends[0].weight
         weights.rebuild_buffers(self.model, self._world.device)
 
     def _initialize(self, inner: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         if self._settings.stage == 3:
-            # Gathered by layer, before its forward and before its backward: never within, where what is recomputed
-            # must be the operators of the forward pass again.
+            # Gathers a layer's weights before its forward and backward pass. Gathering inside a layer would add
+            # operators, and recomputation must run the same ones as the forward pass.
             self._deepspeed.utils.set_z3_leaf_modules(self.model, [type(self.model.model.layers[0])])
         engine, *_ = self._deepspeed.initialize(
-            model=inner, optimizer=optimizer, config=self._told(), dist_init_required=False
+            model=inner, optimizer=optimizer, config=self._settings_copy(), dist_init_required=False
         )
-        kept = [name for name, buffer in inner.named_buffers() if buffer.dtype != torch.float32]
-        assert not kept, f"positions are computed from float32 frequencies, DeepSpeed made others of {kept}"
+        cast = [name for name, buffer in inner.named_buffers() if buffer.dtype != torch.float32]
+        assert not cast, f"RoPE needs float32 frequencies, but DeepSpeed cast {cast}"
         return engine
 
-    def _told(self) -> dict[str, Any]:
-        """Returns a copy of the settings: DeepSpeed writes into them. Only rank 0 speaks."""
-        told = copy.deepcopy(self._settings.settings)
-        return told if self._world.is_main else told | {"log_level": "error"}
+    def _settings_copy(self) -> dict[str, Any]:
+        """Returns a copy of the settings, because DeepSpeed modifies them. Ranks other than 0 log only errors."""
+        settings = copy.deepcopy(self._settings.settings)
+        return settings if self._world.is_main else settings | {"log_level": "error"}
 
     def _fill(self, parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """Fills a weight and its float32 master, which DeepSpeed made from the compute dtype, from a whole tensor."""
+        """Fills a weight and its float32 master from a full tensor. DeepSpeed made the master in the compute dtype."""
         shape = weights.global_shape(parameter)
         whole = read(tuple(slice(0, n) for n in shape)).to(parameter.device, torch.float32)
         if self._settings.stage < 3:
             self._deepspeed.utils.safe_set_full_fp32_param(parameter, whole)
             parameter.data.copy_(whole)
             return
-        part = len(parameter.ds_tensor)  # type: ignore[attr-defined]  # of every rank, the last one's padded
+        part = len(parameter.ds_tensor)  # type: ignore[attr-defined]  # the same on every rank; the last is padded
         padded = nn.functional.pad(whole.flatten(), (0, part * self._world.size - whole.numel()))
         self._deepspeed.utils.safe_set_local_fp32_param(parameter, padded[part * self._world.rank :][:part])
         with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -137,17 +137,17 @@ class DeepSpeedEngine:
         self._engine.backward(share * self._world.size, scale_wrt_gas=False)
 
     def update(self) -> Update:
-        """Steps. DeepSpeed skips a step whose norm is not finite, and does not say whose gradient it was."""
+        """Steps. DeepSpeed skips a step with a non-finite norm and does not tell which gradient caused it."""
         skipped = self._engine.skipped_steps
         self._engine.step()
         norm, nonfinite = self._engine.get_global_grad_norm(), -1
-        if self._engine.skipped_steps > skipped:  # that norm is of a step before, or none
+        if self._engine.skipped_steps > skipped:  # the norm is None or that of an earlier step
             norm, nonfinite = float("nan"), UNNAMED
         norm = torch.as_tensor(norm, device=self._world.device)
         return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
-        """Runs both passes: the state is there already. The zeros stay, and the first step adds its gradients."""
+        """Runs both passes; the optimizer state exists already. The zero gradients stay and do not change a step."""
         self.backward(loss(), last=False)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -166,12 +166,12 @@ class DeepSpeedEngine:
                 f"--resume_from_checkpoint {checkpoint_directory} was saved with its optimizer state on nvme, which is "
                 "not supported; start from its weights with --model_name_or_path"
             )
-        check_harmless(checkpoint_directory / STATE)  # DeepSpeed would run what its files ask for
+        check_harmless(checkpoint_directory / STATE)  # DeepSpeed would unpickle any class
         self._engine.checkpoint_engine.load = load_restricted
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         if found is None:
             raise ValueError(
-                f"--resume_from_checkpoint {checkpoint_directory} has lost its {STATE}/; name another checkpoint"
+                f"--resume_from_checkpoint {checkpoint_directory}: {STATE}/ is missing; name another checkpoint"
             )
 
     def facts(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
 
 
 def load_restricted(path: str, map_location: Any = None) -> Any:
-    """Reads a file of DeepSpeed's as DeepSpeed does, with torch's restricted unpickler: no state is set on a class."""
+    """Reads a DeepSpeed file with torch's restricted unpickler. Raises ValueError for classes that are not allowed."""
     allowed = [getattr(import_module(module), name) for module, _, name in (x.rpartition(".") for x in DEEPSPEEDS_OWN)]
     try:
         with torch.serialization.safe_globals(allowed):
@@ -189,39 +189,41 @@ def load_restricted(path: str, map_location: Any = None) -> Any:
 
 
 def check_harmless(state: Path) -> None:
-    """Raises ValueError if a file of DeepSpeed's would build anything but what DeepSpeed puts there, or is a link."""
+    """Raises ValueError if a DeepSpeed file is a link or names a class that DeepSpeed does not save."""
     if links := [path for path in sorted(state.rglob("*")) if path.is_symlink()]:
-        raise ValueError(f"{links[0]} is a link; put what it leads to in its place")
+        raise ValueError(f"{links[0]} is a link; replace it with the file it points to")
     for path in sorted(state.rglob("*.pt")):
         try:
-            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
+            unexpected = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
         except (*PICKLE_ERRORS, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
-        if strange:
-            raise ValueError(f"{path} asks to build {min(strange)}, which DeepSpeed's files do not; name another")
+        if unexpected:
+            raise ValueError(
+                f"{path} contains {min(unexpected)}, which DeepSpeed does not save; name another checkpoint"
+            )
 
 
 def _import(world: World) -> Any:
-    """Imports DeepSpeed for this device, speaking on rank 0 alone."""
+    """Imports DeepSpeed for this device. Ranks other than 0 log only errors."""
     set_deepspeed_environment(world)
     import deepspeed
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    # Some versions of Python (3.11.2 is one) would name it by getattr, which no file may ask for.
+    # Some versions of Python, such as 3.11.2, pickle enum members with getattr, which is not allowed in a file.
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
     warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
     if not world.is_main:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if world.device.type == "cpu":  # it would compile sums of its own through shared memory, where gloo has them
+    if world.device.type == "cpu":  # avoids compiling a shared-memory all-reduce; gloo does that
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
 
 
 def save_together(engine: Any, directory: Path, tag: str) -> None:
-    """Writes DeepSpeed's checkpoint on every rank; raises what this rank could not write once all are through.
+    """Writes DeepSpeed's checkpoint on every rank. Raises this rank's first failure after all ranks are done.
 
-    Inside `save_checkpoint` ranks wait for each other: one that left it with an error would leave the others there.
+    Ranks wait for each other inside `save_checkpoint`, so a rank that raised there would hang the others.
     """
     failures: list[Exception] = []
     files, scripts = engine.checkpoint_engine, "_copy_recovery_script"
@@ -233,12 +235,12 @@ def save_together(engine: Any, directory: Path, tag: str) -> None:
     if failures:
         raise failures[0]
     if engine.global_rank == 0:
-        (directory / "latest").write_text(tag)  # DeepSpeed would write it while the others wait
+        (directory / "latest").write_text(tag)  # written here because a failure inside save_checkpoint hangs the others
 
 
 @contextmanager
 def _failing_later(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
-    """Makes a method leave its failure in a list instead of raising it, and do nothing once there is one."""
+    """Patches a method to append its exception to `failures` instead of raising it, and to do nothing afterwards."""
     method = getattr(owner, name)
 
     def attempt(*arguments: Any, **named: Any) -> None:
@@ -250,20 +252,20 @@ def _failing_later(owner: Any, name: str, failures: list[Exception]) -> Iterator
             paths = [x for x in (*arguments, *named.values()) if isinstance(x, str | Path)]
             failures.append(_cause(failure, paths[-1]))
 
-    its_own = name in vars(owner)  # or its class's
+    is_own_attribute = name in vars(owner)  # as opposed to its class's
     setattr(owner, name, attempt)
     try:
         yield
     finally:
-        if its_own:
+        if is_own_attribute:
             setattr(owner, name, method)
         else:
             delattr(owner, name)
 
 
 def _cause(failure: Exception, path: Any) -> Exception:
-    """Returns why a file was not written: torch does not say, a write in Python does."""
-    if isinstance(failure, shutil.Error):  # of several files, each with its reason
+    """Returns the OSError behind a failed write. torch hides it, so a plain write to the same path reproduces it."""
+    if isinstance(failure, shutil.Error):  # a list of files with their reasons
         return OSError(failure.args[0][0][-1])
     if isinstance(failure, OSError):
         return failure

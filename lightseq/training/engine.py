@@ -1,4 +1,4 @@
-"""The engine that holds a model across ranks, differentiates and updates it: FSDP2 here, DeepSpeed in deepspeed.py."""
+"""Engine protocol (sharding, backward pass, update) and its FSDP2 implementation; DeepSpeed is in deepspeed.py."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,53 +47,53 @@ from lightseq.training.setup import Inputs
 
 FSDP = {
     "full_shard": "FSDP2 over all ranks",
-    "hybrid_shard": "FSDP2 inside a host, copies across",
-    "ddp": "a copy on every rank",
+    "hybrid_shard": "FSDP2 within a host, replicated across hosts",
+    "ddp": "DDP, a copy on every rank",
 }
 
 
 class Update(NamedTuple):
-    """Facts of an update that one rank has without waiting for the device."""
+    """Result of an optimizer update, as tensors on the device."""
 
-    norm: Tensor  # of the gradients over all ranks, before clipping
-    # Number of the first parameter whose gradient was not finite, or UNNAMED: the step was skipped. -1: none.
+    norm: Tensor  # global gradient norm before clipping
+    # Index of the first parameter with a non-finite gradient (UNNAMED if unknown): the step was skipped. -1: none.
     nonfinite: Tensor
 
 
 class Engine(Protocol):
-    """The whole model on all ranks, weights included."""
+    """Model, optimizer and parallelism of a run, on one rank."""
 
     model: PreTrainedModel
     loss_model: nn.Module  # ids, positions, labels -> this rank's sum of losses
     context: SequenceContext
-    optimizer: Any  # its groups carry the learning rate
+    optimizer: Any  # its groups hold the learning rate
     meshes: Meshes
     memory: MemoryPlan
-    parameters: str  # how they are held, in words
+    parameters: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
-    stopwatch: Stopwatch  # of what every rank does alone
+    stopwatch: Stopwatch  # times the work that waits for no other rank
 
     def backward(self, share: Tensor, last: bool) -> None:
-        """Adds the gradients of a share of the loss; `last` of the shares that an update takes in."""
+        """Adds the gradients of a share of the loss. `last`: the final share before the update."""
         ...
 
     def update(self) -> "Update":
-        """Clips, steps and clears."""
+        """Clips gradients, takes an optimizer step and clears gradients."""
         ...
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
-        """Runs a forward and a backward pass beside the optimizer's state, for the memory that they take.
+        """Runs a forward and a backward pass next to the optimizer state, to allocate the memory they need.
 
-        `loss` is zero, and so are its gradients: no later step differs for it.
+        `loss` must be zero, so that its gradients are zero and do not affect later steps.
         """
         ...
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter in float32, gathered from all ranks; each rank goes through all of them."""
+        """Yields every parameter in float32, gathered from all ranks. Every rank must exhaust the iterator."""
         ...
 
     def tensors(self) -> dict[str, Tensor] | None:
-        """Returns this rank's tensors of a checkpoint, by name; None: the engine writes files of its own."""
+        """Returns this rank's checkpoint tensors by name, or None if the engine writes its own files."""
         ...
 
     def save_state(self, directory: Path) -> None:
@@ -101,18 +101,18 @@ class Engine(Protocol):
         ...
 
     def restore(self, checkpoint_directory: Path) -> None:
-        """Takes weights and optimizer state from a checkpoint."""
+        """Restores weights and optimizer state from a checkpoint."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a checkpoint notes of the engine."""
+        """Returns the engine's entries in trainer_state.json."""
         ...
 
 
 def build_engine(config: TrainConfig, inputs: Inputs, world: World) -> Engine:
-    """Builds the model across ranks, with its optimizer, and fills it from the weights or the checkpoint given.
+    """Builds the sharded model and its optimizer, and loads the weights or the checkpoint.
 
-    A run that finds too little memory ends here, explained.
+    Ends the run with an explanation if memory runs out.
     """
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
@@ -123,7 +123,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World) -> Engine:
         if inputs.deepspeed is None:
             engine: Engine = FsdpEngine(config, inputs, world, meshes, memory)
         else:
-            from lightseq.training.deepspeed import DeepSpeedEngine  # an engine too: it imports this file
+            from lightseq.training.deepspeed import DeepSpeedEngine  # imports this file
 
             engine = DeepSpeedEngine(config, inputs, world, meshes, memory)
     resume_engine(engine, config, inputs, world)
@@ -131,7 +131,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World) -> Engine:
 
 
 def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> MemoryPlan:
-    """Decides what waits in host memory: the planner does with --offload auto, else the flags say."""
+    """Decides which tensors are offloaded: the planner does for --offload auto, the flags do otherwise."""
     plan = plan_of_layers(config, inputs.model_config, world)
     run = plan.run if plan else planned_run(config, inputs.model_config, world)
     return MemoryPlan(
@@ -145,7 +145,7 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> MemoryPlan
 
 
 def resume_engine(engine: Engine, config: TrainConfig, inputs: Inputs, world: World) -> None:
-    """Restores the checkpoint that the run goes on from, if any: weights, optimizer and randomness."""
+    """Restores weights, optimizer and random states if the run resumes from a checkpoint."""
     if (directory := inputs.resume_from) is None:
         return
 
@@ -158,7 +158,7 @@ def resume_engine(engine: Engine, config: TrainConfig, inputs: Inputs, world: Wo
 
 
 def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
-    """Returns the tokens of one rank in a forward pass of the longest batch."""
+    """Returns a rank's tokens in a forward pass of the longest batch."""
     tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
     return tokens * config.per_device_train_batch_size
 
@@ -166,31 +166,31 @@ def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
 def memory_parts(
     config: TrainConfig, engine: Engine, device: torch.device, taken_by_forward: int | None = None
 ) -> Breakdown:
-    """Returns what the peak of device memory so far was made of.
+    """Returns the breakdown of the peak device memory so far.
 
-    `taken_by_forward` is what a forward pass left taken, where measured.
+    `taken_by_forward`: bytes that a forward pass was measured to leave allocated, if known.
     """
     tokens, model = tokens_per_forward(config, engine.context), engine.model.config
     states = state_bytes(engine.model, config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
-    kept = kept_activations(model, config, tokens)
+    stored = kept_activations(model, config, tokens)
     if taken_by_forward is not None:
-        kept = max(0, taken_by_forward - gradients)
+        stored = max(0, taken_by_forward - gradients)
     elif engine.offload is not None:
-        kept = max(0, kept - engine.offload.memory.allocated_bytes)
+        stored = max(0, stored - engine.offload.memory.allocated_bytes)
     transport = engine.context.transport
     buffers, held = transport.buffer_bytes, transport.buffer_bytes + transport.recorded_bytes
     peak = torch.cuda.max_memory_allocated(device) + held if device.type == "cuda" else 0
-    working = max(0, peak - sum(states) - kept - logits - gradients - buffers)
-    return Breakdown(*states, kept, logits + gradients, buffers, working)
+    working = max(0, peak - sum(states) - stored - logits - gradients - buffers)
+    return Breakdown(*states, stored, logits + gradients, buffers, working)
 
 
 class FsdpEngine:
-    """FSDP2, or copies on every rank, with the optimizers of torch and torchao."""
+    """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
         self.meshes, self.memory, self._world = meshes, memory, world
-        self.parameters = _held(config, memory)
+        self.parameters = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()
         names = meshes.parameters.mesh_dim_names or ()
@@ -211,9 +211,9 @@ class FsdpEngine:
         self._scaler = LossScaler() if config.fp16 else None
 
     def _materialize(self) -> None:
-        """Makes the weights, and page-locks those on the host where they are.
+        """Allocates the weights and page-locks those on the host in place.
 
-        FSDP2 would copy each of them into a power of two of bytes.
+        FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
         layers: Any = self.model.model.layers
@@ -230,13 +230,13 @@ class FsdpEngine:
         self._locked.retain_only(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
-        """Differentiates. Sums of shards over ranks come every time, or each rank would hold whole gradients.
+        """Runs the backward pass. Gradients are reduce-scattered every time, so no rank holds full gradients.
 
-        The sum over copies can wait for the last one. Until then FSDP2 holds gradients on the device, where those that
-        go to the host have no room.
+        The all-reduce over replicas is deferred to the last share. FSDP2 holds gradients on the device until then, so
+        with state on the host, where the device has no room for them, it runs every time.
         """
-        sums = last or self.memory.state_on_host
-        self.loss_model.set_requires_all_reduce(sums)  # type: ignore[operator]  # FSDP2 made it an FSDPModule
+        all_reduces = last or self.memory.state_on_host
+        self.loss_model.set_requires_all_reduce(all_reduces)  # type: ignore[operator]  # it is an FSDPModule
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
@@ -258,20 +258,20 @@ class FsdpEngine:
         self.backward(loss(), last=True)
         self.optimizer.zero_grad()
         if fresh:
-            self.optimizer.state.clear()  # it has counted a step
+            self.optimizer.state.clear()  # it counts a step
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return weights.full_parameters(self.model)
 
     def tensors(self) -> dict[str, Tensor] | None:
-        """Returns what a checkpoint saves. Of several copies, the first is saved."""
+        """Returns the tensors to save. Only the first replica saves any."""
         return {} if self._copy else state_files.state_tensors(self.model, self.optimizer)
 
     def save_state(self, directory: Path) -> None:
         raise AssertionError("the saver writes the tensors")
 
     def restore(self, checkpoint_directory: Path) -> None:
-        on_all_ranks(self._world, lambda: make_state(self.optimizer))  # before ranks wait for one another
+        on_all_ranks(self._world, lambda: make_state(self.optimizer))  # may fail on one rank, so before any collective
         resume.restore(checkpoint_directory, self.model, self.optimizer)
         facts = checkpoints.read_trainer_state(checkpoint_directory)
         if self._scaler is not None and facts.get("scaler"):
@@ -281,14 +281,14 @@ class FsdpEngine:
         return {"scaler": vars(self._scaler) if self._scaler else None}
 
 
-def _held(config: TrainConfig, memory: MemoryPlan) -> str:
-    """Returns how the parameters are held, in words."""
-    words = FSDP[config.fsdp_mode]
+def _describe_sharding(config: TrainConfig, memory: MemoryPlan) -> str:
+    """Describes how the parameters are sharded and which of them are in host memory."""
+    sharding = FSDP[config.fsdp_mode]
     if not memory.state_on_host:
-        return words
+        return sharding
     last = memory.layers_with_state_on_gpu - 1
-    here = "layer 0" if last == 0 else f"layers 0-{last}"
-    return f"{words}, in host memory" + (f" but for {here}" if last >= 0 else "")
+    on_gpu = "layer 0" if last == 0 else f"layers 0-{last}"
+    return f"{sharding}, in host memory" + (f" except {on_gpu}" if last >= 0 else "")
 
 
 def fill_weights(
@@ -298,12 +298,9 @@ def fill_weights(
     fill: weights.FillParameter = weights.fill,
     device: torch.device | None = None,
 ) -> None:
-    """Fills the weights from where the run takes them; draws fresh ones on `device`.
-
-    Raises ValueError if they cannot be read.
-    """
+    """Loads the weights, or draws random ones on `device`. Raises ValueError if they cannot be read."""
     if inputs.resume_from is not None and inputs.lora is None:
-        return  # the checkpoint's follow
+        return  # the checkpoint replaces them
     adapters.initialize(model, seed, fill, device)
     if inputs.weights is None:
         weights.initialize(model, seed, fill, device)

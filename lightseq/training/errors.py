@@ -1,4 +1,4 @@
-"""Ends of runs that cannot go on: one line, or the memory's table, on one rank; and all ranks end."""
+"""Fatal errors of a run: each is explained once, on one rank, and ends all ranks."""
 
 import re
 import sys
@@ -16,9 +16,9 @@ from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.training.terminal import Terminal
 from lightseq.utils.formatting import first_line
 
-RANK_0_SECONDS = 5.0  # that other ranks leave it to begin to explain an end
-EXPLAINING_SECONDS = 60.0  # that they stay for it: the launcher ends all ranks once one has ended
-# What others than torch's allocator say of a GPU that is full: the driver, Triton, cuBLAS, cuDNN, NCCL.
+RANK_0_SECONDS = 5.0  # head start of rank 0, so that it is the one to explain
+EXPLAINING_SECONDS = 60.0  # other ranks wait this long: the launcher kills all ranks once one has ended
+# Out-of-memory messages of the driver, Triton, cuBLAS, cuDNN and NCCL, which torch's allocator does not see.
 LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 
 
@@ -26,25 +26,24 @@ LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)
 def explained_out_of_memory(
     world: World, terminal: Terminal | None, explain: Callable[[], Sequence[str]]
 ) -> Iterator[None]:
-    """Says once what the memory was for and what to turn, and ends this process; the launcher ends the others.
+    """Prints once what used the memory and how to reduce it, and ends this process. The launcher ends the others.
 
-    Mostly memory ends on all ranks alike: rank 0 then speaks, and another one only where that has none of it.
-    `explain` gives the lines: what it was for, if that is known, and last the remedy.
+    Memory usually runs out on all ranks, and rank 0 explains. Another rank does if rank 0 has no such error.
+    `explain` returns the lines to print: the breakdown, if known, and the remedy last.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        what = _memory_that_ended(error)
-        if what is None:
+        reason = _out_of_memory_reason(error)
+        if reason is None:
             raise
         if terminal is not None:
             terminal.close()
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
-        with suppress(Exception):  # a plan finds no memory either, the store ends with the rank that holds it
+        with suppress(Exception):  # planning may run out of memory too, and the store may be gone
             if is_first_to("explain"):
-                # Before what a plan takes seconds to find.
-                report_error(f"rank {world.rank}: {what}")
+                report_error(f"rank {world.rank}: {reason}")  # before the planner, which takes seconds
                 try:
                     print("\n".join(explain()), file=sys.stderr, flush=True)
                 finally:
@@ -54,21 +53,24 @@ def explained_out_of_memory(
         exit_process(1)
 
 
-def _memory_that_ended(error: Exception) -> str | None:
-    """Returns what ran out, and for how many bytes; None for other errors. torch has no class for the host's memory."""
-    said = str(error)
+def _out_of_memory_reason(error: Exception) -> str | None:
+    """Returns which memory ran out and the bytes requested; None for other errors.
+
+    torch raises a plain RuntimeError for host memory.
+    """
+    message = str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return ". ".join(said.split(". ")[:2])
-    if asked := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", said):
-        return f"host out of memory. Tried to allocate {int(asked[1]) / 2**30:.2f} GiB"
+        return ". ".join(message.split(". ")[:2])
+    if requested := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", message):
+        return f"host out of memory. Tried to allocate {int(requested[1]) / 2**30:.2f} GiB"
     if isinstance(error, MemoryError):
-        return ". ".join(filter(None, ["host out of memory", said]))
-    return next((line.strip() for line in said.splitlines() if LIBRARIES_ENDED.search(line)), None)
+        return ". ".join(filter(None, ["host out of memory", message]))
+    return next((line.strip() for line in message.splitlines() if LIBRARIES_ENDED.search(line)), None)
 
 
 @contextmanager
 def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
-    """Ends this rank, with one line, on an example that cannot be read."""
+    """Ends this rank with one line if an example cannot be read."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -80,38 +82,38 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
-    """Ends this rank, with one line, on a disk that takes no more of a file."""
+    """Ends this rank with one line if a file cannot be written."""
     try:
         yield
     except OSError as error:
         terminal.close()
-        why = f"rank {world.rank}: {path} cannot be written: {error.strerror}"
-        report_error(f"{why}; make room, and go on with --resume_from_checkpoint auto")
+        reason = f"rank {world.rank}: {path} cannot be written: {error.strerror}"
+        report_error(f"{reason}; free some space, then resume with --resume_from_checkpoint auto")
         raise SystemExit(1) from error
 
 
 @contextmanager
 def explained_silence() -> Iterator[None]:
-    """Ends this rank, with one line, on a rank that lives but did not answer: the watchdog has nothing to say then."""
+    """Ends this rank with one line if another rank is alive but did not respond, which the watchdog cannot detect."""
     try:
         yield
     except RankNotResponding as error:
         first = True
         with suppress(RuntimeError):  # the store may be gone
             first = is_first_to("explain a silence")
-        why = f"{error}: {first_line(error.__cause__ or error)}"
-        report_error(f"{why}; go on with --resume_from_checkpoint auto", prints=first)
+        reason = f"{error}: {first_line(error.__cause__ or error)}"
+        report_error(f"{reason}; resume with --resume_from_checkpoint auto", prints=first)
         raise SystemExit(1) from error
 
 
 def end_for_skipped_steps(
-    step: int, skipped: int, what: str, output_dir: Path, world: World, terminal: Terminal
+    step: int, skipped: int, reason: str, output_dir: Path, world: World, terminal: Terminal
 ) -> None:
-    """Ends the run, on every rank, after `skipped` steps in a row, the last of them `step`, that changed no weight."""
+    """Ends the run on every rank after `skipped` skipped steps in a row, up to step number `step`."""
     if world.is_main:
         terminal.close()
         saved = list_checkpoints(output_dir)
-        go_on = f"go on from {saved[-1]}, whose weights no skipped step has changed," if saved else "begin anew"
-        which = f"steps {step - skipped + 1} to {step} were skipped, the last because {what}"
-        report_error(f"{which}; {go_on} with other data or a lower --learning_rate")
+        remedy = f"resume from {saved[-1]}, whose weights are still good," if saved else "start over"
+        which = f"steps {step - skipped + 1} to {step} were skipped, the last because {reason}"
+        report_error(f"{which}; {remedy} with other data or a lower --learning_rate")
     raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""Loss and perplexity over data, as a whole and by how much context the predicted tokens had."""
+"""Evaluation loss and perplexity, overall and by the length of the context."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,17 +19,17 @@ POWERS: Final = "powers"
 
 
 class Shard(NamedTuple):
-    """A rank's part of a batch, as the model takes it; tensors are (batch, local sequence)."""
+    """A rank's part of a batch. Tensors have the shape (batch, local sequence)."""
 
     ids: Tensor
-    positions: Tensor  # in the whole sequence, or in a token's own document
+    positions: Tensor  # within the whole sequence, or within the document if packed
     labels: Tensor  # shifted
-    documents: Documents | None  # several in one sequence
+    documents: Documents | None  # None unless packed
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The targets of positions `first` to `last`: that of position p is predicted from the p + 1 tokens up to there."""
+    """Mean loss of the positions `first` to `last`. The target at position p is predicted from p + 1 tokens."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The mean of -log p over every valid token, and over those of each bin."""
+    """Mean negative log-likelihood over all valid tokens and per bin."""
 
     loss: float
     valid_tokens: int
@@ -51,32 +51,35 @@ class Perplexity:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Returns exp(loss); None where there is none, or none that a float can hold."""
+    """Returns exp(loss), or None if the loss is None or the result overflows a float."""
     return None if loss is None or loss > math.log(1e308) else math.exp(loss)
 
 
 def bin_starts(bins: str, length: int) -> tuple[int, ...]:
-    """Returns the first position of each bin: `powers` (contexts of 1, 2, 3-4, 5-8, … tokens), or equal widths."""
+    """Returns the first position of each bin. `bins`: "powers" (contexts of 1, 2, 3-4, 5-8, … tokens) or a count.
+
+    Raises ValueError for anything else.
+    """
     if bins == POWERS:
         return (0, *(2**power for power in range((length - 1).bit_length())))
     if not bins.isdecimal() or not 1 <= int(bins) <= length:
-        raise ValueError(f"--bins {bins}: give {POWERS}, or a number of equal bins from 1 to {length}, the tokens")
+        raise ValueError(f"--bins {bins}: give {POWERS}, or a number of equal bins from 1 to {length}")
     return tuple(i * length // int(bins) for i in range(int(bins)))
 
 
 def measure(
     loss_model: nn.Module, shards: Iterable[Shard], starts: Sequence[int], length: int, device: torch.device
 ) -> Perplexity:
-    """Runs the model over every shard, as many on each rank; what comes back is alike on all of them."""
+    """Evaluates the model on every shard. All ranks need the same number of shards and get the same result."""
     borders = torch.tensor(starts, device=device)
     sums = torch.zeros(len(starts), dtype=torch.float64, device=device)
     counts = torch.zeros(len(starts), dtype=torch.int64, device=device)
     with evaluating(loss_model):
         for ids, positions, labels, documents in shards:
             losses = loss_model(ids, positions, labels, documents, token_losses)
-            places = torch.bucketize(positions.flatten(), borders, right=True) - 1
-            sums.index_add_(0, places, losses.flatten().double())
-            counts.index_add_(0, places, (labels != IGNORE_INDEX).flatten().long())
+            bins = torch.bucketize(positions.flatten(), borders, right=True) - 1
+            sums.index_add_(0, bins, losses.flatten().double())
+            counts.index_add_(0, bins, (labels != IGNORE_INDEX).flatten().long())
     dist.all_reduce(sums)
     dist.all_reduce(counts)
     valid = int(counts.sum())
@@ -90,7 +93,7 @@ def measure(
 
 @contextmanager
 def evaluating(loss_model: nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation within the block, and back into training after it."""
+    """Puts the model into evaluation mode inside the block and back into training mode afterwards."""
     loss_model.eval()
     try:
         with torch.no_grad():
@@ -98,5 +101,5 @@ def evaluating(loss_model: nn.Module) -> Iterator[None]:
     finally:
         loss_model.train()
         for module in loss_model.modules():
-            if isinstance(module, FSDPModule):  # gathered parameters wait for a backward pass, which never comes
+            if isinstance(module, FSDPModule):  # frees gathered parameters, which FSDP2 holds for a backward pass
                 module.reshard()

@@ -1,4 +1,4 @@
-"""The trainer, which takes steps and evaluates on one rank, and the loop that runs, logs and saves to the last step."""
+"""Trainer, which takes steps and evaluates, and training loop, which logs, evaluates and saves along the way."""
 
 import gc
 import math
@@ -37,16 +37,16 @@ from lightseq.training.step_stats import FlopCounter, StepResult, StepStats
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
 
-COLLECT_STEPS = 50  # between two garbage collections; a step leaves some hundred objects in cycles, none a tensor
+COLLECT_STEPS = 50  # between garbage collections; a step leaves a few hundred objects in cycles, none a tensor
 
 
 class Trainer:
-    """Takes optimizer steps and evaluates, on one rank. Says nothing by itself and leaves no files."""
+    """Optimizer steps and evaluation on one rank. Prints nothing and writes no files."""
 
     def __init__(
         self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, watchdog: Watchdog | None = None
     ) -> None:
-        """`watchdog` is told of every phase of a step, where somebody waits for them."""
+        """Prepares the trainer. `watchdog`, if given, is notified of every phase of a step."""
         self.config, self.inputs, self.world, self.engine = config, inputs, world, engine
         self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
         self.output_dir = Path(config.output_dir)
@@ -57,7 +57,7 @@ class Trainer:
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.before_update: list[Callable[[], None]] = []  # called when gradients are there and weights still old
+        self.before_update: list[Callable[[], None]] = []  # called between the backward pass and the update
         self._watchdog = watchdog
         if watchdog is not None:
             watchdog.follow_progress(lambda: self.context.progress.passes)
@@ -65,7 +65,7 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Takes optimizer step `step`, counted from 0.
 
-        Waits for the device under float16 and with an optimizer that is not fused.
+        Waits for the device only with float16 or an optimizer that is not fused.
         """
         begin = time.perf_counter()
         self.mark(step + 1, "data")
@@ -103,20 +103,20 @@ class Trainer:
         )
 
     def try_longest(self) -> None:
-        """Takes the memory of the longest batch once before the first step, unless that step has such a batch.
+        """Runs the longest batch once before the first step, unless the first step has one.
 
-        A run that does not fit ends here, and no buffer grows later.
+        A run that does not fit in memory fails here, and no buffer grows later.
         """
-        self.mark(self.first_step, "data")  # a step before the first one
+        self.mark(self.first_step, "data")
         if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
             self.mark(self.first_step, "forward")
             blank = padding_batch(self.config.per_device_train_batch_size, self.lengths[-1])
             self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
-        """Returns the mean loss over every valid token of the evaluation data, whole and by position."""
+        """Returns the mean loss over all valid tokens of the evaluation data, overall and by position."""
         stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
-        assert stream is not None, "evaluation was refused without data"
+        assert stream is not None, "checked with the flags"
 
         def shards() -> Iterator[Shard]:
             for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
@@ -126,13 +126,13 @@ class Trainer:
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
     def mark(self, step: int | None, phase: str) -> None:
-        """Tells the watchdog, if there is one, what this rank begins."""
+        """Tells the watchdog, if any, that this rank enters a phase."""
         if self._watchdog is not None:
             self._watchdog.mark(step, phase)
 
     @contextmanager
     def phase(self, step: int, name: str) -> Iterator[None]:
-        """Names a part of a step in the trace of a profile, and for whoever looks for a rank that does not go on."""
+        """Names a phase of a step for the watchdog and in profiler traces."""
         self.mark(step + 1, name)
         with record_function(name):
             yield
@@ -142,7 +142,7 @@ class Trainer:
         return tokens_per_forward(self.config, self.context)
 
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
-        """Returns what the peak of device memory so far was made of."""
+        """Returns the breakdown of the peak device memory so far."""
         return memory_parts(self.config, self.engine, self.world.device, taken_by_forward)
 
     def explained_out_of_memory(self) -> AbstractContextManager[None]:
@@ -152,7 +152,7 @@ class Trainer:
         return explained_out_of_memory(self.world, self.terminal, explain)
 
     def _batches(self, step: int) -> list[Batch]:
-        """Returns this rank's batches of a step, as long as those of the other data ranks."""
+        """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
         with explained_data(self.world, self.terminal):
             batches = [
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
@@ -161,7 +161,7 @@ class Trainer:
         return trim_padding(batches, self.lengths, self.engine.meshes.data_ranks)
 
     def _over_data_ranks(self, count: int) -> Tensor:
-        """Sums a count of one sequence-parallel group over all of them, on the device."""
+        """Sums a sequence-parallel group's count over all groups, on the device."""
         if self.engine.meshes.data_ranks == 1:
             return scalar(count, torch.int64, self.world.device)
         total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
@@ -170,24 +170,24 @@ class Trainer:
 
 
 def _batch_lengths(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the lengths that batches are padded to, and what to say of them."""
+    """Returns the lengths that batches are padded to, and notes about them."""
     longest = config.model_max_length
     if config.packing != "none":  # packed sequences are full
         return (longest,), ()
     if engine.model.length_dependent_rope:
-        note = "all batches are padded to --model_max_length, for the model's RoPE scales with their length"
+        note = "all batches are padded to --model_max_length, because the model's RoPE depends on the length"
         return (longest,), (note,)
-    # A rank's part is then a multiple of what FP8 takes.
+    # Every rank's part has to be a multiple of the tokens that FP8 needs.
     multiple = math.lcm(MULTIPLE * inputs.sequence_size, engine.context.layout.chunk_count)
     return bucket_lengths(longest, multiple), ()
 
 
 class Sharding:
-    """Cuts a rank's part out of a whole batch and brings it to the device, without the host waiting for that."""
+    """Slicing of a batch into this rank's part, copied to the device without blocking the host."""
 
     def __init__(self, context: SequenceContext, device: torch.device) -> None:
         self._context, self._device = context, device
-        self._positions: dict[int, Tensor] = {}  # by length: alike for every batch without documents
+        self._positions: dict[int, Tensor] = {}  # by length; the same for every batch that is not packed
 
     def __call__(self, batch: Batch) -> Shard:
         ids, labels, documents = local_batch(self._context, batch.input_ids, batch.labels, batch.boundaries)
@@ -207,10 +207,10 @@ class Sharding:
 
 
 class TrainingLoop:
-    """Runs a trainer's steps to the end of a run: logs, evaluates and saves on the way."""
+    """Training loop: takes steps, logs, evaluates and saves."""
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile | None) -> None:
-        """`metrics` is there on rank 0."""
+        """Prepares the loop. `metrics` is None except on rank 0."""
         saves = trainer.config.save_strategy != "no"
         self.trainer, self._metrics = trainer, metrics
         self._saving = Saving(trainer) if saves else None
@@ -218,7 +218,7 @@ class TrainingLoop:
         self.journal = Journal(trainer, metrics, patience_seconds=launcher_shutdown_seconds() if saves else None)
 
     def run(self) -> None:
-        """Runs to the last step, or to the one after which a signal ends it."""
+        """Runs until the last step or until a signal stops the run after a step."""
         trainer, config = self.trainer, self.trainer.config
         around = self._saving.around() if self._saving is not None else nullcontext()
         with StopRequest() as stop, trainer.explained_out_of_memory(), around, collected_together() as collect:
@@ -232,14 +232,14 @@ class TrainingLoop:
             trainer.terminal.summary(saved, self._metrics.path, self.journal.losses, best, stopped_by)
 
     def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
-        """Returns the newest checkpoint, and the signal that ended the steps, if one did."""
+        """Returns the newest checkpoint and the name of the signal that stopped the run, if any."""
         trainer, config, saving = self.trainer, self.trainer.config, self._saving
         saved, last = trainer.inputs.resume_from, trainer.inputs.total_steps
 
         def before_update() -> None:
             if saving is not None:
                 saving.wait_before_update()
-            stop.begin_poll(saving is not None and saving.failed)  # the ranks agree while the host launches the update
+            stop.begin_poll(saving is not None and saving.failed)  # overlaps with the host's launch of the update
 
         trainer.before_update.append(before_update)
         if trainer.first_step < last:
@@ -255,7 +255,7 @@ class TrainingLoop:
             stopped_by, save_failed = stop.poll_result()
             ends = done == last or stopped_by is not None
             if done % config.logging_steps == 0 or ends:
-                self.journal.record(pending)  # a step late: the device is busy with this one while the host reads
+                self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
                 pending = stats.close(done, trainer.context.rank == 0, trainer.engine.stopwatch.seconds())
                 stats = self._new_stats()
             saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
@@ -273,7 +273,7 @@ class TrainingLoop:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
                     saved = saving.save(done, found.loss if found is not None else None)
-                self.journal.record(pending)  # only now: the device knows its copies, and has not waited for them
+                self.journal.record(pending)  # waits for the device, so only after the save has queued its copies
                 pending = None
             if ends:
                 break
@@ -291,7 +291,10 @@ class TrainingLoop:
         return StepStats(self.trainer.world, self._flops, engine.context.transport, engine.offload)
 
     def _due(self, done: int, strategy: str, every: int) -> bool:
-        """Returns whether it is time after `done` steps; an epoch ends with the step that reads its last example."""
+        """Returns whether a save or evaluation is due after `done` steps.
+
+        An epoch ends with the step that reads its last example.
+        """
         if strategy == "steps":
             return done % every == 0
         epochs = self.trainer.inputs.stream.epochs_after
@@ -313,10 +316,10 @@ def _flop_counter(trainer: Trainer) -> FlopCounter:
 
 @contextmanager
 def collected_together() -> Iterator[Callable[[int], None]]:
-    """Collects garbage on all ranks at once: a rank that stops for it by itself makes all others wait.
+    """Disables automatic garbage collection and yields a function that collects every COLLECT_STEPS steps.
 
-    Nothing is collected but by the function that this yields, which is called after every step. What is there at the
-    beginning, a model's modules among it, is not looked through again.
+    All ranks then collect after the same step, instead of each making the others wait. Objects that exist at the start,
+    such as the model's modules, are frozen and never scanned again.
     """
 
     def collect(step: int) -> None:

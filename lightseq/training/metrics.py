@@ -1,4 +1,4 @@
-"""The records of a run: run.json, metrics.jsonl and its mirrors, and the journal that writes them step by step."""
+"""Records of a run: run.json, metrics.jsonl and trackers, and the journal that writes them step by step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from lightseq.training.step_stats import PendingRecord
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-DAMAGED = ".damaged"  # after the name of a file that holds what is no record
-UNNAMED = 2**31  # in place of a parameter's number: some gradient is not finite, nobody knows whose
-MOST_SKIPPED = 20  # steps in a row without a finite gradient
-TELLING_STEPS = 10  # whose padding is taken for that of the run
-EVENTS = ".lightseq"  # ends the names of the files for tensorboard: in runs/ other programs have theirs
+DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
+UNNAMED = 2**31  # instead of a parameter's index: a gradient is not finite, but it is unknown which
+MOST_SKIPPED = 20  # consecutive steps with a non-finite gradient
+TELLING_STEPS = 10  # steps after which the share of padding is representative
+EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
 PACKAGES: Final = (
     *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
 )
@@ -39,62 +39,62 @@ PACKAGES: Final = (
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step. Times and the loss are means over the steps since the last one, memory is the worst rank's.
+    """One logged step. Times and loss are means over the steps since the last record; memory is that of the worst rank.
 
-    Of these steps, the loss is of those that had a target.
+    The loss excludes steps without a target.
     """
 
     step: int  # optimizer steps done
-    loss: float | None  # mean over valid tokens of -log p; None where no step had one
-    grad_norm: float  # before clipping, over all parameters
-    skipped_steps: int  # since the last record: their gradients were not finite
+    loss: float | None  # mean of -log p over valid tokens; None if no step had one
+    grad_norm: float  # global norm before clipping
+    skipped_steps: int  # since the last record, because of non-finite gradients
     steps_without_target: int  # since the last record
     learning_rate: float
-    tokens: int  # positions of a step, padding included, all ranks
-    padding_percent: float  # of them
-    valid_tokens: int  # of them with a target
-    training_tokens_percent: float
+    tokens: int  # positions per step over all ranks, padding included
+    padding_percent: float  # share of `tokens` that is padding
+    valid_tokens: int  # tokens with a target
+    training_tokens_percent: float  # share of `tokens` that has a target
     step_seconds: float
-    data_seconds: float  # of them spent waiting for data
-    saving_seconds: float  # in which training waited for checkpoints since the last record; no part of the steps
-    slowest_rank: int | None  # at work that is the same on every rank and waits for nobody, up to the step before
-    slowest_rank_share: float | None  # 0 to 1: what of its time that rank takes longer than the mean, others waiting
-    tokens_per_second: float  # without padding, all ranks
-    tokens_per_second_per_gpu: float  # per process where there is no GPU
-    model_tflops_per_gpu: float  # without padding, as mfu and hfu
-    mfu: float | None  # 0 to 1 of the chip's dense peak, FP8's with --fp8, else bf16's; None where that is not known
-    hfu: float | None  # the same, with what is recomputed
+    data_seconds: float  # part of step_seconds spent waiting for data
+    saving_seconds: float  # waiting for checkpoints since the last record; not part of step_seconds
+    slowest_rank: int | None  # rank with the longest work that waits for no other rank, up to the previous step
+    slowest_rank_share: float | None  # 0 to 1: share of that time by which it exceeds the mean of all ranks
+    tokens_per_second: float  # over all ranks, without padding
+    tokens_per_second_per_gpu: float  # per process on CPU
+    model_tflops_per_gpu: float  # without padding and recomputation
+    mfu: float | None  # 0 to 1 of the chip's dense peak (FP8 with --fp8, else bf16); None if the peak is unknown
+    hfu: float | None  # mfu with recomputation
     peak_memory_allocated_bytes: int | None  # None without a GPU
     peak_memory_reserved_bytes: int | None
     host_rss_bytes: int
-    offloaded_bytes: int  # what layers keep, in host memory, on the rank that has most
-    comm_bytes: int  # sent by attention in a step, all ranks
-    attention_balance: float | None  # packed documents: mean rank's attention area over the fullest's, worst sequence
+    offloaded_bytes: int  # activations in host memory on the rank with the most
+    comm_bytes: int  # sent by attention per step, over all ranks
+    attention_balance: float | None  # packing: mean attention area per rank over the largest, in the worst sequence
 
 
 class Sink(Protocol):
-    """Something that receives every record besides metrics.jsonl."""
+    """Receiver of every record, in addition to metrics.jsonl."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a line, flushed line by line. A resumed run continues after its checkpoint's step.
+    """Writer of metrics.jsonl: one JSON object per line, flushed after each. A resumed run drops later steps.
 
-    `notes` say what is not as an earlier run left it; lines that are no records are kept in a file beside it.
+    Invalid lines of an earlier run are moved to another file. `notes` reports that, and a missing file.
     """
 
     def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = (), goes_on: bool = False) -> None:
-        """`goes_on`: the run continues the one that wrote there before."""
+        """Opens the file. `goes_on`: the run resumes the one that wrote into this directory."""
         self.path, self._sinks = directory / METRICS, sinks
         self.notes: tuple[str, ...] = ()
         if goes_on and not self.path.exists():
-            self.notes = (f"warning: {self.path} is missing, and with it what was logged up to step {first_step:,}",)
+            self.notes = (f"warning: {self.path} is missing; the metrics up to step {first_step:,} are lost",)
         damaged = damaged_lines(self.path)
         if damaged:
             self.notes = (_set_damaged_aside(self.path, damaged),)
         kept = [line for line, record in _records(self.path) if record["step"] <= first_step]
-        partial = self.path.with_name(f"{METRICS}.partial")  # a run that is killed here has its records still
+        partial = self.path.with_name(f"{METRICS}.partial")  # no record is lost if the run is killed here
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(self.path)
         self._file = self.path.open("a")
@@ -112,12 +112,12 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, without lines that a killed run or a full disk left damaged."""
+    """Returns the records of a metrics.jsonl. Skips lines damaged by a killed run or a full disk."""
     return [record for _, record in _records(path)]
 
 
 def damaged_lines(path: Path) -> list[bytes]:
-    """Returns the lines of a metrics.jsonl that are no records: cut off, garbled, or of another program."""
+    """Returns the lines of a metrics.jsonl that are not records: truncated, garbled, or from another program."""
     return [line for line in _lines(path) if _record(line) is None]
 
 
@@ -130,7 +130,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Returns the record of a line, None where it is none: every one has a step."""
+    """Returns the record of a line, or None if it is not a JSON object with a step."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -139,16 +139,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _set_damaged_aside(path: Path, lines: Sequence[bytes]) -> str:
-    """Appends the lines to a file beside the metrics, and returns what to say of them."""
-    beside = path.with_name(path.name + DAMAGED)
-    with beside.open("ab") as file:
+    """Appends the lines to a file next to the metrics. Returns a warning."""
+    target = path.with_name(path.name + DAMAGED)
+    with target.open("ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
-    are = "line is no record and is" if len(lines) == 1 else "lines are no records and are"
-    return f"warning: {path}: {len(lines):,} {are} kept in {beside.name}"
+    return f"warning: {path}: moved {plural(len(lines), 'damaged line')} to {target.name}"
 
 
 class TensorBoard:
-    """Mirrors the records into `runs/` for tensorboard."""
+    """Mirror of the records for TensorBoard, in `runs/`."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -163,7 +162,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Mirrors the records to a Weights & Biases run."""
+    """Mirror of the records in a Weights & Biases run."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
@@ -178,7 +177,7 @@ MIRRORS: Final[dict[str, Callable[[Path], Sink]]] = {"tensorboard": TensorBoard,
 
 
 def check_mirror(name: str) -> None:
-    """Raises ValueError where the package that --report_to asks for is not installed."""
+    """Raises ValueError if the package for --report_to is not installed."""
     try:
         if name != "none":
             version(name)
@@ -187,26 +186,26 @@ def check_mirror(name: str) -> None:
 
 
 class Journal:
-    """Reports steps in the metrics and on the terminal; ends a run that learns from none any more.
+    """Reporting of steps to the metrics and the terminal. Ends a run after too many skipped steps in a row.
 
-    Every rank reads the same figures, for they end together; the one with `metrics` writes and shows them.
+    Every rank reads the same numbers, so that all end together. Only the rank with `metrics` writes and shows them.
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile | None, patience_seconds: float | None = None) -> None:
-        """`patience_seconds` is how long a launcher waits for the ranks to save and end after a signal."""
+        """Prepares the journal. `patience_seconds`: time from SIGTERM until the launcher kills the ranks."""
         self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
         self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
         self._patience_seconds = patience_seconds
         self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-        self._scales_loss = trainer.config.fp16  # the scale is halved after each step that it made overflow
+        self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
         self._suggests_packing = len(trainer.lengths) > 1
         self.losses: list[float] = []
-        self._skipped = 0  # steps in a row, up to the last record
-        self._steps = self._positions = 0  # recorded
-        self._padding = 0.0  # of the positions
+        self._skipped = 0  # consecutive steps, up to the last record
+        self._steps = self._positions = 0  # recorded so far
+        self._padding = 0.0  # positions that are padding
 
     def record(self, pending: PendingRecord | None) -> None:
-        """Waits for the device to finish the steps of a record, if there is one, and reports them."""
+        """Reports a record, if there is one, after waiting for the device to finish its steps."""
         if pending is None:
             return
         record = pending.record()
@@ -216,22 +215,22 @@ class Journal:
         self._compare_with_patience(record.step_seconds)
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
-            self._note(f"{which} had no target; in such a step only momentum and weight decay move the weights")
+            self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
         self._note_padding(record, pending.steps)
         nonfinite = pending.nonfinite_parameters()
         for step in range(record.step - pending.steps + 1, record.step + 1):
             self._skipped = self._skipped + 1 if step in nonfinite else 0
-            too_high_a_scale = self._scales_loss and self._skipped < MOST_SKIPPED
-            if step not in nonfinite or too_high_a_scale:
+            scale_is_falling = self._scales_loss and self._skipped < MOST_SKIPPED
+            if step not in nonfinite or scale_is_falling:
                 continue
             whose = "a gradient" if nonfinite[step] == UNNAMED else f"the gradient of {self._trained[nonfinite[step]]}"
-            what = f"{whose} is not finite"
-            self._note(f"step {step}: {what}; the step was skipped")
+            reason = f"{whose} is not finite"
+            self._note(f"step {step}: {reason}; the step was skipped")
             if self._skipped >= MOST_SKIPPED:
-                end_for_skipped_steps(step, self._skipped, what, self._output_dir, self._world, self._terminal)
+                end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
 
     def _note_padding(self, record: StepRecord, steps: int) -> None:
-        """Notes once, when enough steps tell it or the run ends, that much of it is padding."""
+        """Suggests packing once, after enough steps or at the end of the run, if much of the data is padding."""
         self._steps += steps
         self._positions += steps * record.tokens
         self._padding += steps * record.tokens * record.padding_percent / 100
@@ -239,7 +238,7 @@ class Journal:
         if self._suggests_packing and tells and self._padding >= PADDING_WARNING_SHARE * self._positions:
             self._suggests_packing = False
             share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
-            self._note(f"{share}; --packing best_fit, with a batch size of 1, fills sequences with whole documents")
+            self._note(f"{share}; --packing best_fit with a batch size of 1 avoids most of it")
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
@@ -248,13 +247,13 @@ class Journal:
             self._terminal.show(record)
 
     def _compare_with_patience(self, step_seconds: float) -> None:
-        """Warns once of steps that take longer than a launcher waits for their end."""
+        """Warns once if a step takes longer than the launcher waits after SIGTERM."""
         patience = self._patience_seconds
         if patience is None or step_seconds <= patience:
             return
         self._patience_seconds = None
         self._note(
-            f"warning: a step takes {step_seconds:.0f} s, and torch's launcher kills the ranks {patience:.0f} s after "
+            f"warning: a step takes {step_seconds:.0f} s, but torch's launcher kills the ranks {patience:.0f} s after "
             f"SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
         )
 
@@ -264,7 +263,7 @@ class Journal:
 
 
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
-    """Writes run.json, whole or not at all, without `secrets` and whatever else looks like one."""
+    """Writes run.json atomically, with `secrets` and anything that looks like one masked."""
     partial = directory / f"{RUN}.partial"
     partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
     partial.rename(directory / RUN)
@@ -290,8 +289,8 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
     """Returns peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
 
-    `outside_bytes` of device memory are held that torch's allocator does not know of: buffers that peers map. Of what
-    it has reserved, recordings hold `recorded_bytes`, which do not count as allocated.
+    `outside_bytes`: symmetric-memory buffers, unknown to torch's allocator. `recorded_bytes`: memory of CUDA graphs,
+    which the allocator counts as reserved but not as allocated.
     """
     rss = psutil.Process().memory_info().rss
     if device.type != "cuda":
@@ -301,7 +300,7 @@ def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tup
 
 
 def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns sums and maxima over all ranks, float64 on the device, by two collectives; the host waits for nothing."""
+    """Returns sums and maxima over all ranks as float64 on the device, with two collectives and no host wait."""
     total = torch.stack([x.double() if isinstance(x, Tensor) else scalar(x, torch.float64, device) for x in sums])
     highest = torch.stack([scalar(x, torch.float64, device) for x in worst])
     dist.all_reduce(total)
@@ -310,5 +309,5 @@ def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: to
 
 
 def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes a number on the device by a kernel: to copy it there, the host would wait for all work before it."""
+    """Creates a scalar on the device with a kernel. A copy from the host would wait for all queued work."""
     return torch.full((), x, dtype=dtype, device=device)

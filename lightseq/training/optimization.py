@@ -1,4 +1,4 @@
-"""The optimizer step: which parameters decay, the rate of a step, true global clipping, float16 loss scaling."""
+"""Optimizer step: parameter groups, learning rate, global gradient clipping, float16 loss scaling."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.mesh import local_part
 from lightseq.models.weights import global_shape
 
-NORM_ROW = 1 << 14  # values whose squares are added to one number
+NORM_ROW = 1 << 14  # values per partial sum of squares
 
 
 def check_optimizer(name: str, device: torch.device) -> None:
-    """Raises ValueError where what the optimizer is made of is missing on the device that computes the update."""
+    """Raises ValueError if a package or compiler that the optimizer needs is missing."""
     if name not in EIGHT_BIT:
         return
     if find_spec("torchao") is None:
-        raise ValueError(f"--optim {name} is torchao's, which is not installed; pip install torchao")
+        raise ValueError(f"--optim {name} needs torchao, which is not installed; pip install torchao")
     if missing := _missing_compiler(device):
         raise ValueError(
-            f"--optim {name} compiles its update and found no {missing}; install it, or use --optim adamw_torch_fused"
+            f"--optim {name} needs {missing}, which was not found; install it, or use --optim adamw_torch_fused"
         )
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """Returns what torch.compile needs on this device and does not find."""
+    """Returns the name of the compiler that torch.compile needs on this device but does not find, or None."""
     from torch._inductor import cpp_builder, exc  # takes a second to import
     from torch.utils._triton import has_triton
 
@@ -41,14 +41,14 @@ def _missing_compiler(device: torch.device) -> str | None:
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        return "C++ compiler"
+        return "a C++ compiler"
     return None
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Makes AdamW (arXiv 1711.05101), its states in 8 bits (arXiv 2110.02861) or not, or SGD.
+    """Returns AdamW (arXiv 1711.05101), AdamW with 8-bit states (arXiv 2110.02861), or SGD.
 
-    Weight decay on matrices alone, not on norms and biases.
+    Weight decay applies to matrices only, not to norms and biases.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -60,7 +60,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     if config.optim in EIGHT_BIT:
         from torchao.optim import AdamW8bit
 
-        # It compiles for a rank's parts, and torch's cache on disk does not tell those of one whole apart.
+        # The update is compiled for a rank's shards, and the key of torch's disk cache ignores which rank's they are.
         if dist.is_initialized():
             torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
@@ -69,10 +69,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates this rank's parts as the plain tensors they are; its state stays sharded as they are.
+    """AdamW that updates the local tensors of DTensors. The optimizer state stays DTensors.
 
-    An update of distributed tensors goes through their dispatcher, which looks at each of them on the host and keeps
-    what it saw of every step.
+    An update of DTensors goes through their dispatcher, which costs host time per tensor and caches an entry per step.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
@@ -83,7 +82,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Sets the learning rate of a parameter group; compiled optimizers keep theirs in a tensor."""
+    """Sets the learning rate of a parameter group, in place if it is a tensor, as in compiled optimizers."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -91,10 +90,10 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def make_state(optimizer: torch.optim.Optimizer, only: torch.device | None = None) -> None:
-    """Creates the optimizer's state by a step of zero gradients at rate 0, which changes no weight.
+    """Creates the optimizer state with a step of zero gradients at learning rate 0, which changes no weight.
 
-    `only` limits it to the parameters on one device. Raises OSError where the host cannot lock as much memory; one
-    rank may raise alone.
+    `only` limits it to the parameters on one device. Raises OSError, possibly on a single rank, if the host cannot
+    page-lock enough memory.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -109,7 +108,7 @@ def make_state(optimizer: torch.optim.Optimizer, only: torch.device | None = Non
 
 
 class LearningRate:
-    """The learning rate as a function of the step, so that resuming needs no state."""
+    """Learning rate schedule as a function of the step, so that resuming needs no state."""
 
     def __init__(self, config: TrainConfig, total_steps: int) -> None:
         probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
@@ -123,7 +122,7 @@ class LearningRate:
         self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Sets the rate of optimizer step `step` (from 0) and returns it."""
+        """Sets and returns the learning rate of optimizer step `step`, counted from 0."""
         rate = self._peak * self._share(step)
         for group in optimizer.param_groups:
             set_rate(group, rate)
@@ -131,20 +130,20 @@ class LearningRate:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns this rank's part of every gradient, as plain tensors that share its memory."""
+    """Returns this rank's part of every gradient as plain tensors that share memory with it."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
-    """Returns the L2 norm of every parameter's gradient over all ranks; the norm of these is the global one.
+    """Returns the L2 norm of each parameter's gradient over all ranks. The norm of these norms is the global norm.
 
-    On the device, or on the host if some gradients wait there.
+    The result is on the device, or on the host if any gradient is there.
     """
-    here = [grad for grad in grads if grad.device.type != "cpu"]
-    norms = torch.stack(torch._foreach_norm(here)) if here else torch.empty(0)
-    if len(here) < len(grads):
-        waiting = [_norm_on_host(grad) for grad in grads if grad.device.type == "cpu"]
-        both = {False: iter(waiting), True: iter(norms.cpu())}
+    on_device = [grad for grad in grads if grad.device.type != "cpu"]
+    norms = torch.stack(torch._foreach_norm(on_device)) if on_device else torch.empty(0)
+    if len(on_device) < len(grads):
+        on_host = [_norm_on_host(grad) for grad in grads if grad.device.type == "cpu"]
+        both = {False: iter(on_host), True: iter(norms.cpu())}
         norms = torch.stack([next(both[grad.device.type != "cpu"]) for grad in grads])
     squared = norms.square()
     dist.all_reduce(squared, group=shards)
@@ -152,10 +151,9 @@ def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
 
 
 def _norm_on_host(x: Tensor) -> Tensor:
-    """Returns the L2 norm, added row by row.
+    """Returns the L2 norm, summed row by row.
 
-    For a whole tensor torch adds the squares with one thread, into a float32 that is off by half a per cent at 60
-    million values.
+    torch sums the squares of a whole tensor on one thread in float32, with an error of 0.5% at 60 million values.
     """
     flat = x.reshape(-1)
     whole = len(flat) - len(flat) % NORM_ROW
@@ -164,13 +162,13 @@ def _norm_on_host(x: Tensor) -> Tensor:
 
 
 def first_nonfinite(norms: Tensor) -> Tensor:
-    """Returns the index of the first norm that is not finite, -1 if all are; on the device."""
+    """Returns the index of the first non-finite norm, or -1, as a tensor on the device."""
     nonfinite = ~torch.isfinite(norms)
     return torch.where(nonfinite.any(), nonfinite.int().argmax(), -1)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Takes the step unless the norm is not finite. Fused AdamW finds out on the device; for others the host looks."""
+    """Takes the step if the norm is finite. Fused AdamW checks on the device; otherwise the host waits for the norm."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -179,9 +177,9 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
 
 
 def clip(grads: list[Tensor], norm: Tensor, max_norm: float, optimizer: Any = None) -> None:
-    """Scales gradients down to a global norm, without looking at it on the host. A max_norm of 0 leaves them alone.
+    """Clips gradients to a global norm without a host wait. A `max_norm` of 0 disables clipping.
 
-    An optimizer with a `gradient_scale` (host_state.py) scales them where it updates.
+    An optimizer with a `gradient_scale` (host_adamw.py) scales them in its update instead.
     """
     if not max_norm:
         return
@@ -195,14 +193,14 @@ def clip(grads: list[Tensor], norm: Tensor, max_norm: float, optimizer: Any = No
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scaling for float16 (arXiv 1710.03740): halved at an overflow, doubled after 2000 clean steps."""
+    """Dynamic loss scaling for float16 (arXiv 1710.03740): halves at an overflow, doubles after 2000 clean steps."""
 
     scale: float = 2.0**16
     clean_steps: int = 0
     growth_interval: int = 2000
 
     def unscale(self, grads: list[Tensor], norm: Tensor) -> tuple[Tensor, bool]:
-        """Returns the true norm, and whether the step may be taken. Waits for the device."""
+        """Unscales the gradients. Returns their norm, and whether it is finite. Waits for the device."""
         norm = norm / self.scale
         finite = bool(torch.isfinite(norm))
         if finite:

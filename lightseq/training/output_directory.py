@@ -1,4 +1,4 @@
-"""The directory that a run writes into: who holds it, whether it may be used, and what a restart goes on with."""
+"""Output directory of a run: locking, checks, cleanup, and restarts by the launcher."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 if TYPE_CHECKING:
     from lightseq.training.setup import Inputs
 
-LOCK = "lock"  # of the run that writes there
-EARLIER = ".earlier"  # after the name of a file that is not of this run
-# The files that a run writes into folders of its output directory, where other programs may have theirs.
+LOCK = "lock"
+EARLIER = ".earlier"  # suffix of files from an earlier run
+# Files that a run writes into subdirectories. Other programs may have files there too.
 WRITTEN: Final = {
     "profile": re.compile(r"rank\d+\.json\.gz|summary-rank\d+\.json|memory-rank\d+\.pickle"),
     "runs": re.compile(rf"events\.out\.tfevents\..*{re.escape(EVENTS)}"),
@@ -34,18 +34,18 @@ WRITTEN: Final = {
 
 
 def check_output_dir(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> None:
-    """Raises ValueError where the directory cannot be one, or holds what this run was not asked to go on with."""
+    """Raises ValueError if the directory cannot be created, or holds a run that this one does not resume or replace."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
     if not parent.is_dir():
-        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another")
+        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another directory")
     resume_from = found.path
     if continues(resume_from, output_dir):
         newest = checkpoints.list_checkpoints(output_dir)[-1]
         if newest.name != resume_from.name and not found.damaged:
             raise ValueError(
-                f"--resume_from_checkpoint {resume_from}: {output_dir} holds the later {newest.name}; continue that "
+                f"--resume_from_checkpoint {resume_from}: {output_dir} has the later {newest.name}; resume from that "
                 "one with --resume_from_checkpoint True, or give another --output_dir"
             )
         return
@@ -59,12 +59,12 @@ def check_output_dir(output_dir: Path, config: TrainConfig, found: ResumePoint, 
 
 
 def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
-    """Returns whether a run goes on in the directory of the one that it resumes."""
+    """Returns whether a run resumes in the directory of its checkpoint."""
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
 def another_run_wrote(held: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
-    """Returns whether another run wrote here before rank 0 `held` the lock; the same on all ranks."""
+    """Returns whether another run wrote into the directory before rank 0 got the lock. The same on all ranks."""
     found = ResumePoint(inputs.resume_from, tuple((path, "") for path in inputs.passed_over))
     wrote = [held is not None and not _is_as_found(Path(config.output_dir), config, found, world)]
     dist.broadcast_object_list(wrote)
@@ -72,7 +72,7 @@ def another_run_wrote(held: TextIO | None, config: TrainConfig, inputs: Inputs, 
 
 
 def _is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> bool:
-    """Returns whether no other run has written there since this one looked. To be asked under the lock."""
+    """Returns whether the directory is unchanged since its checkpoints were listed. Requires the lock."""
     newest = checkpoints.list_checkpoints(output_dir)[-1:]
     try:
         check_output_dir(output_dir, config, found, world)
@@ -84,9 +84,9 @@ def _is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, worl
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """Resumes from the newest checkpoint, if any, where the launcher started the run again (--max_restarts).
+    """Returns the config, set to resume from the newest checkpoint if the launcher restarted the run (--max_restarts).
 
-    A directory in which this very launch has not begun yet is what it was before: whatever was refused still is.
+    Unchanged if this launch has not yet written into the directory: the usual checks then apply.
     """
     output_dir = Path(config.output_dir)
     if _goes_on(output_dir, world) and checkpoints.list_checkpoints(output_dir):
@@ -95,32 +95,35 @@ def after_restart(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def _goes_on(output_dir: Path, world: World) -> bool:
-    """Returns whether this launch has begun there before its launcher started it again."""
+    """Returns whether the launcher restarted this run after it had begun writing into the directory."""
     return world.restarts > 0 and _begun_by(output_dir, world)
 
 
 def lock(output_dir: Path, world: World) -> TextIO:
-    """Makes the directory and holds it until the file that is returned is closed, or the process ends.
+    """Creates the directory and locks it until the returned file is closed or the process ends.
 
-    Whether its launch has begun there stays as it was. Raises ValueError where it cannot be made, or another run
-    writes into it.
+    The lock file still tells afterwards whether this launch has begun. Raises ValueError if the directory cannot be
+    created or locked, or another run holds the lock.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         held = (output_dir / LOCK).open("a+")
     except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
+        ) from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         held.seek(0)
         raise ValueError(
-            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; name another"
+            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; "
+            "name another directory"
         ) from error
     except OSError as error:
         raise ValueError(
-            f"--output_dir {output_dir} cannot be locked ({error.strerror}), and two runs could write into it; name "
-            "one on another file system"
+            f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; name a "
+            "directory on another file system"
         ) from error
     _check_lock(held, output_dir)
     begun = _begun_by(output_dir, world)
@@ -131,16 +134,18 @@ def lock(output_dir: Path, world: World) -> TextIO:
 
 
 def _check_lock(held: TextIO, output_dir: Path) -> None:
-    """Raises ValueError where the file of that name is not one that a run wrote, which would empty it."""
+    """Raises ValueError if another program wrote the lock file, because locking overwrites it."""
     held.seek(0)
     first = held.readline()
     if first and not first.startswith("process "):
         held.close()
-        raise ValueError(f"--output_dir {output_dir} holds a file {LOCK} that no run wrote; move it, or name another")
+        raise ValueError(
+            f"--output_dir {output_dir} has a file {LOCK} that no run wrote; move it, or name another directory"
+        )
 
 
 def begin(held: TextIO, output_dir: Path, world: World) -> None:
-    """Marks the directory as this launch's: where it is started again, it goes on with what lies there."""
+    """Marks the directory as begun by this launch, so that a restart resumes in it."""
     if not _begun_by(output_dir, world):
         held.write(_launch(world))
         held.flush()
@@ -156,9 +161,9 @@ def _launch(world: World) -> str:
 
 
 def clear(output_dir: Path) -> tuple[str, ...]:
-    """Removes what earlier runs wrote in their directory, file by file, and nothing else.
+    """Removes the files that earlier runs wrote, and nothing else.
 
-    A run.json or metrics.jsonl that another program wrote gets another name; the lines say so.
+    Renames a run.json or metrics.jsonl that another program wrote. Returns notes on renamed files.
     """
     with suppress(OSError):
         if _is_of_run(output_dir / RUN):
@@ -169,23 +174,23 @@ def clear(output_dir: Path) -> tuple[str, ...]:
         for path in (output_dir / folder).glob("*"):
             if written.fullmatch(path.name):
                 path.unlink()
-        with suppress(OSError):  # it is not there, or holds other files
+        with suppress(OSError):  # missing, or not empty
             (output_dir / folder).rmdir()
     checkpoints.remove_checkpoints(output_dir)
     return set_earlier_aside(output_dir)
 
 
 def set_earlier_aside(output_dir: Path) -> tuple[str, ...]:
-    """Gives run.json and metrics.jsonl other names, where a run begins that did not write them, and says so."""
-    there = [path for path in (output_dir / METRICS, output_dir / RUN) if path.exists()]
-    moved = [(path.name, checkpoints.set_aside(path, EARLIER).name) for path in there]
-    return tuple(f"{name} was there already, and is kept as {kept}" for name, kept in moved)
+    """Renames an existing run.json and metrics.jsonl at the start of a new run. Returns notes."""
+    existing = [path for path in (output_dir / METRICS, output_dir / RUN) if path.exists()]
+    renamed = [(path.name, checkpoints.set_aside(path, EARLIER).name) for path in existing]
+    return tuple(f"renamed the existing {old} to {new}" for old, new in renamed)
 
 
 def _is_of_run(path: Path) -> bool:
-    """Returns whether it is a run.json as a run writes it."""
+    """Returns whether a file is a run.json that a run wrote."""
     try:
-        about = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(about, dict) and {"command", "config", "total_steps"} <= about.keys()
+    return isinstance(content, dict) and {"command", "config", "total_steps"} <= content.keys()

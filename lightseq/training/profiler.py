@@ -1,7 +1,7 @@
-"""Traces a span of steps with torch.profiler, one file a rank, to be opened in https://ui.perfetto.dev, and beside each
-a summary: where the time went, which kernels took it, what moved how fast, and what the memory was for.
+"""Profiling of a range of steps with torch.profiler.
 
-With `--profile_memory` also every allocation of the GPU, for https://pytorch.org/memory_viz.
+Writes a trace per rank for https://ui.perfetto.dev, with a summary of time, kernels, transfers and memory. With
+`--profile_memory`, also writes every GPU allocation for https://pytorch.org/memory_viz.
 """
 
 import json
@@ -19,23 +19,23 @@ from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.profiling.trace import read_trace, summary
 
-MOST_ALLOCATIONS = 1_000_000  # that are kept, the last ones: some steps of large models
+MOST_ALLOCATIONS = 1_000_000  # the latest ones are kept; enough for a few steps of large models
 
 
 class StepProfile:
-    """Starts before the first and ends after the last step of `--profile_steps first:last` (counted from 1)."""
+    """Profiler of the steps `--profile_steps first:last`, counted from 1."""
 
     def __init__(
         self, config: TrainConfig, output_dir: Path, world: World, parts: Callable[[], Breakdown] | None = None
     ) -> None:
-        """`parts` says what the peak of the memory so far was made of."""
+        """Prepares the profiler. `parts` returns the breakdown of the peak memory so far."""
         self._parts = parts
         self._span, self._with_memory, self._device = config.profile_steps, config.profile_memory, world.device
         self._directory, self._rank = output_dir / "profile", world.rank
         self._profiler: profile | None = None
 
     def before(self, step: int) -> None:
-        """Starts also where a run that resumes begins inside the span."""
+        """Starts profiling if `step` is in the range, also if a resumed run begins inside it."""
         if self._span is not None and self._profiler is None and self._span[0] <= step <= self._span[1]:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
@@ -49,7 +49,7 @@ class StepProfile:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced, also where the run ends inside the span."""
+        """Stops profiling and writes the files, also if the run ends inside the range."""
         if self._profiler is None:
             return
         if self._device.type == "cuda":
@@ -65,7 +65,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _memory(self) -> dict[str, Any]:
-        """Returns bytes on this rank's GPU: the peak by category, what this process holds, what all hold together."""
+        """Returns bytes of GPU memory: the peak by category, this process's, all processes', and the device's."""
         if self._device.type != "cuda" or self._parts is None:
             return {}
         parts, (free, size) = self._parts(), torch.cuda.mem_get_info(self._device)
@@ -75,7 +75,7 @@ class StepProfile:
     def _summarize(self, trace: Path) -> None:
         try:
             text = json.dumps({**summary(read_trace(trace)), "memory": self._memory()}, indent=1)
-        except ValueError as error:  # torch has written traces that no parser takes: no reason to end a run
+        except ValueError as error:  # torch has written invalid traces before, which should not end a run
             print(f"profile: no summary ({error})", file=sys.stderr)
             return
         (self._directory / f"summary-rank{self._rank}.json").write_text(text)

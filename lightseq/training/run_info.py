@@ -1,4 +1,4 @@
-"""Facts of a run for its run.json and its first lines in the terminal: what was asked, found and chosen."""
+"""Description of a run for run.json and the first lines on the terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from lightseq.training.loop import Trainer
 
 PACKAGE = Path(__file__).resolve().parent.parent
-GIT_SECONDS = 2.0  # a run waits no longer for its name: a file system may be slow
+GIT_SECONDS = 2.0  # timeout for git, because a file system may be slow
 
 
 def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any]:
-    """Returns the content of run.json: what it takes to run this again, and to judge its figures."""
+    """Returns the content of run.json: everything needed to repeat the run and to judge its numbers."""
     engine = trainer.engine
     return {
         "command": command,
@@ -48,7 +48,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "sequence_ranks": trainer.inputs.sequence_size,
         "batch_lengths": trainer.lengths,
         "total_steps": trainer.inputs.total_steps,
-        "first_step": trainer.first_step + 1,  # that this run makes, counted as in metrics.jsonl
+        "first_step": trainer.first_step + 1,  # counted from 1, as in metrics.jsonl
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
         "notes": list(notes),
         "hardware": hardware(trainer.world.device),
@@ -59,24 +59,25 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """Returns what was chosen, in the order in which a reader asks."""
+    """Returns the lines for the terminal by name: model, data, parallelism, kernels and memory."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
-    passed_over, placement = trainer.context.transport.fallback_reason, trainer.engine.memory.placement
+    fallback_reason, placement = trainer.context.transport.fallback_reason, trainer.engine.memory.placement
     start = trainer.inputs.resume_from or trainer.inputs.weights
-    weights = f"random, seed {c.seed}" if start is None else "its own weights" if str(start) == c.model_name else start
+    pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
+    weights = f"random weights, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
         "ranks": f"{world.size} ({trainer.engine.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
         f"{hardware(world.device)['device']}",
-        "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
+        "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} per step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
         "schedule": str(trainer.context.schedule),
         "kernel": str(trainer.context.selection),
-        "transport": trainer.context.transport.name + (f" ({passed_over})" if passed_over else ""),
+        "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
         "remat": c.remat_policy
-        + (f", {c.layers_per_checkpoint} layers a checkpoint" if c.layers_per_checkpoint > 1 else "")
-        + (", layers over tiles" if c.tile_layers else "")
+        + (f", {c.layers_per_checkpoint} layers per checkpoint" if c.layers_per_checkpoint > 1 else "")
+        + (", tiled layers" if c.tile_layers else "")
         + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
         + (f", {placement.words}" if placement else ""),
         "parameters": trainer.engine.parameters + _adapters(trainer),
@@ -94,21 +95,21 @@ def _adapters(trainer: Trainer) -> str:
         return ""
     share = 100 * count / total_parameters(trainer.inputs.model_config)
     percent = f"{share:.2g}" if share < 100 else f"{share:,.0f}"
-    return f"; {count:,} of adapters train ({percent}%), rank {lora.rank} on {', '.join(lora.targets)}"
+    return f"; LoRA rank {lora.rank} on {', '.join(lora.targets)}, {count:,} trainable parameters ({percent}%)"
 
 
 def commit(root: Path = PACKAGE.parent) -> str | None:
-    """Returns the commit of the checkout at `root`, with `-changed` where files differ from it; None without one.
+    """Returns the commit of the checkout at `root`, with `-changed` if files differ; None if it is not a checkout.
 
-    An installed package may lie inside somebody else's checkout: only the `.git` beside it counts.
+    Only a `.git` in `root` itself counts, because a package may be installed inside another checkout.
     """
     if not (root / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    words = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
     try:
         found = subprocess.run(
-            [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
+            [*git, *describe], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -116,7 +117,7 @@ def commit(root: Path = PACKAGE.parent) -> str | None:
 
 
 def digest(directory: Path = PACKAGE) -> str:
-    """Returns a hash of this package's own source."""
+    """Returns a hash of this package's source files."""
     total = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
         total.update(str(path.relative_to(directory)).encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""The contents of a run's checkpoints, and the wait for one that is being written when the run ends."""
+"""Checkpoint saving in a run: contents of a checkpoint, and waiting for the last save when the run ends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightseq.utils.masking import mask_secrets
 if TYPE_CHECKING:
     from lightseq.training.loop import Trainer
 
-NOTED_SECONDS = 1.0  # of waiting for the save before
-PATIENCE_SECONDS = 60.0  # of a rank that fails with a save that is being written
+NOTED_SECONDS = 1.0  # a longer wait for the previous save is worth a warning
+PATIENCE_SECONDS = 60.0  # a failing rank waits this long for a running save
 
 
 class Saving:
-    """The checkpoints of one run, on one rank."""
+    """Checkpoints of a run, on one rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         config = trainer.config
@@ -37,27 +37,27 @@ class Saving:
             trainer.output_dir, trainer.world, *limits, config.async_save, 2 * config.step_timeout
         )
         self._prepared = False
-        self._warned = False  # of saves that follow each other too closely
+        self._warned = False  # about saves that are too frequent for the disk
 
     @property
     def failed(self) -> bool:
-        """True once a save that was begun has failed here; the others know after they have been asked."""
+        """True once a save has failed on this rank. Other ranks learn of it from `StopRequest`."""
         return self._saver.failed
 
     def fail(self) -> None:
-        """Ends the run on every rank, once they have agreed that one of them failed. Raises SaveError."""
+        """Raises SaveError, on every rank, after a save failed on any of them."""
         self._saver.wait()
         raise SaveError("a checkpoint could not be saved on another rank")
 
     def wait_before_update(self) -> None:
-        """Waits until weights may change: they may still be on their way to the host."""
+        """Waits until the copies to the host are complete, so that weights may change."""
         self._saver.wait_before_update()
 
     @property
     def can_prepare(self) -> bool:
-        """True once what a save will copy is known, until it is prepared.
+        """True once all tensors of a checkpoint exist, until `prepare` is called.
 
-        Where float16 overflows, the first steps are skipped, and the optimizer has no state yet.
+        If float16 skips the first steps, the optimizer has no state until later.
         """
         always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
         return not self._prepared and (always_known or bool(self._engine.optimizer.state))
@@ -70,7 +70,7 @@ class Saving:
             self._terminal.note(note)
 
     def save(self, step: int, eval_loss: float | None) -> Path:
-        self._wait_for_the_one_before(step)
+        self._wait_for_previous_save(step)
         facts = {checkpoints.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.LOSS: eval_loss}
         facts = mask_secrets(facts, secrets())
@@ -79,16 +79,16 @@ class Saving:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
         return self._saver.save(step, facts, tensors, self._write_model)
 
-    def _wait_for_the_one_before(self, step: int) -> None:
-        """Waits: there is room for one save's copies. Warns once of saves that come faster than the disk writes."""
+    def _wait_for_previous_save(self, step: int) -> None:
+        """Waits for the previous save, since memory holds one set of copies. Warns once if saves are too frequent."""
         begin = time.monotonic()
         self._saver.wait()
         waited = time.monotonic() - begin
         if waited > NOTED_SECONDS and self._world.is_main and not self._warned:
             self._warned = True
             self._terminal.note(
-                f"warning: step {step} waited {waited:.1f} s to be saved, for the checkpoint before it was still being "
-                "written; save less often, or to a faster disk"
+                f"warning: saving step {step} waited {waited:.1f} s for the previous checkpoint to be written; "
+                "save less often, or to a faster disk"
             )
 
     def _write_gathered(self, directory: Path) -> None:
@@ -96,7 +96,7 @@ class Saving:
         try:
             weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
         finally:
-            for _ in whole:  # all ranks gather each of them, whether or not the disk takes it
+            for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
                 pass
 
     def _write_state(self, directory: Path) -> None:
@@ -111,18 +111,18 @@ class Saving:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Encloses the steps: finishes what is being saved at their end; if that fails, all ranks say so and end."""
+        """Waits for the running save when the block ends. If a save failed, ends all ranks with one line."""
         try:
             yield
             self._saver.wait()
         except SaveError as error:
             if self._world.is_main:
                 self._terminal.close()
-            line = f"{error}; make room, and go on with --resume_from_checkpoint auto"
+            line = f"{error}; free some space, then resume with --resume_from_checkpoint auto"
             report_error(line, prints=self._world.is_main)
             raise SystemExit(1) from error
         except BaseException:
-            # A rank that fails alone leaves the others' threads to write: let them finish what they can.
+            # The saving threads of other ranks still need this one, so let them finish if they can.
             if not self._saver.wait_at_most(min(self._config.step_timeout / 2, PATIENCE_SECONDS)):
                 traceback.print_exc()
                 exit_process(1)

@@ -1,4 +1,4 @@
-"""The inputs of a run: model, data, tokenizer, checkpoint. Refuses what cannot work before anything is written."""
+"""Inputs of a run: model, data, tokenizer and checkpoint, checked before anything is written."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -47,10 +47,10 @@ from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
 @dataclass(frozen=True)
 class Inputs:
-    """A run's inputs, found and checked."""
+    """Checked inputs of a run."""
 
     model_config: PreTrainedConfig
-    weights: Path | None  # None: drawn from the seed
+    weights: Path | None  # None: random
     stream: BatchStream
     eval_stream: BatchStream | None
     total_steps: int
@@ -58,16 +58,16 @@ class Inputs:
     data_rank: int
     resume_from: Path | None
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
-    notes: tuple[str, ...]  # what the user should know, said once
-    lora: Lora | None = None  # None: every weight trains
-    passed_over: tuple[Path, ...] = ()  # checkpoints later than the one resumed from, which are damaged
-    tokenizer: Path | None = None  # the directory whose tokenizer checkpoints get
+    notes: tuple[str, ...]  # lines to print at the start
+    lora: Lora | None = None  # None: all weights are trained
+    passed_over: tuple[Path, ...] = ()  # damaged checkpoints later than the one resumed from
+    tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
 
 
 def prepare(config: TrainConfig, family: ModelFamily, world: World, found: ResumePoint = FRESH_START) -> Inputs:
-    """Finds and checks a run's inputs. Raises ValueError with one line for whatever cannot be met.
+    """Finds and checks a run's inputs. Raises ValueError with one line for invalid ones.
 
-    Writes nothing, and waits for no other rank.
+    Writes nothing and waits for no other rank.
     """
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
@@ -75,7 +75,10 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     model = find_model(config, family, world)
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
-        raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
+        raise ValueError(
+            f"{given} saves only adapters, and the weights of --random_init would be lost; leave one of them out, "
+            "or add --save_strategy no"
+        )
     data_ranks = world.size // model.sequence_size
     if config.deepspeed is not None and find_spec("deepspeed") is None:
         raise ValueError(
@@ -92,19 +95,19 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     total_steps = config.max_steps or stream.steps
     if found.path is not None and total_steps < stream.first_step:
         raise ValueError(
-            f"--resume_from_checkpoint {found.path} is after step {stream.first_step}, and this run ends at step "
-            f"{total_steps}; give a larger --max_steps"
+            f"--resume_from_checkpoint {found.path} was saved after step {stream.first_step}, but this run ends at "
+            f"step {total_steps}; give a larger --max_steps"
         )
     profiled = _check_profiled(config, world.device, stream.first_step, total_steps)
     room = _check_disk_space(config, model, stream, total_steps)
-    # Last, for it can take hours: everything else has been looked at.
+    # Last, because a download can take hours and all other checks should come first.
     directory = fetch(model, world, found.path)
     notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {why}" for path, why in found.damaged)
+    notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in found.damaged)
     notes += changed + resumed + profiled + warn_unused_lazy(config) + room
     notes += warn_unreached(config, stream, total_steps)
     if found.path is not None and total_steps == stream.first_step:
-        notes += (f"nothing to train: {found.path} is after step {stream.first_step} of {total_steps}",)
+        notes += (f"nothing left to train: {found.path} was saved after step {stream.first_step} of {total_steps}",)
     return Inputs(
         model_config=model.config,
         weights=directory,
@@ -125,7 +128,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
 def _check_checkpoint(
     config: TrainConfig, world: World, model: "FoundModel", deepspeed: DeepSpeedSettings | None, path: Path | None
 ) -> tuple[str, ...]:
-    """Raises ValueError for a checkpoint of another run; returns what to say of flags that are not as they were."""
+    """Raises ValueError if the checkpoint does not fit the run. Returns notes on changed flags."""
     if path is None:
         return ()
     resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
@@ -148,7 +151,7 @@ def _training_stream(config: TrainConfig, world: World, model: "FoundModel", dat
 def _check_disk_space(
     config: TrainConfig, model: "FoundModel", stream: BatchStream, total_steps: int
 ) -> tuple[str, ...]:
-    """Raises ValueError where the disk has no room for a checkpoint; returns a warning where not for all."""
+    """Returns a note on disk space. Raises ValueError if not even one checkpoint fits."""
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
@@ -160,62 +163,67 @@ def _check_disk_space(
 
 
 def warn_unused_lazy(config: TrainConfig) -> tuple[str, ...]:
-    """Returns a note where --lazy_preprocess has no text to tokenise; commands that are kept may have it."""
+    """Returns a note if --lazy_preprocess has no effect. Not an error, so that scripts can always pass it."""
     rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
     if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
         return ()
-    why = f"{', '.join(rows)} is no single file, and is tokenised beforehand"
-    return (f"--lazy_preprocess True is not used: {why if rows else config.data_path + ' holds tokens already'}",)
+    reason = f"{', '.join(rows)} is not a single file" if rows else f"{config.data_path} contains tokens already"
+    return (f"--lazy_preprocess True has no effect: {reason}",)
 
 
 def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -> tuple[str, ...]:
-    """Returns warnings of what was asked for and does not come before the last step."""
+    """Returns warnings about evaluations and warm-up that would come only after the last step."""
     found, first = [], stream.first_step
     if total_steps == first:
-        return ()  # nothing to train, which is said
+        return ()  # nothing to train, which `prepare` notes
     passed = {
         "steps": total_steps // config.eval_steps - first // config.eval_steps,
         "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),
     }
     if config.eval_strategy != "no" and not passed[config.eval_strategy] and not config.keep_best:
         every = f"every {config.eval_steps} steps" if config.eval_strategy == "steps" else "at the end of an epoch"
-        found.append(f"warning: evaluations come {every}, and this run ends at step {total_steps} without one")
+        found.append(f"warning: evaluation runs {every}, but this run ends at step {total_steps} without one")
     if config.warmup_steps > total_steps:
         found.append(
-            f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}: the learning rate "
+            f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "
             "never reaches its peak"
         )
     return tuple(found)
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, tuple[str, ...]]:
-    """Returns the stream from where a checkpoint left it, however many sequences a step had then."""
+    """Returns the stream at the checkpoint's position, and notes. The batch size may have changed since."""
     if resume_from is None:
         return stream, ()
     facts = checkpoints.read_trainer_state(resume_from)
     data = facts.get(checkpoints.DATA)
-    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # which older ones do not say
+    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # missing in older checkpoints
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
-        raise ValueError(f"--resume_from_checkpoint {resume_from} does not say which data it had read; name another")
+        raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")
     return stream.resumed(facts["step"], data, resume_from)
 
 
 def _check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> tuple[str, ...]:
-    """Returns a warning of steps to profile that are past: a run started again has the flags of the first."""
+    """Returns a warning if the steps to profile are already done. Not an error, because a restart keeps the flags.
+
+    Raises ValueError if they come after the last step, or --profile_memory has no GPU.
+    """
     if config.profile_steps is None:
         return ()
     if config.profile_memory and device.type != "cuda":
-        raise ValueError("--profile_memory records a GPU's allocations, and there is none here; leave it out")
+        raise ValueError("--profile_memory needs a GPU, and there is none; leave it out")
     first, last = config.profile_steps
     if first > total_steps:
-        raise ValueError(f"--profile_steps {first}:{last} begins after the last step, {total_steps}; name earlier ones")
-    said = f"warning: --profile_steps {first}:{last}: the run goes on after step {first_step}; nothing is profiled"
-    return (said,) if last <= first_step else ()
+        raise ValueError(
+            f"--profile_steps {first}:{last} begins after the last step, {total_steps}; give earlier steps"
+        )
+    warning = f"warning: --profile_steps {first}:{last}: the run resumes after step {first_step}; nothing is profiled"
+    return (warning,) if last <= first_step else ()
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that can run here, on groups of `sequence_size` ranks; its weights may have to be fetched yet."""
+    """Model that was checked for groups of `sequence_size` ranks. Its weights may not be downloaded yet."""
 
     config: PreTrainedConfig
     weights: Path | str | None
@@ -237,9 +245,9 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     check_fp8(config.fp8, config.fp8_emulate, matrix_sizes(model_config), world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
-    filterwarnings("ignore", category=UntestedVersionWarning)  # the run says it in a line of its own
-    said = [*untested_versions(), *_warnings(config, context, sequence_size)]
-    warnings = tuple(f"warning: {warning}" for warning in said)
+    filterwarnings("ignore", category=UntestedVersionWarning)  # printed with the other warnings below
+    lines = [*untested_versions(), *_warnings(config, context, sequence_size)]
+    warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
 
@@ -247,41 +255,41 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
 def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
     for rope in sorted(rope_types(model_config) & LENGTH_DEPENDENT_ROPE):
         raise ValueError(
-            f"--packing {packing} puts documents of many lengths into a sequence, and RoPE {rope} scales with one; "
+            f"--packing {packing} does not work with RoPE {rope}, which depends on a document's length; "
             "give another --rope_scaling"
         )
     found = inspect_architecture(model_config)
     if not found.passes_documents:
         raise ValueError(
-            f"--packing {packing}: the layers of {found.name} hand no packed documents on to attention; leave it out"
+            f"--packing {packing} does not work with {found.name}, whose layers do not pass document boundaries to "
+            "attention; leave it out"
         )
 
 
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
-    casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
+    casts = "without --torch_compile, casts to FP8 run as separate kernels and may cost more than FP8 saves; add it"
     algorithm = SCHEDULES.get(config.schedule)
     uneven = algorithm is not None and algorithm.packed_work == "uneven"
     uneven = uneven and config.packing != "none" and sequence_size > 1
     even = " or ".join(name for name, row in SCHEDULES.items() if row.packed_work == "even")
     areas = (
-        f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
-        "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
-        f"--schedule out, or use {even}"
+        f"--schedule {config.schedule} does not balance packed documents: some ranks may compute several times as much "
+        f"attention as others (attention_balance in metrics.jsonl); leave --schedule out, or use {even}"
     )
     return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
 
 
 def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
-    length, words = config.model_max_length, model.config.vocab_size
+    length, vocab_size = config.model_max_length, model.config.vocab_size
     opened = open_examples if config.packing == "none" else open_packed
     limit = config.max_train_samples if path == config.data_path else None
     read_options = ReadOptions(config.text_column, limit, Path(config.data_cache).expanduser())
-    return opened(path, length, words, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
+    return opened(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
-    """Returns a stream of every example once, in order."""
+    """Returns a stream of all examples, once and in order."""
     packed = isinstance(examples, PackedExamples)
     return BatchStream(
         examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
@@ -289,9 +297,9 @@ def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data
 
 
 def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Path | None:
-    """Returns the directory of a model's weights; None if they are drawn from the seed.
+    """Returns the directory of a model's weights, after downloading them if needed; None for random weights.
 
-    Raises ValueError where a manifest beside them tells that they are damaged, unless they have been `looked_at`.
+    Raises ValueError if their manifest shows damage. `looked_at`: a directory that was already verified.
     """
     directory = weights.download(model.weights) if isinstance(model.weights, str) else model.weights
     if world.is_main and directory is not None and directory != looked_at:
@@ -300,7 +308,7 @@ def fetch(model: FoundModel, world: World, looked_at: Path | None = None) -> Pat
 
 
 def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
-    """Returns the directory of the tokenizer: with the weights, or where `--tokenizer` says."""
+    """Returns the directory of the tokenizer: that of the weights, or the one given by --tokenizer."""
     named = model.tokenizer
     if named == ByteTokenizer.name or named is None:
         return None
@@ -310,28 +318,28 @@ def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | Non
 
 
 def check_layers(config: TrainConfig, found: Architecture) -> None:
-    """Raises ValueError for what the flags ask of layers that are not made for it."""
+    """Raises ValueError if the flags need something that the model's layers do not support."""
     if config.tile_layers:
         check_layer_class(found.layer_class)
     if config.remat_policy in STORES_MLP and not found.gated_mlp:
         raise ValueError(
-            f"--remat {config.remat_policy} keeps gate and up of an MLP of plain linears, and {found.layer_class} has "
-            "another; give --remat attention"
+            f"--remat {config.remat_policy} needs a gated MLP of plain linear layers, which {found.layer_class} does "
+            "not have; give --remat attention"
         )
     if config.remat_policy in STORES_MLP and not found.can_store_mlp:
         raise ValueError(
-            f"--remat {config.remat_policy} does not make an MLP's output again, and {found.layer_class} needs it in "
-            "the backward pass, for a norm behind it, say; give --remat attention"
+            f"--remat {config.remat_policy} does not recompute the MLP's output, but {found.layer_class} needs it in "
+            "the backward pass (for a norm after the MLP, for example); give --remat attention"
         )
     if config.remat_policy == STORE_LINEARS and not found.plain_projections:
         raise ValueError(
-            f"--remat {STORE_LINEARS} keeps what four linears without bias give around attention, and "
-            f"{found.layer_class} has others; give --remat attention+mlp"
+            f"--remat {STORE_LINEARS} needs four attention projections without bias, which {found.layer_class} does "
+            "not have; give --remat attention+mlp"
         )
     asked = config.fsdp_transformer_layer_cls_to_wrap
     if asked is not None and asked != found.layer_class:
         raise ValueError(
-            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are "
+            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are of the class "
             f"{found.layer_class}; give that, or leave it out"
         )
 

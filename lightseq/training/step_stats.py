@@ -1,4 +1,4 @@
-"""Statistics of the steps between two records: collected, reduced over ranks, read without the device waiting."""
+"""Statistics of the steps between two records: collected, reduced over ranks, and read without stalling the device."""
 
 import math
 from collections.abc import Iterator
@@ -19,42 +19,39 @@ from lightseq.training.metrics import StepRecord, hardware, memory, reduce_over_
 
 @dataclass(frozen=True)
 class StepResult:
-    """Facts of one optimizer step that one rank knows; the tensors stay on the device."""
+    """Results of one optimizer step on one rank. Tensors stay on the device. Counts are per sequence-parallel group."""
 
-    loss: Tensor  # this rank's share: the sum over ranks is the loss
+    loss: Tensor  # this rank's share; the sum over ranks is the loss
     grad_norm: Tensor
-    nonfinite: Tensor  # the first parameter without a finite gradient, or -1
+    nonfinite: Tensor  # index of the first parameter with a non-finite gradient, or -1
     learning_rate: float
-    valid_tokens: int  # of this rank's sequence-parallel group
-    targets: Tensor  # of all groups, as the device counted them
-    positions: int  # of the group too, padding included
+    valid_tokens: int
+    targets: Tensor  # valid tokens of all groups, counted on the device
+    positions: int  # padding included
     tokens: int  # without padding
-    squares: int  # of the lengths of its documents, summed
-    imbalance: float  # attention area of the fullest of its ranks over the mean; 0 where that is the schedule's own
+    squares: int  # sum of the squared document lengths
+    imbalance: float  # packing: largest attention area of a rank over the mean; 0 if not packed
     data_seconds: float
 
 
 @dataclass(frozen=True)
 class FlopCounter:
-    """FLOPs of tokens, the same in every step of a run. Padding does not count as work."""
+    """FLOP counts of a model under the flags of a run. Padding does not count."""
 
     model: PreTrainedConfig
     remat: str
     layers_per_checkpoint: int = 1
-    tiled: bool = False  # layers run over tiles
-    adapters: int = 0  # weights of adapters, where these alone train
-    fp8: bool = False  # the linear layers run on FP8 cores, whose peak is then what counts
-    recomputed_layers: float = 0.0  # share of layers that keep their input alone, whatever `remat` says
+    tiled: bool = False  # --tile_layers
+    adapters: int = 0  # adapter weights if only they are trained, else 0
+    fp8: bool = False  # linear layers run in FP8, so MFU refers to the FP8 peak
+    recomputed_layers: float = 0.0  # share of layers that store only their input, regardless of `remat`
 
     def flops(self, tokens: int, squares: int) -> int:
-        """Returns the FLOPs of steps of so many tokens.
-
-        `squares` is the sum of the squared lengths of what attends to itself.
-        """
+        """Returns the FLOPs of `tokens` tokens. `squares`: sum of the squared document lengths."""
         return model_flops(self.model, tokens, 1, self.adapters, squares / max(1, tokens) ** 2)
 
     def recomputed(self, tokens: int, squares: int) -> float:
-        """Returns the FLOPs that the backward passes of such steps repeat."""
+        """Returns the FLOPs that the backward pass recomputes."""
         whole, by_policy = (
             recompute_flops(
                 self.model, tokens, 1, remat, self.layers_per_checkpoint, self.tiled, squares / max(1, tokens) ** 2
@@ -66,7 +63,7 @@ class FlopCounter:
 
 @dataclass
 class StepStats:
-    """Collects steps, from the moment it is made."""
+    """Collector of step results. Timing starts at construction."""
 
     world: World
     flops: FlopCounter
@@ -78,20 +75,20 @@ class StepStats:
         self._bytes_before = self.transport.bytes_sent
         self._begin = DeviceTimestamp(self.world.device)
         self._pauses: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []
-        self._saving: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []  # the pauses for checkpoints
+        self._saving: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []  # pauses for checkpoints
 
     @contextmanager
     def paused(self, saves: bool = False) -> Iterator[None]:
-        """Keeps evaluation and saving out of the step time."""
+        """Excludes the block from the step time. Used for evaluation and saving."""
         begin = DeviceTimestamp(self.world.device)
         yield
         pause = begin, DeviceTimestamp(self.world.device)
         (self._saving if saves else self._pauses).append(pause)
 
     def close(self, step: int, speaks_for_group: bool, own_seconds: float) -> "PendingRecord":
-        """Ends with `step`. Every rank closes its stats; the device has yet to come this far.
+        """Ends collection with `step` and starts the reduction over ranks. All ranks must call it.
 
-        `own_seconds` is what this rank took for work that is the same on every rank and waits for nobody.
+        Does not wait for the device. `own_seconds`: this rank's time for work that waits for no other rank.
         """
         device, end, results = self.world.device, DeviceTimestamp(self.world.device), self.results
         speaking = results if speaks_for_group else []
@@ -112,14 +109,14 @@ class StepStats:
             "rss_bytes": rss,
             "offloaded_bytes": self.offload.memory.allocated_bytes if self.offload else 0,
             "imbalance": max(result.imbalance for result in results),
-            # the time, and the rank that took it
+            # time in nanoseconds and rank in one number, so that the maximum also tells the rank
             "slowest": math.floor(own_seconds * 1e9) * self.world.size + self.world.rank,
         }
         reduced = reduce_over_ranks([*sums.values()], [*worst.values()], device)
         norm = results[-1].grad_norm.to(device, torch.float64, non_blocking=True).reshape(1)
-        learnt = (torch.stack([result.targets for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
+        with_target = (torch.stack([result.targets for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
         nonfinite = torch.stack([result.nonfinite for result in results]).to(device, torch.float64, non_blocking=True)
-        numbers = torch.cat([*reduced, norm, learnt, nonfinite])
+        numbers = torch.cat([*reduced, norm, with_target, nonfinite])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         return PendingRecord(
@@ -140,7 +137,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class PendingRecord:
-    """A record whose figures are on their way to the host; they are there once `arrived` has passed."""
+    """Record whose numbers are still being copied to the host. They are valid once `arrived` has passed."""
 
     step: int
     steps: int
@@ -148,7 +145,7 @@ class PendingRecord:
     world: World
     flops: FlopCounter
     names: tuple[str, ...]
-    numbers: Tensor  # by name, and then of each step the first parameter without a finite gradient
+    numbers: Tensor  # a value per name, then per step the index of the first parameter with a non-finite gradient
     begin: DeviceTimestamp
     end: DeviceTimestamp
     pauses: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
@@ -156,12 +153,12 @@ class PendingRecord:
     arrived: DeviceTimestamp
 
     def nonfinite_parameters(self) -> dict[int, int]:
-        """Returns, by skipped step, the first parameter whose gradient was not finite. Once the figures are there."""
+        """Returns the index of the first parameter with a non-finite gradient, by skipped step. Call `record` first."""
         first, found = self.step - self.steps + 1, self.numbers[-self.steps :].tolist()
         return {first + i: int(parameter) for i, parameter in enumerate(found) if parameter >= 0}
 
     def record(self) -> StepRecord:
-        """Returns the record of the last step, alike on every rank. Waits for the device to have finished it."""
+        """Returns the record of the last step, the same on every rank. Waits for the device to finish the step."""
         self.begin.seconds_until(self.arrived)
         x = dict(zip(self.names, self.numbers.tolist(), strict=False))
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
@@ -171,7 +168,7 @@ class PendingRecord:
         lost = max(0.0, 1 - x["own_seconds"] / ranks / (longest / 1e9)) if longest else None
         tokens, squares = round(x["tokens"]), round(x["squares"])
         flops = self.flops.flops(tokens, squares) / self.steps
-        again = self.flops.recomputed(tokens, squares) / self.steps
+        recomputed = self.flops.recomputed(tokens, squares) / self.steps
         per_second = x["tokens"] / self.steps / seconds
         peak = peak_flops_per_second(hardware(self.world.device)["device"], self.flops.fp8)
         on_gpu = self.world.device.type == "cuda"
@@ -195,7 +192,7 @@ class PendingRecord:
             tokens_per_second_per_gpu=per_second / ranks,
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,
             mfu=mfu(flops, seconds, ranks, peak),
-            hfu=mfu(flops + again, seconds, ranks, peak),
+            hfu=mfu(flops + recomputed, seconds, ranks, peak),
             peak_memory_allocated_bytes=int(x["allocated_bytes"]) if on_gpu else None,
             peak_memory_reserved_bytes=int(x["reserved_bytes"]) if on_gpu else None,
             host_rss_bytes=int(x["rss_bytes"]),

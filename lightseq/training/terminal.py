@@ -1,4 +1,4 @@
-"""A run on the terminal: what was chosen, a progress bar with loss and tokens/s, and where everything is."""
+"""Terminal output of a run: settings, a progress bar with loss and tokens/s, and a summary."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ from lightseq.utils.progress import LINE_SECONDS
 
 
 class Terminal:
-    """Rank 0's voice; the other ranks never call it. A bar on a terminal, a line now and then in a log."""
+    """Output of rank 0, the only rank that prints: a progress bar on a terminal, a line every few seconds in a log."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total, self._first = total_steps, first_step
@@ -36,17 +36,17 @@ class Terminal:
             self._console.print(f"  {name.ljust(width)}  {value}", markup=False)
         for note in notes:
             self._console.print(f"  {note}", markup=False)
-        if self._console.is_terminal and self._total:  # before the first step, which can take minutes
+        if self._console.is_terminal and self._total:  # now, because the first step can take minutes
             self._start_bar()
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
             perplexity = record["eval_perplexity"]
-            shown = "too large to write" if perplexity is None else four_significant_digits(perplexity)
+            shown = "too large for a float" if perplexity is None else four_significant_digits(perplexity)
             line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
             self._console.print(line, markup=False)
             return
-        loss = "without a target" if record["loss"] is None else f"loss {record['loss']:.4f}"
+        loss = "no target" if record["loss"] is None else f"loss {record['loss']:.4f}"
         share = f"{record['padding_percent']:.0f}"
         padding = "" if share == "0" else f", {share}% padding"
         status = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{padding}"
@@ -78,20 +78,20 @@ class Terminal:
         stopped_by: str | None = None,
     ) -> None:
         if stopped_by is not None:
-            go_on = (
-                "go on with --resume_from_checkpoint True" if checkpoint else "nothing was saved (--save_strategy no)"
+            hint = (
+                "resume with --resume_from_checkpoint True" if checkpoint else "nothing was saved (--save_strategy no)"
             )
-            self._console.print(f"stopped by {stopped_by}; {go_on}", markup=False)
+            self._console.print(f"stopped by {stopped_by}; {hint}", markup=False)
         if losses:
             first, last = losses[0], losses[-1]
             change = "fell" if last < first else "rose"
             moved = f"{change} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
             same = f"{first:.4f}" == f"{last:.4f}"
-            stayed = f"stayed at {last:.4f}" if len(losses) > 1 else f"{last:.4f}, of one logged step"
+            stayed = f"stayed at {last:.4f}" if len(losses) > 1 else f"{last:.4f} (one logged step)"
             self._console.print(f"loss {stayed if same else moved}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         if best is not None:
-            self._console.print(f"best        {best}, by evaluation loss", markup=False)
+            self._console.print(f"best        {best} (lowest evaluation loss)", markup=False)
         self._console.print(f"metrics     {metrics}", markup=False)
 
     def _start_bar(self) -> None:

@@ -1,4 +1,4 @@
-"""A training run on every rank, from its command line to its last step."""
+"""Training on one rank, from the command line to the last step."""
 
 import shlex
 from pathlib import Path
@@ -30,8 +30,8 @@ from lightseq.training.setup import Inputs, prepare
 
 
 def train(family: ModelFamily, words: list[str], program: str) -> None:
-    """Trains as the words of a command line say. Exits 2, with one line, on input that it refuses."""
-    # The watchdog is first to speak: it knows who is to blame, where a collective only knows that it waited.
+    """Trains with the flags in `words`. Exits with status 2 and one line on invalid input."""
+    # Collectives time out later than the watchdog, which can name the rank at fault.
     timeout, stacks = _watchdog_settings(words, program)
     with init_distributed(2 * timeout) as world, explained_silence(), Watchdog(world, timeout, stacks) as watchdog:
         config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
@@ -54,9 +54,9 @@ def train(family: ModelFamily, words: list[str], program: str) -> None:
 
 
 def _watchdog_settings(words: list[str], program: str) -> tuple[float, Path]:
-    """Returns the watchdog's timeout and folder, needed before the ranks can agree on anything.
+    """Returns the watchdog's timeout and directory, which are needed before ranks can communicate.
 
-    What is wrong with the words is said once they can.
+    Ignores invalid flags, which are reported once ranks can communicate.
     """
     try:
         config = parse(words, program)
@@ -66,7 +66,7 @@ def _watchdog_settings(words: list[str], program: str) -> tuple[float, Path]:
 
 
 def open_output(trainer: Trainer, held: TextIO | None, command: str) -> MetricsFile | None:
-    """Begins the run in its directory, which rank 0 holds: run.json, metrics.jsonl and the lines on the terminal."""
+    """Writes run.json, opens metrics.jsonl and prints the settings, on rank 0, which holds the lock."""
     return on_all_ranks(trainer.world, lambda: _open(trainer, held, command) if held is not None else None)
 
 
@@ -88,7 +88,7 @@ def _open(trainer: Trainer, held: TextIO, command: str) -> MetricsFile:
 
 
 def _faster(trainer: Trainer) -> tuple[str, ...]:
-    """Returns flags that would end the run minutes earlier. The planner does not know DeepSpeed."""
+    """Returns notes on flags that would make the run minutes faster. The planner does not model DeepSpeed."""
     run = trainer.engine.memory.run
     if run is None or trainer.inputs.deepspeed:
         return ()
