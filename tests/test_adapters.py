@@ -180,7 +180,7 @@ def test_a_run_that_would_save_adapters_of_lost_weights_is_refused_and_can_be_re
     (refused,) = forked.World(
         1, f"-m lightseq train {model} --data_path {folder}/data.pkl --output_dir x", tmp_path
     ).end()
-    assert refused.returncode == 2 and "that --random_init does not keep" in refused.stderr
+    assert refused.returncode == 2 and "the weights of --random_init would be lost" in refused.stderr
     (done,) = forked.World(1, f"-m lightseq rehearse {model}", tmp_path).end()
     assert done.returncode == 0, done.stderr
 
@@ -222,7 +222,7 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     checkpoint = str(folder / "whole" / f"checkpoint-{STEPS}")
     words = ["merge", "--adapter", checkpoint, "--output_dir", str(folder / "nothing")]
     assert lightseq([*words, "--model_name_or_path", str(folder / "other")]) == 2
-    assert "the adapter [" in capsys.readouterr().err
+    assert "but the adapter's is [" in capsys.readouterr().err
     assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
     assert "holds no adapter_config.json" in capsys.readouterr().err
 
@@ -264,7 +264,7 @@ def halve(path: Path) -> None:
         (lambda a, b: flip(a / adapters.WEIGHTS), "a is damaged: the SHA-256 of adapter_model.safetensors differs"),
         (lambda a, b: halve(a / adapters.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
         (lambda a, b: (a / adapters.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
-        (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors holds no adapter"),
+        (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors has no LoRA tensors"),
         (
             lambda a, b: save_file({"x.lora_A.weight": torch.ones(2, 2)}, a / adapters.WEIGHTS),
             "a/adapter_model.safetensors: x.lora_B.weight is missing",
@@ -273,18 +273,18 @@ def halve(path: Path) -> None:
             lambda a, b: save_file(
                 load_file(a / adapters.WEIGHTS) | {"a.lora_embedding_A": torch.ones(2)}, a / adapters.WEIGHTS
             ),
-            "a/adapter_model.safetensors: a.lora_embedding_A is of no linear",
+            "a/adapter_model.safetensors: a.lora_embedding_A does not belong to a linear layer",
         ),
         (lambda a, b: halve(a / adapters.CONFIG), "a/adapter_config.json cannot be read ("),
         (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is no JSON object"),
         (lambda a, b: (a / adapters.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
         (
             lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8}'),
-            "a/adapter_config.json names no model; name it with --model_name_or_path",
+            "a/adapter_config.json does not name its base model; give --model_name_or_path",
         ),
         (lambda a, b: (a / adapters.ROPE_FILE).write_text("{"), "a/adapter_rope.json cannot be read ("),
         (lambda a, b: halve(b / "model-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors cannot be read"),
-        (lambda a, b: narrow(b / "model-00003-of-00003.safetensors"), "the adapter ["),
+        (lambda a, b: narrow(b / "model-00003-of-00003.safetensors"), "but the adapter's is ["),
         (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
     ],
 )

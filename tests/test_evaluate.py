@@ -435,9 +435,9 @@ REFUSED = {
     "no trial": (f"{SEARCH} --trials 0", ("--trials 0", "at least 1")),
     "one choice": (f"{SEARCH} --choices 1", ("--choices 1", "2 choices")),
     "more choices than ids": (f"{SEARCH} --choices 32", ("--choices 32", "give fewer")),
-    "a hay of keys alone": (f"{SEARCH} --choices 31 --data_path {{root}}/upper.pkl", ("no token besides keys",)),
+    "a hay of keys alone": (f"{SEARCH} --choices 31 --data_path {{root}}/upper.pkl", ("has only keys and values",)),
     "an evaluation that is there": (f"{GOOD} --output_dir {{root}}/there", ("evaluation.jsonl exists", "overwrite")),
-    "output that is a file": (f"{GOOD} --output_dir {{root}}/text.jsonl", ("text.jsonl cannot be made", "another")),
+    "output that is a file": (f"{GOOD} --output_dir {{root}}/text.jsonl", ("text.jsonl cannot be created", "another")),
     "a flag that is none": (f"{GOOD} --bin 3", ("unknown flag --bin",)),
 }
 
@@ -467,7 +467,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert [rank_ends[-1].status for rank_ends in ends] == [0, 0], ends[0][-1]
     out = ends[0][-1].out
     assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
-    assert "for training alone, not used here: --learning_rate" in out and not ends[1][-1].out
+    assert "flags that only affect training are ignored: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 
 
@@ -517,7 +517,7 @@ def test_what_only_training_does_is_named_and_not_done() -> None:
         assert note.endswith(f": --optim, --lora_rank, --lora_target_modules, --async_save{named}")
     _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --deepspeed zero.json".split())
     assert evaluate._without_training(given).deepspeed is None
-    assert evaluate._notes(given, given) == ["for training alone, not used here: --deepspeed"]
+    assert evaluate._notes(given, given) == ["flags that only affect training are ignored: --deepspeed"]
 
 
 @pytest.mark.slow

@@ -217,7 +217,11 @@ def test_what_is_no_record_is_kept_beside_the_metrics_and_said(case: str, tmp_pa
     for number in (1, 2):
         path.write_bytes(good + damage)
         metrics = MetricsFile(tmp_path, 1, goes_on=True)
-        assert len(metrics.notes) == 1 and f"{count} line" in metrics.notes[0] and ".damaged" in metrics.notes[0]
+        assert (
+            len(metrics.notes) == 1
+            and f"moved {count} damaged line" in metrics.notes[0]
+            and ".damaged" in metrics.notes[0]
+        )
         assert path.read_bytes() == good
         assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == (damage.rstrip(b"\n") + b"\n") * number
 

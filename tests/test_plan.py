@@ -523,7 +523,7 @@ def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFi
     assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
     assert first["tokens_per_second"] == pytest.approx(2**20 / first["step_seconds"])
     attention = first["seconds"]["attention"]  # more than 10 s
-    assert re.search(rf"a step +s +%\s*\n.*\n *attention +{attention:.2f} ", shown), shown
+    assert re.search(rf"step time +s +%\s*\n.*\n *attention +{attention:.2f} ", shown), shown
     assert len(first["placement"]) == 32 and first["longest_length"] > 2**20
 
 
@@ -542,9 +542,9 @@ def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: 
 @pytest.mark.parametrize(
     ("flags", "note", "noted"),
     [
-        ("", "planned with 8 cores a rank", False),
-        ("--offload both", "planned with 8 cores a rank", True),
-        ("--offload both --host_cores 64", "planned with 8 cores a rank", False),
+        ("", "planned with 8 cores per rank", False),
+        ("--offload both", "planned with 8 cores per rank", True),
+        ("--offload both --host_cores 64", "planned with 8 cores per rank", False),
         ("--model_max_length 128K", "positions that the model covers", True),
         ("--model_max_length 128K --rope_theta 5e6", "positions that the model covers", False),
         ("--model_max_length 8K", "no fused kernel", False),
@@ -579,13 +579,13 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
         ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is not a number of tokens"),
         ("--gpus 12", "--gpus 12 do not fill hosts of 8"),
-        ("--gpus 100000", "100000 ranks on one sequence take a table that is too large to make"),
+        ("--gpus 100000", "100000 ranks per sequence are too many to plan"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),
         ("--gpus 8 --host_memory nan", "--host_memory nan: give a number of GiB above 0"),
         ("--gpus 8 --output /dev/null/plan.jsonl", "--output /dev/null/plan.jsonl cannot be written ("),
         ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 8 GPUs"),
-        ("--gpus 8 --deepspeed ds.json", "the plan knows FSDP2 alone"),
+        ("--gpus 8 --deepspeed ds.json", "only FSDP2 can be planned"),
         ("--gpus 8 --ofload both", "unknown flag --ofload; did you mean --offload?"),
         ("--gpus 7 --schedule ulysses", "heads"),
         ("--model_max_length 8K", "--gpus"),

@@ -90,12 +90,12 @@ def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: p
 @pytest.mark.parametrize(
     "change, words",
     [
-        (["--gpus", "1,x"], "--gpus 1,x is no list of numbers of GPUs; write 1,2,4,8"),
-        (["--gpus", "0"], "--gpus 0 is no list of numbers of GPUs; write 1,2,4,8"),
+        (["--gpus", "1,x"], "--gpus 1,x is not a list of positive numbers; write it like 1,2,4,8"),
+        (["--gpus", "0"], "--gpus 0 is not a list of positive numbers; write it like 1,2,4,8"),
         (["--length", "1T"], "--length 1T is not a number of tokens; write it like 131072, 128K or 1.5M"),
-        (["--schedules", "spiral"], "schedule 'spiral' is unknown; choose all or from ring"),
-        (["--kv_heads", "5"], "32 query heads of 128 do not divide among 5 key/value heads"),
-        (["--gpus_per_host", "0"], "--gpus_per_host 0 must be at least 1"),
+        (["--schedules", "spiral"], "--schedules 'spiral' is unknown; give all, or choose from ring"),
+        (["--kv_heads", "5"], "--kv_heads 5 does not divide --heads 32"),
+        (["--gpus_per_host", "0"], "--gpus_per_host 0: give at least 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -112,7 +112,7 @@ def test_a_plan_takes_the_place_of_a_plan_alone(tmp_path: Path, capsys: pytest.C
     assert main(words) == main(words) == 0
     file.write_text('{"step": 1, "loss": 2.0}\n')
     assert main(words) == 2
-    assert "a.jsonl is there and is no plan of attention; name another" in capsys.readouterr().err
+    assert "a.jsonl exists and is not an attention plan; name another" in capsys.readouterr().err
     assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 

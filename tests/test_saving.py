@@ -75,7 +75,7 @@ def test_a_rank_that_ends_over_the_last_save_is_named(name: str, ends: dict[str,
     assert f"no sign of life from rank {CASES[name].culprit} on " in line and "(step 4, saving, for " in line
     if CASES[name].what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
         assert line.startswith(f"error: {folder}/run/checkpoint-4 could not be saved: no sign of life")
-        assert line.endswith("; resume with --resume_from_checkpoint auto")
+        assert line.endswith("; go on with --resume_from_checkpoint auto")
     assert [path.name for path in list_checkpoints(folder / "run")] == ["checkpoint-2"]
 
 

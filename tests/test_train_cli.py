@@ -304,7 +304,7 @@ def with_a_full_disk(rank: int, family: str, words: str) -> Ended:
 
 def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None:
     (end,) = spawn(1, with_a_full_disk, "llama2", files.words("llama2", "full", "--max_steps 5 --save_steps 2"))
-    said = f"error: rank 0: {files.root}/full/metrics.jsonl cannot be written: No space left on device; make room"
+    said = f"error: rank 0: {files.root}/full/metrics.jsonl cannot be written: No space left on device; free some"
     assert end.status == 1 and said in end.err and "Traceback" not in end.err
     assert list(files.losses("full")) == [1, 2] and files.checkpoints("full") == ["checkpoint-2"]
 

@@ -234,7 +234,7 @@ FAULTS = {
         _drop_move_unproven, "--schedule zigzag", {"loss", "gradients"}, ("gradients", "parameters, worst: ")
     ),
     "labels are shifted in the shard": Fault(
-        _shift_labels, "", {"data", "loss", "gradients"}, ("data", "tokens of rank 1 are misplaced (the first: ")
+        _shift_labels, "", {"data", "loss", "gradients"}, ("data", "tokens of rank 1 are misplaced (first: ")
     ),
     "positions restart": Fault(_restart_positions, "", {"data"}, ("data", "rank 1 begins at 0")),
     "documents run together": Fault(
@@ -248,7 +248,7 @@ FAULTS = {
     "the same where it matters": Fault(
         _align_upper_left, "--schedule prefix", {"kernel cpu", "gradients"}, ("kernel cpu", "(rank 0, 1)")
     ),
-    "another seed on one rank": Fault(_another_seed, "", {"weights", "loss"}, ("weights", "weights of rank 1 are not")),
+    "another seed on one rank": Fault(_another_seed, "", {"weights", "loss"}, ("weights", "weights of rank 1 differ")),
     "the same without shards": Fault(_another_seed, "--fsdp ''", {"weights", "loss"}, ("weights", "weights of rank 1")),
     "a corrupted byte": Fault(
         _corrupt_a_byte, "", {"transport gloo"}, ("transport gloo", "1 of 65,536 bytes from rank 0 to rank 1 wrong")
@@ -364,7 +364,7 @@ def test_a_rank_with_slow_links_is_named() -> None:
     even = [{1: 10.0, 2: 11.0}, {0: 9.0, 2: 10.0}, {0: 10.0, 1: 12.0}]
     assert slow_ranks(even) == [] and slow_ranks([{}]) == []
     slow = [{1: 10.0, 2: 1.0}, {0: 9.0, 2: 1.0}, {0: 1.0, 1: 1.0}]
-    assert len(slow_ranks(slow)) == 1 and slow_ranks(slow)[0].startswith("rank 2's links give 1.0 GB/s")
+    assert len(slow_ranks(slow)) == 1 and slow_ranks(slow)[0].startswith("rank 2 reaches 1.0 GB/s")
 
 
 def test_differences_name_the_ranks_that_share_them() -> None:

@@ -14,7 +14,7 @@ from lightseq.schedule.algorithms import SCHEDULES
 if TYPE_CHECKING:  # TrainConfig imports these checks
     from lightseq.config.train_config import TrainConfig
 
-AUTO: Final[dict[str, Any]] = {"auto": None}  # beside the names of a registry, which may grow while the program runs
+AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
 EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 
 

@@ -1,4 +1,4 @@
-"""Merges a trained adapter into the weights of its model, tensor by tensor.
+"""Merges a trained LoRA adapter into the weights of its model, tensor by tensor.
 
 python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir outputs/books/merged
 """
@@ -11,11 +11,11 @@ from lightseq.models.presets import ModelFamily
 
 
 def parser() -> Parser:
-    about = "Adds a trained adapter (--lora_rank) to the weights of its model."
+    about = "Merges a trained LoRA adapter into the weights of its model."
     out = Parser(prog="python3 -m lightseq merge", description=about)
-    out.add_argument("--adapter", type=Path, required=True, help="directory of an adapter, as a checkpoint is")
-    out.add_argument("--output_dir", type=Path, required=True, help="where the merged model goes; a new directory")
-    out.add_argument("--model_name_or_path", help="the model it was trained on (default: what the adapter names)")
+    out.add_argument("--adapter", type=Path, required=True, help="adapter directory, such as a checkpoint")
+    out.add_argument("--output_dir", type=Path, required=True, help="new directory for the merged model")
+    out.add_argument("--model_name_or_path", help="base model (default: the one named in the adapter's config)")
     return out
 
 

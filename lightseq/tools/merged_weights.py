@@ -1,4 +1,4 @@
-"""A copy of a model with a trained adapter merged into its weights, tensor by tensor."""
+"""Merging of a LoRA adapter into a copy of its base model, tensor by tensor."""
 
 import json
 import shutil
@@ -20,33 +20,31 @@ from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, ten
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-NOT_COPIED: Final = (
-    CONFIG,
-    TRAINER_STATE,
-    MANIFEST,
-)  # files of a model's directory that do not hold for the merged one
-OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # in place of rope_parameters in configs of transformers 4
+NOT_COPIED: Final = (CONFIG, TRAINER_STATE, MANIFEST)  # files that do not apply to the merged model
+OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # transformers 4; rope_parameters replaces them
 
 
 def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> str:
-    """Writes base + scale · B·A in the base's own dtype, file by file, and a config with the RoPE of the adapter's run.
+    """Writes base + scale · B·A in the dtype of the base model, and a config with the RoPE settings of the adapter.
 
-    Returns a closing line.
+    Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
     base = model_name_or_path or settings.get("base_model_name_or_path")
     if base is None:
-        raise ValueError(f"{adapter / CONFIG} names no model; name it with --model_name_or_path")
+        raise ValueError(f"{adapter / CONFIG} does not name its base model; give --model_name_or_path")
     source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
     if output_dir.exists() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty; name another")
+        raise ValueError(f"--output_dir {output_dir} is not empty; name another directory")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS)
     for directory in (adapter, source):
         check_weights(directory)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
+        ) from error
     try:
         _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
@@ -55,29 +53,28 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
         if rope is not None:
             _write_config(source / "config.json", output_dir / "config.json", rope)
     except BaseException:
-        shutil.rmtree(output_dir)  # half a model looks complete
+        shutil.rmtree(output_dir)  # a partial model would look complete
         raise
-    return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
+    return f"merged {adapter} into {len(pairs)} tensors of {base}, written to {output_dir}"
 
 
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
-    """Writes a config.json with the RoPE of the adapter's run, without older spellings, which would override it."""
+    """Writes a config.json with the adapter's RoPE settings, and without older keys that would override them."""
     others = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
     target.write_text(json.dumps({**others, **rope}, indent=2) + "\n")
 
 
 def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by the name of their weight."""
+    """Returns A and B by the name of the weight they adapt."""
     with _readable(path):
         tensors = load_file(path)
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:
-        raise ValueError(f"{path} holds no adapter of a linear; copy it again")
+        raise ValueError(f"{path} has no LoRA tensors of a linear layer; copy the adapter again")
     if unknown := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
-        what = (
-            "is of no linear; merge it with peft" if min(unknown) in tensors else "is missing; copy the adapter again"
-        )
-        raise ValueError(f"{path}: {min(unknown)} {what}")
+        unsupported = "does not belong to a linear layer; merge it with peft"
+        problem = unsupported if min(unknown) in tensors else "is missing; copy the adapter again"
+        raise ValueError(f"{path}: {min(unknown)} {problem}")
     return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
 
 
@@ -91,12 +88,12 @@ def _merge_weights(
         left -= _merge_file(file, output_dir / file.name, pairs, scale)
     if left:
         raise ValueError(
-            f"{source} has no {min(left)}, which {adapter} adapts; name its model with --model_name_or_path"
+            f"{source} has no {min(left)}, which {adapter} adapts; name its base model with --model_name_or_path"
         )
 
 
 def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> set[str]:
-    """Merges one file. Returns the names of its weights that were adapted."""
+    """Merges one file. Returns the names of the weights that changed."""
     merged: dict[str, Tensor] = {}
     with _readable(source), safe_open(source, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
@@ -104,7 +101,10 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
             if name in pairs:
                 a, b = (x.to(torch.float32) for x in pairs[name])
                 if (len(b), a.shape[1]) != tuple(weight.shape):
-                    raise ValueError(f"{source}: {name} is {list(weight.shape)}, the adapter {[len(b), a.shape[1]]}")
+                    raise ValueError(
+                        f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
+                        f"{[len(b), a.shape[1]]}; name its base model with --model_name_or_path"
+                    )
                 weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
             merged[name] = weight
     try:

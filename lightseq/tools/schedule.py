@@ -1,4 +1,4 @@
-"""Proves a schedule and draws its table: python3 -m lightseq schedule --schedule balanced --ranks 8"""
+"""Validates a schedule and draws its table: python3 -m lightseq schedule --schedule balanced --ranks 8"""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from lightseq.schedule.render import render
 
 
 def parser() -> Parser:
-    out = Parser(prog="python3 -m lightseq schedule", description="Proves a schedule and draws its table.")
+    out = Parser(prog="python3 -m lightseq schedule", description="Validates a schedule and draws its table.")
     out.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
     out.add_argument("--ranks", type=int, required=True, help="ranks that share a sequence")
     out.add_argument(
-        "--head_groups", type=int, default=1, help="groups of heads that are fetched and computed one by one"
+        "--head_groups", type=int, default=1, help="groups of heads that are computed one after the other (default: 1)"
     )
     out.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
     return out

@@ -64,13 +64,13 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     fallback_reason, placement = trainer.context.transport.fallback_reason, trainer.engine.memory.placement
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
-    weights = f"random weights, seed {c.seed}" if start is None else pretrained
+    weights = f"random, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
         "ranks": f"{world.size} ({trainer.engine.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
         f"{hardware(world.device)['device']}",
-        "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} per step",
+        "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
         "schedule": str(trainer.context.schedule),
         "kernel": str(trainer.context.selection),

@@ -1,4 +1,4 @@
-"""Measures a model under sequence parallelism: its loss by position, or retrieval from long texts.
+"""Evaluates a model under sequence parallelism: loss by position, or retrieval from long texts.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_path data/held-out \\
     --model_name_or_path outputs/a/checkpoint-9 --model_max_length 131072 --bf16 --output_dir outputs/a/evaluation
@@ -17,7 +17,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
 
 PROGRAM: Final = "lightseq evaluate"
-NOWHERE: Final = "nowhere"  # the --data_path of a haystack that is made up
+NOWHERE: Final = "nowhere"  # --data_path of a synthetic haystack
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 SCORES: Final = ("likelihood", "greedy")
@@ -25,7 +25,7 @@ SCORES: Final = ("likelihood", "greedy")
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of this command; None where one was not given."""
+    """Flags of this command. None: not given."""
 
     task: str
     bins: str | None
@@ -50,31 +50,33 @@ def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog=f"python3 -m {PROGRAM}",
         usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --data_path DATA --output_dir DIR [--flag value ...]",
-        description="Measures a model under sequence parallelism; writes evaluation.jsonl.",
+        description="Evaluates a model under sequence parallelism and writes evaluation.jsonl.",
         epilog="All other flags are those of training (llama3/train.py --help): model, data, precision, parallelism.",
         allow_abbrev=False,
         add_help=False,
     )
-    out.add_argument("--task", default="loss", help=f"{', '.join(TASK_FLAGS)} (default: loss)")
+    out.add_argument("--task", default="loss", help=f"{' or '.join(TASK_FLAGS)} (default: loss)")
     loss, needle = (out.add_argument_group(f"--task {task}") for task in TASK_FLAGS)
-    loss.add_argument("--bins", help="of positions: powers (of two), or how many equal ones (default: powers)")
-    needle.add_argument("--score", help=f"{', '.join(SCORES)}: how an answer is judged (default: likelihood)")
-    needle.add_argument("--depths", help=f"places of the needle, 0 the start and 1 the end (default: {DEPTHS})")
-    needle.add_argument("--lengths", help="tokens of a text, as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)")
-    needle.add_argument("--trials", type=int, help=f"texts of each length and depth (default: {TRIALS})")
-    needle.add_argument("--choices", type=int, help=f"answers, one right, for likelihood (default: {CHOICES})")
+    loss.add_argument("--bins", help="position bins: powers (of two), or a number of equal bins (default: powers)")
+    needle.add_argument("--score", help=f"scoring of answers: {' or '.join(SCORES)} (default: likelihood)")
+    needle.add_argument("--depths", help=f"needle positions from 0 (start) to 1 (end) (default: {DEPTHS})")
+    needle.add_argument(
+        "--lengths", help="tokens per text, such as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)"
+    )
+    needle.add_argument("--trials", type=int, help=f"texts per length and depth (default: {TRIALS})")
+    needle.add_argument("--choices", type=int, help=f"candidate answers for likelihood (default: {CHOICES})")
     return out
 
 
 def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
-    """Parses the command's own flags and those of training. Raises ValueError for what cannot be met."""
+    """Parses the command's own flags and those of training. Raises ValueError for invalid flags."""
     own, rest = parser().parse_known_args(list(words))
     options = Options(**vars(own))
     if options.task not in TASK_FLAGS:
         raise ValueError(f"--task {options.task!r} is unknown; choose from {', '.join(TASK_FLAGS)}")
     for task, names in TASK_FLAGS.items():
         if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
-            raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {options.task}; leave it out")
+            raise ValueError(f"--{stray[0]} belongs to --task {task}, but the task is {options.task}; leave it out")
     if options.task == "needle":
         rest = ["--data_path", NOWHERE, *rest]
     config = parse(rest, PROGRAM)
@@ -82,8 +84,8 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
         return options, config
     lengths = lengths_of(options, config)
     if any(word.partition("=")[0] == "--model_max_length" for word in rest) and max(lengths) > config.model_max_length:
-        given = f"--lengths {options.lengths} reach beyond --model_max_length {config.model_max_length}"
-        raise ValueError(f"{given}; leave the latter out")
+        given = f"--lengths {options.lengths} exceeds --model_max_length {config.model_max_length}"
+        raise ValueError(f"{given}; leave --model_max_length out")
     return options, dataclasses.replace(config, model_max_length=max(lengths))
 
 

@@ -1,4 +1,4 @@
-"""A run of an evaluation: finds its inputs, builds the model across ranks, measures and writes the records."""
+"""Evaluation on all ranks: finds inputs, builds the model, runs the task and writes the records."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from lightseq.utils.masking import mask_secrets
 
 RECORD: Final = "evaluation.jsonl"
 TASKS: Final = {"loss": loss_task, "needle": needle_task}
-# Flags of training that an evaluation ignores; a note names those that are given.
+# Flags of training that an evaluation ignores. A note names those that were given.
 UNUSED: Final = (
     "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
@@ -37,7 +37,7 @@ UNUSED: Final = (
 
 
 def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
-    """Measures what the command line asks for, writes the records and prints them."""
+    """Runs the task of a command line, writes the records and prints them."""
     with init_distributed(_timeout(words)) as world:
         options, given = on_all_ranks(world, lambda: flags(words))
         config = _without_training(given)
@@ -59,7 +59,7 @@ def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
 
 
 def _timeout(words: Sequence[str]) -> float:
-    """Returns the timeout of the process group. Errors are reported once there is one."""
+    """Returns the timeout of the process group. Ignores invalid flags, which are reported once the group exists."""
     try:
         return flags(words)[1].step_timeout
     except ValueError:
@@ -67,7 +67,7 @@ def _timeout(words: Sequence[str]) -> float:
 
 
 def _without_training(config: TrainConfig) -> TrainConfig:
-    """Turns off what is for the backward pass and the update."""
+    """Resets flags that only affect the backward pass and the update."""
     offload = "optimizer" if config.state_on_host else "none"
     return dataclasses.replace(
         config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
@@ -87,13 +87,13 @@ def _to_fit(config: TrainConfig) -> str:
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
-    if given.offload != config.offload:  # weights may still wait on the host
+    if given.offload != config.offload:  # weights may still be on the host
         unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
-    return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
+    return [f"flags that only affect training are ignored: {', '.join(unused)}"] if unused else []
 
 
 def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: World) -> Task:
-    """Finds and checks all inputs before any process waits for another and before anything is written."""
+    """Finds and checks all inputs before any rank waits for another and before anything is written."""
     record = Path(config.output_dir) / RECORD
     if record.exists() and not config.overwrite_output_dir:
         raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
@@ -102,7 +102,9 @@ def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: 
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--output_dir {config.output_dir} cannot be made ({error.strerror}); name another") from error
+        raise ValueError(
+            f"--output_dir {config.output_dir} cannot be created ({error.strerror}); name another directory"
+        ) from error
     return task
 
 
@@ -121,7 +123,7 @@ def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
-    """Returns what is needed to repeat the evaluation."""
+    """Returns the facts needed to repeat the evaluation."""
     data = None if config.data_path == NOWHERE else config.data_path
     about = {
         "model": config.model_name_or_path, "data": data, "length": config.model_max_length,

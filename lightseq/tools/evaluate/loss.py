@@ -1,4 +1,4 @@
-"""The loss of a model by position in the sequence."""
+"""Evaluation task: loss by position in the sequence."""
 
 from dataclasses import asdict
 

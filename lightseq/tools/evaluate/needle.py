@@ -1,4 +1,4 @@
-"""Needles in haystacks: texts of any length with a number hidden at some depth and a question at the end."""
+"""Needle-in-a-haystack texts: a number hidden at some depth of a long text, and a question at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from lightseq.data.tokenizer import Tokenizer
 SENTENCE: Final = "\nThe pass key is {number}. Remember it: {number} is the pass key.\n"
 QUESTION: Final = "\nWhat is the pass key? The pass key is"
 ANSWER: Final = " {number}"
-# The haystack where no data is given (Mohtashami and Jaggi, arXiv 2305.16300).
+# The default haystack (Mohtashami and Jaggi, arXiv 2305.16300).
 FILLER: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SMALLEST, LARGEST = 10_000, 100_000  # five digits
-DRAWS = 1000  # numbers, to find wrong answers with as many tokens as the right one
+DRAWS = 1000  # numbers tried as wrong answers, which need as many tokens as the right one
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden sentence, the question at the end, and answers of equal length, the right one first."""
+    """Hidden sentence, question at the end, and answers of equal length, the right one first."""
 
     sentence: Ids
     question: Ids
     answers: tuple[Ids, ...]
-    absent: Ids  # from the haystack, so that only the needle answers
+    absent: Ids  # tokens to remove from the haystack, so that only the needle has the answer
 
 
 class Needles(Protocol):
-    """A source of needles, hay and readable answers for a model's vocabulary."""
+    """Source of needles, hay and readable answers for a model's vocabulary."""
 
     @property
     def begin(self) -> Ids: ...
@@ -46,7 +46,7 @@ class Needles(Protocol):
 
 @dataclass(frozen=True)
 class TextNeedles:
-    """Five-digit numbers in a sentence."""
+    """Needles made of text: five-digit numbers in a sentence."""
 
     tokenizer: Tokenizer
 
@@ -59,13 +59,16 @@ class TextNeedles:
         question, answer = self._ending(right)
         answers, numbers = [answer], {right}
         for number in map(int, generator.integers(SMALLEST, LARGEST, DRAWS)):
-            asked, answer = self._ending(number)
-            alike = len(answer) == len(answers[0]) and np.array_equal(asked, question)
-            if len(answers) < choices and number not in numbers and alike:
+            its_question, answer = self._ending(number)
+            comparable = len(answer) == len(answers[0]) and np.array_equal(its_question, question)
+            if len(answers) < choices and number not in numbers and comparable:
                 answers.append(answer)
                 numbers.add(number)
         if len(answers) < choices:
-            raise ValueError(f"tokenizer {self.tokenizer.name} makes too few numbers of equal length; fewer --choices")
+            raise ValueError(
+                f"--choices {choices}: tokenizer {self.tokenizer.name} has {len(answers)} numbers of equal length; "
+                "give fewer"
+            )
         return Needle(self._ids(SENTENCE.format(number=right)), question, tuple(answers), np.zeros(0, np.int64))
 
     def hay(self, generator: np.random.Generator, count: int) -> Ids:
@@ -75,7 +78,7 @@ class TextNeedles:
         return self.tokenizer.decode(ids).strip()
 
     def _ending(self, number: int) -> tuple[Ids, Ids]:
-        """Encodes question and answer as one text and cuts them where the number begins."""
+        """Encodes question and answer as one text and splits the tokens where the number begins."""
         asked, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
         shorter = min(len(asked), len(whole) - 1)
         same = asked[:shorter] == whole[:shorter]
@@ -88,9 +91,9 @@ class TextNeedles:
 
 @dataclass(frozen=True)
 class IdNeedles:
-    """Keys and values from the upper half of the vocabulary; the key at the end asks for its value.
+    """Needles made of token ids: a key and a value from the upper half of the vocabulary, and the key as question.
 
-    `data_gen synthetic --kind needle` makes such data, on which a model without a tokenizer can learn retrieval.
+    `data_gen synthetic --kind needle` writes such data, to train retrieval without a tokenizer.
     """
 
     vocab_size: int
@@ -102,9 +105,7 @@ class IdNeedles:
     def draw(self, generator: np.random.Generator, choices: int) -> Needle:
         upper = np.arange(self.vocab_size // 2, self.vocab_size)
         if len(upper) < choices + 1:
-            raise ValueError(
-                f"--choices {choices} and a key are more than half of the {self.vocab_size} ids; give fewer"
-            )
+            raise ValueError(f"--choices {choices} needs {choices + 1} of the upper {len(upper)} token ids; give fewer")
         key, *values = generator.choice(upper, choices + 1, replace=False)
         answers = tuple(np.array([value], dtype=np.int64) for value in values)
         return Needle(np.array([key, values[0]]), np.array([key]), answers, np.array([key, *values]))
@@ -118,7 +119,7 @@ class IdNeedles:
 
 @dataclass(frozen=True)
 class Search:
-    """The needles and the hay. A needle and its hay are the same at every depth and length."""
+    """Needles and their haystack. A trial has the same needle and hay at every depth and length."""
 
     needles: tuple[Needle, ...]
     hay: Ids
@@ -126,7 +127,7 @@ class Search:
     seed: int
 
     def text(self, trial: int, depth: float, length: int) -> Ids:
-        """Returns a text of `length` tokens with its answer, the needle after the share `depth` of the hay."""
+        """Returns a text that has `length` tokens with its answer, and the needle at `depth` (0 to 1) of the hay."""
         needle = self.needles[trial]
         hay = self.hay[~np.isin(self.hay, needle.absent)]
         around = length - self._least(needle)
@@ -137,7 +138,7 @@ class Search:
 
     @property
     def least_length(self) -> int:
-        """Returns the fewest tokens that hold any needle, its question and its answer."""
+        """Returns the smallest length that fits every needle with its question and answer."""
         return max(map(self._least, self.needles))
 
     def _least(self, needle: Needle) -> int:
@@ -147,7 +148,7 @@ class Search:
 def make_search(
     needles: Needles, hay: Ids | None, trials: int, choices: int, seed: int, lengths: Sequence[int], vocab_size: int
 ) -> Search:
-    """Draws needles. Raises ValueError for what does not fit into a length or the model's vocabulary."""
+    """Draws needles. Raises ValueError if they do not fit into the lengths or the model's vocabulary."""
     drawn = tuple(needles.draw(np.random.default_rng((seed, trial)), choices) for trial in range(trials))
     if hay is None:
         hay = needles.hay(np.random.default_rng((seed, trials)), max(lengths))
@@ -156,7 +157,7 @@ def make_search(
         for ids in (needle.sentence, needle.question, *needle.answers, search.begin):
             check_ids(ids, vocab_size, "the needle")
         if np.isin(hay, needle.absent).all():
-            raise ValueError("the haystack has no token besides keys and values; give another --data_path, or none")
+            raise ValueError("the haystack has only keys and values; give another --data_path, or leave it out")
     check_ids(hay, vocab_size, "the haystack")
     if min(lengths) < search.least_length:
         least = search.least_length

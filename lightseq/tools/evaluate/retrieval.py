@@ -1,6 +1,6 @@
-"""Retrieval: can a model find what a long text hides, by the likelihood of the answer or by greedy decoding.
+"""Evaluation task: needle-in-a-haystack retrieval, scored by likelihood or by greedy decoding.
 
-Each answer, and each decoded token, takes a forward pass of the whole text over the ranks that share it.
+Each candidate answer, and each decoded token, takes a sequence-parallel forward pass over the whole text.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,26 +30,26 @@ from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
 from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
 
-HAYSTACKS = 4  # times the longest text is read, so that texts differ
+HAYSTACKS = 4  # the haystack is this many times the longest text, so that texts differ
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The score of needles at one depth of texts of one length."""
+    """Score at one length and depth."""
 
     length: int
     depth: float
     accuracy: float
     trials: int
-    log_probability: float | None = None  # of the right answer, mean
-    margin: float | None = None  # over the likeliest wrong answer, mean
-    answers: tuple[str, ...] | None = None  # as decoded
+    log_probability: float | None = None  # mean over trials, of the right answer
+    margin: float | None = None  # mean difference to the likeliest wrong answer
+    answers: tuple[str, ...] | None = None  # decoded
     wanted: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class LazyExamples:
-    """Examples that are made when they are read."""
+    """Examples that are created on access."""
 
     count: int
     make: Callable[[int], Example]
@@ -62,7 +62,7 @@ class LazyExamples:
         return self.make(index)
 
 
-Stream = Callable[[Examples, int], BatchStream]  # of texts of a length
+Stream = Callable[[Examples, int], BatchStream]  # texts, length -> batches
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -91,27 +91,27 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
         rows = [{key: value for key, value in asdict(cell).items() if value is not None} for cell in cells]
         return Result(summary, rows, [*_table(cells), f"found {accuracy:.1%}"])
 
-    source = "made up" if examples is None else config.data_path
+    source = "synthetic" if examples is None else config.data_path
     repeats = ", repeated" if hay is not None and len(hay) < max(lengths) else ""
     header = {
         "haystack": f"{source}, {len(search.hay):,} tokens{repeats}",
-        "needle": f"text through tokenizer {tokenizer.name}" if tokenizer else "ids, without a tokenizer",
-        "score": f"{score}, {trials} texts for each length and depth",
+        "needle": f"text, tokenizer {tokenizer.name}" if tokenizer else "token ids, no tokenizer",
+        "score": f"{score}, {trials} texts per length and depth",
     }
     no_texts = stream(LazyExamples(0, lambda index: _example(search.begin, search.begin)), max(lengths))
     return Task(inputs_for(model, no_texts, world), header, run)
 
 
 def _checked(options: Options) -> tuple[str, int, int | None]:
-    """Returns score, trials and choices (None for greedy decoding). Raises ValueError for what cannot be scored."""
+    """Returns score, trials and choices (None for greedy decoding). Raises ValueError for invalid flags."""
     score, trials = options.score or "likelihood", TRIALS if options.trials is None else options.trials
     choices = CHOICES if options.choices is None else options.choices
     if score not in SCORES:
         raise ValueError(f"--score {score!r} is unknown; choose from {', '.join(SCORES)}")
     if score == "greedy" and options.choices is not None:
-        raise ValueError("--choices belongs to --score likelihood, and the score is greedy; leave it out")
+        raise ValueError("--choices belongs to --score likelihood, but the score is greedy; leave it out")
     if trials < 1 or choices < 2:
-        raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial, and 2 choices")
+        raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial and 2 choices")
     return score, trials, choices if score == "likelihood" else None
 
 
@@ -122,12 +122,12 @@ def _depths(options: Options) -> list[float]:
     except ValueError:
         depths = [-1.0]
     if not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"--depths {text}: give shares of a text from 0 to 1, as {DEPTHS}")
+        raise ValueError(f"--depths {text}: give numbers from 0 to 1, such as {DEPTHS}")
     return depths
 
 
 def _tokenizer(config: TrainConfig, model: FoundModel, examples: Examples | None) -> Tokenizer | None:
-    """Loads the one that was asked for, else that of the haystack's tokens, else the model's, if it has one."""
+    """Loads --tokenizer, or else the tokenizer of the haystack's tokens, or else the model's, if it has one."""
     of_data = examples.source.meta.get("tokenizer") if isinstance(examples, WindowExamples) else None
     of_model = str(model.weights) if has_tokenizer(model.weights) else None
     name = config.tokenizer or of_data or of_model
@@ -135,7 +135,7 @@ def _tokenizer(config: TrainConfig, model: FoundModel, examples: Examples | None
 
 
 def haystack(examples: Examples, count: int, special_ids: Sequence[int]) -> Ids:
-    """Returns up to `count` first tokens of the data, without those that end or begin a document."""
+    """Returns the first `count` tokens of the data, or all if there are fewer, without `special_ids`."""
     parts, found = [], 0
     for i in range(len(examples)):
         ids = examples[i].input_ids
@@ -147,7 +147,7 @@ def haystack(examples: Examples, count: int, special_ids: Sequence[int]) -> Ids:
 
 
 def _table(cells: Sequence[Cell]) -> list[str]:
-    """Returns accuracy by depth and length."""
+    """Returns the lines of a table of accuracy by depth and length."""
     lengths, depths = ({getattr(cell, key): None for cell in cells} for key in ("length", "depth"))
     scores = {(cell.depth, cell.length): f"{cell.accuracy:.2f}" for cell in cells}
     rows = [["depth", *(f"{length:,}" for length in lengths)]]
@@ -159,12 +159,12 @@ def _table(cells: Sequence[Cell]) -> list[str]:
 
 
 def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream) -> list[Cell]:
-    """Counts a needle as found where the right answer is likelier than each wrong one."""
+    """Scores needles by likelihood: found if the right answer is likelier than every wrong one."""
     trials, choices = len(search.needles), len(search.needles[0].answers)
 
     def make(index: int) -> Example:
-        place, choice = divmod(index, choices)
-        depth, trial = divmod(place, trials)
+        text, choice = divmod(index, choices)
+        depth, trial = divmod(text, trials)
         return _example(search.text(trial, depths[depth], length), search.needles[trial].answers[choice])
 
     texts = stream(LazyExamples(len(depths) * trials * choices, make), length)
@@ -180,7 +180,7 @@ def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequenc
 def by_decoding(
     trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream, show: Callable[..., str]
 ) -> list[Cell]:
-    """Counts a needle as found where greedy decoding gives the right answer."""
+    """Scores needles by greedy decoding: found if the decoded tokens equal the right answer."""
     trials, right = len(search.needles), [needle.answers[0] for needle in search.needles]
     decoded = np.zeros((len(depths) * trials, max(map(len, right))), dtype=np.int64)
     for known in range(decoded.shape[1]):
@@ -188,7 +188,7 @@ def by_decoding(
         def make(index: int, known: int = known) -> Example:
             depth, trial = divmod(index, trials)
             text = search.text(trial, depths[depth], length)
-            size = len(right[trial])  # a shorter answer is complete by now, and nothing more is asked
+            size = len(right[trial])  # a shorter answer may be complete already
             given = decoded[index, : min(known, size)]
             return _example(np.concatenate([text, given]), np.zeros(int(known < size), np.int64))
 
@@ -198,20 +198,20 @@ def by_decoding(
     for depth, rows in zip(depths, decoded.reshape(len(depths), trials, -1), strict=True):
         answers = [row[: len(ids)] for row, ids in zip(rows, right, strict=True)]
         found = [np.array_equal(a, b) for a, b in zip(answers, right, strict=True)]
-        said, wanted = (tuple(show(ids.tolist()) for ids in these) for these in (answers, right))
-        cells.append(Cell(length, depth, float(np.mean(found)), trials, answers=said, wanted=wanted))
+        shown, wanted = (tuple(show(ids.tolist()) for ids in these) for these in (answers, right))
+        cells.append(Cell(length, depth, float(np.mean(found)), trials, answers=shown, wanted=wanted))
     return cells
 
 
 def _example(text: Ids, wanted: Ids) -> Example:
-    """Appends to a text the tokens that are asked for, which alone are targets."""
+    """Returns an example of a text and the tokens to predict, which are the only targets."""
     ids = np.concatenate([text, wanted])
     labels = np.where(np.arange(len(ids)) < len(text), IGNORE_INDEX, ids)
     return window(ids, labels, 0, len(ids))
 
 
 def _sums(trainer: Trainer, stream: BatchStream, read: ReadOptions, description: str) -> NDArray[np.float64]:
-    """Adds up what `read` gives for the targets of each text; the same on every rank."""
+    """Sums the results of `read` over the targets of each text. The result is the same on every rank."""
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
         for step in progress_bar(range(stream.steps), None, trainer.world.is_main, description):

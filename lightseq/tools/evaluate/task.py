@@ -1,4 +1,4 @@
-"""The interface of an evaluation's tasks: inputs and results."""
+"""Interface of evaluation tasks: inputs and results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lightseq.training.setup import FoundModel, Inputs, fetch
 
 @dataclass(frozen=True)
 class Result:
-    """A summary, one object per bin or cell, and the lines of a table."""
+    """Result of a task: a summary, a row per bin or cell, and the lines to print."""
 
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
@@ -21,7 +21,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Task:
-    """An evaluation whose inputs were found and checked; `run` evaluates a model."""
+    """Evaluation with checked inputs. `run` evaluates a trainer's model."""
 
     inputs: Inputs
     header: Mapping[str, str]
@@ -29,7 +29,7 @@ class Task:
 
 
 def inputs_for(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
-    """Returns the inputs of a trainer that takes no step."""
+    """Returns the inputs of a trainer that takes no steps."""
     return Inputs(
         model_config=model.config,
         weights=fetch(model, world),

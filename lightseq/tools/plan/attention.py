@@ -1,4 +1,4 @@
-"""Predicts one attention layer, forward and backward, over clusters of many sizes.
+"""Predicts the time of one attention layer, forward and backward, on clusters of different sizes.
 
 python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
 """
@@ -31,17 +31,17 @@ HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s pe
 
 
 def parser() -> Parser:
-    out = Parser(prog=PROGRAM, description="Predicts one attention layer over clusters of many sizes, without a GPU.")
-    out.add_argument("--attention", action="store_true", required=True, help="one attention layer, forward + backward")
+    out = Parser(prog=PROGRAM, description="Predicts one attention layer on clusters of different sizes.")
+    out.add_argument("--attention", action="store_true", required=True, help="plan one attention layer, not a run")
     out.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
-    out.add_argument("--gpus_per_host", type=int, default=8, help="neighbouring ranks of one host (default: 8)")
-    out.add_argument("--length", default="128K", help="tokens of the whole sequence: 131072, 128K, 1M (default: 128K)")
+    out.add_argument("--gpus_per_host", type=int, default=8, help="GPUs per host (default: 8)")
+    out.add_argument("--length", default="128K", help="tokens per sequence, such as 131072, 128K or 1M (default: 128K)")
     out.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
     out.add_argument("--kv_heads", type=int, default=8, help="key/value heads (default: 8)")
-    out.add_argument("--head_dim", type=int, default=128, help="(default: 128)")
-    out.add_argument("--schedules", default="all", help=f"all, or from {', '.join(SCHEDULES)}")
+    out.add_argument("--head_dim", type=int, default=128, help="head dimension (default: 128)")
+    out.add_argument("--schedules", default="all", help=f"all, or a list of {', '.join(SCHEDULES)}")
     out.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="JSONL, for python3 -m analysis cluster"
+        "--output", type=Path, required=True, metavar="FILE", help="JSONL file for python3 -m analysis cluster"
     )
     return out
 
@@ -55,7 +55,7 @@ def _predict(asked: argparse.Namespace, command: str) -> None:
     _check_shape(shape)
     gpus, schedules = _gpu_counts(asked.gpus), _schedule_names(asked.schedules)
     if asked.gpus_per_host < 1:
-        raise ValueError(f"--gpus_per_host {asked.gpus_per_host} must be at least 1")
+        raise ValueError(f"--gpus_per_host {asked.gpus_per_host}: give at least 1")
     header = {
         "plan": "attention",
         "command": command,
@@ -73,9 +73,10 @@ def _predict(asked: argparse.Namespace, command: str) -> None:
 def predictions(
     shape: AttentionShape, gpus_per_host: int, gpus: Sequence[int], schedules: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record for every number of GPUs and schedule with its best sizes, or with why it is impossible.
+    """Yields a record for every number of GPUs and schedule, with its best sizes or the reason it is impossible.
 
-    `fastest` marks what training takes. Another may be 0.2% faster: more head groups cost little time and save memory.
+    `fastest` marks the choice of training. Another one may be up to 0.2% faster, since head groups that save memory
+    are preferred.
     """
     for count in gpus:
         transport = "symmetric" if count <= gpus_per_host else "nccl"
@@ -98,9 +99,9 @@ def predictions(
 
 
 def _figures(found: ChoiceEstimate | None, gpus: int, shape: AttentionShape, rates: Rates) -> dict[str, Any]:
-    """Returns sizes and times; all are null where a schedule is impossible."""
+    """Returns sizes and times, all None if the schedule is impossible."""
     choice, estimate = found or (None, None)
-    flops = (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim  # half is masked
+    flops = (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim  # causal: half
     return {
         "head_groups": choice and (choice.head_groups or 1),
         "ulysses_size": choice and ulysses_group_size(choice.schedule, gpus, choice.ulysses_size),
@@ -115,7 +116,7 @@ def _figures(found: ChoiceEstimate | None, gpus: int, shape: AttentionShape, rat
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns aligned lines of what is possible; a star marks the fastest for each number of GPUs."""
+    """Returns the lines of a table of possible schedules. A star marks the fastest for each number of GPUs."""
     rows = [_cells(r) for r in records if not r["skipped"]]
     return aligned([["", *HEADINGS], *rows], left=(0, 2))
 
@@ -137,7 +138,7 @@ def _cells(r: Mapping[str, Any]) -> list[str]:
 def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Replaces an earlier plan. Raises ValueError for any other file."""
     if path.is_file() and path.stat().st_size and not path.read_text(errors="replace").startswith('{"plan": '):
-        raise ValueError(f"--output {path} is there and is no plan of attention; name another file")
+        raise ValueError(f"--output {path} exists and is not an attention plan; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
@@ -146,19 +147,20 @@ def _schedule_names(text: str) -> list[str]:
     names = list(SCHEDULES) if text == "all" else text.split(",")
     for name in names:
         if name not in SCHEDULES:
-            raise ValueError(f"schedule {name!r} is unknown; choose all or from {', '.join(SCHEDULES)}")
+            raise ValueError(f"--schedules {name!r} is unknown; give all, or choose from {', '.join(SCHEDULES)}")
     return list(dict.fromkeys(names))
 
 
 def _gpu_counts(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"--gpus {text} is no list of numbers of GPUs; write 1,2,4,8")
+        raise ValueError(f"--gpus {text} is not a list of positive numbers; write it like 1,2,4,8")
     return sorted({int(word) for word in words})
 
 
 def _check_shape(shape: AttentionShape) -> None:
     if min(shape.heads, shape.kv_heads, shape.head_dim) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(
-            f"{shape.heads} query heads of {shape.head_dim} do not divide among {shape.kv_heads} key/value heads"
+            f"--kv_heads {shape.kv_heads} does not divide --heads {shape.heads} (with --head_dim {shape.head_dim}); "
+            "give positive numbers that divide"
         )

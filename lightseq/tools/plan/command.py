@@ -1,4 +1,4 @@
-"""Plans a training run from its own flags, without a GPU: does it fit, how fast is it, how long can it be.
+"""Plans a training run from its flags, without a GPU: whether it fits, how fast it is, and the longest sequence.
 
 python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
     --offload activations --gpus 8 --chip h200 --host_memory 1900
@@ -19,28 +19,26 @@ def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog="python3 -m lightseq plan",
         usage="python3 -m lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
-        description="Predicts memory by category, the seconds of a step by part, where each layer's tensors wait, and "
+        description="Predicts memory by category, step time by part, the placement of each layer's activations, and "
         "the longest length that fits. Takes the flags of training (llama3/train.py --help) and these. With "
-        "--attention: one attention layer over clusters of many sizes (plan --attention --help).",
+        "--attention: one attention layer on clusters of different sizes (plan --attention --help).",
         allow_abbrev=False,
     )
-    out.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
-    out.add_argument("--gpus_per_host", type=int, default=8, help="(default: %(default)s)")
-    out.add_argument("--chip", default="h200", help=f"{', '.join(CHIPS)} (default: %(default)s)")
-    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="of a GPU (default: the chip's)")
+    out.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    out.add_argument("--gpus_per_host", type=int, default=8, help="GPUs per host (default: %(default)s)")
+    out.add_argument("--chip", default="h200", help=f"one of {', '.join(CHIPS)} (default: %(default)s)")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory per GPU (default: that of the chip)")
+    out.add_argument("--host_memory", type=float, metavar="GIB", help="memory per host (default: unlimited)")
     out.add_argument(
-        "--host_memory", type=float, metavar="GIB", help="of a host, for all its ranks (default: unbounded)"
+        "--host_cores", type=int, metavar="N", help=f"CPU cores per host (default: {DEFAULT_CORES} per rank)"
     )
-    out.add_argument(
-        "--host_cores", type=int, metavar="N", help=f"of a host, for all its ranks (default: {DEFAULT_CORES} a rank)"
-    )
-    out.add_argument("--json", action="store_true", help="print an object instead of tables")
-    out.add_argument("--output", type=Path, metavar="FILE", help="add the object as a line to this file")
+    out.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
+    out.add_argument("--output", type=Path, metavar="FILE", help="append the JSON object to this file as a line")
     return out
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
-    """Returns 0 if the run fits, 1 if it does not, 2 with one line for what cannot be planned."""
+    """Runs `python3 -m lightseq plan`. Returns 0 if the run fits, 1 if it does not, 2 on invalid input."""
     if "--attention" in words:
         return attention.main(words)
     try:

@@ -1,4 +1,4 @@
-"""A training step with everything but attention's arithmetic, which tells in a minute or two if a length fits.
+"""Rehearsal: a training step without the attention computation, to see within minutes whether a length fits.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq rehearse --model_name_or_path llama3-8b --random_init \\
     --bf16 --model_max_length 1000000 --offload activations
@@ -46,17 +46,17 @@ from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.masking import mask_secrets
 
 LEAST_VOCABULARY = 32  # token ids that every model has
-MOST_WHOLE_TOKENS = 2**18  # of a rank; past them one tile stands for all, and host memory is counted, not made
-LEAST_TILE_TOKENS = 64  # of a short run with the tiles of a longer one
+MOST_WHOLE_TOKENS = 2**18  # per rank; above, only the first tile is computed and host memory is only counted
+LEAST_TILE_TOKENS = 64  # smallest tile of a scaled-down run
 STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The bytes that a step took: the peak of the rank that took most, the parts of rank 0.
+    """Memory of a step: the peak of the worst rank and the breakdown of rank 0.
 
-    Without a GPU only what can be counted is known.
+    Without a GPU, the peak is None and only parts that can be computed are known.
     """
 
     length: int
@@ -64,27 +64,27 @@ class Rehearsal:
     peak_bytes: int | None
     capacity_bytes: int | None
     offloaded_bytes: int
-    seconds: float  # since the process began
-    spent: dict[str, float]  # of these, on what
+    seconds: float  # since the process started
+    spent: dict[str, float]  # seconds by stage
     parts: Breakdown
-    host_counted: bool  # and not made
+    host_counted: bool  # host memory was counted, not allocated
 
     def lines(self) -> list[str]:
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
         how = ", counted" if self.host_counted else ""
         end = [
-            f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB a rank for what layers keep{how}",
+            f"host memory       {self.offloaded_bytes / GIB:9.2f} GiB per rank for activations{how}",
             f"took {self.seconds:.0f} s: {spent}",
         ]
         if self.peak_bytes is None or self.capacity_bytes is None:
-            verdict = "without a GPU only these parts are known; rehearse where you will train"
+            verdict = "without a GPU only these parts are known; rehearse on the hardware that you will train on"
         else:
-            verdict = f"fits: {self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
+            verdict = f"fits: {self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB per GPU"
         return [*self.parts.lines(), *end, verdict]
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq rehearse FLAGS`, those of training; data is made up. Status 0 if it fits."""
+    """Runs `python3 -m lightseq rehearse` with the flags of training and synthetic data. Returns 0 if it fits."""
     words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with init_distributed(TrainConfig.step_timeout) as world:
         asked = on_all_ranks(world, lambda: parse(words, PROGRAM))
@@ -92,7 +92,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
         try:
             config = within_free_memory(without_traces(asked, folder), world)
             inputs = on_all_ranks(world, lambda: made_up_inputs(config, family, world, folder))
-            dist.barrier()  # every rank has opened what it reads
+            dist.barrier()  # every rank has opened its files
         finally:
             if world.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -110,16 +110,16 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
 
 
 def rehearse(trainer: Trainer) -> Rehearsal:
-    """Takes one step as all are once the optimizer has its state. What runs out of memory ends as in training."""
+    """Takes a step with the optimizer state in place. Running out of memory ends the process as in training."""
     times, on_gpu = [psutil.Process().create_time(), time.time()], trainer.world.device.type == "cuda"
-    # DeepSpeed makes its state with its engine; state on the host, which the update makes, leaves the GPU as it is.
+    # DeepSpeed's engine has created its state already, and state on the host does not affect the GPU.
     memory = trainer.engine.memory
     if trainer.inputs.deepspeed is None and (memory.layers_with_state_on_gpu or not memory.state_on_host):
         with trainer.explained_out_of_memory():
             make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
-    for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # in the first, kernels are compiled
+    for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # the first compiles kernels
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -144,10 +144,10 @@ def rehearse(trainer: Trainer) -> Rehearsal:
 
 @contextmanager
 def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
-    """Leaves attention's arithmetic out of models made within the block, and of long sequences all but one tile's.
+    """Makes models built inside the block skip the attention computation and, for long sequences, all but one tile.
 
-    Memory is that of a real run. Tiled operations leave what lies past their first tile as memory was, and host memory
-    is counted, not made.
+    Memory use is that of a real run, except that for long sequences host memory is counted instead of allocated. Tiled
+    operations leave everything past the first tile uninitialized.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(context, "select", elided_selection))
@@ -159,12 +159,12 @@ def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
 
 
 def first_tile(tokens: int, size: int) -> Iterator[slice]:
-    """Yields the rows of the first tile alone."""
+    """Yields the rows of the first tile only."""
     yield slice(0, size)
 
 
 class CountedMemory(HostBufferPool):
-    """Host memory that is counted: all buffers of a size are one. Some hosts take a minute for a hundred GiB."""
+    """Host buffer pool that counts memory: all buffers of a size share one. Allocating 100 GiB can take a minute."""
 
     def __init__(self, limit_bytes: float, pinned: bool) -> None:
         super().__init__(limit_bytes, pinned)
@@ -178,14 +178,14 @@ class CountedMemory(HostBufferPool):
 
 
 def elided_selection(name: str, spec: KernelSpec) -> Selection:
-    """Selects a kernel, and leaves its arithmetic out: memory and messages are real, results are zero."""
+    """Selects a kernel and replaces its computation by zeros. Memory and communication stay the same."""
     found = select(name, spec)
     return dataclasses.replace(found, kernel=Elided(found.kernel))
 
 
 @contextmanager
 def scaled_down(length: int, asked: int) -> Iterator[None]:
-    """Gives a run of `length` tokens, within the block, the schedule of one of `asked`, and tiles made small alike."""
+    """Gives a run of `length` tokens the schedule of a run of `asked` tokens, and proportionally smaller tiles."""
     enable: Callable[..., SequenceContext] = hf.enable
 
     def enable_as_asked(*args: Any, **options: Any) -> SequenceContext:
@@ -203,7 +203,7 @@ def scaled_down(length: int, asked: int) -> Iterator[None]:
 
 
 class TakenByForward:
-    """Device memory that the forward pass leaves taken for the backward pass."""
+    """Measurement of the device memory that a forward pass leaves allocated for the backward pass."""
 
     def __init__(self, loss_model: nn.Module, on_gpu: bool) -> None:
         self.bytes = self._before = 0
@@ -215,7 +215,7 @@ class TakenByForward:
 
 
 def shared_folder(world: World, prefix: str) -> Path:
-    """Makes a temporary directory of one name on every host."""
+    """Creates a temporary directory with the same name on every host."""
     name = [tempfile.mkdtemp(prefix=prefix) if world.is_main else ""]
     dist.broadcast_object_list(name)
     folder = Path(name[0])
@@ -224,7 +224,7 @@ def shared_folder(world: World, prefix: str) -> Path:
 
 
 def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
-    """Returns the run that was asked for, cut to two steps that read and leave nothing."""
+    """Returns the config of a run of two steps that reads and writes nothing outside `folder`."""
     return dataclasses.replace(
         asked, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
         eval_strategy="no", eval_data_path=None, save_strategy="no", keep_best=False, report_to="none",
@@ -234,7 +234,7 @@ def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def within_free_memory(config: TrainConfig, world: World) -> TrainConfig:
-    """Returns a budget of host memory that this host has: what is only counted must not count on more."""
+    """Limits --host_memory_budget to the free host memory, because memory that is only counted cannot run out."""
     if config.host_memory_budget is None:
         return config
     free = free_host_memory(world, share=1.0) / GIB
@@ -242,7 +242,7 @@ def within_free_memory(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def made_up_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
-    """Prepares data of one long document: every token has a target."""
+    """Prepares inputs with synthetic data: one long document in which every token has a target."""
     if world.local_rank == 0:
         ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY
         write_token_directory(folder / "data", [ids], LEAST_VOCABULARY, dict)

@@ -1,4 +1,4 @@
-"""A training plan as tables for a person and as a JSON object."""
+"""Output of a training plan as tables and as a JSON object."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[s
 
 
 def _changed_flags(config: TrainConfig) -> dict[str, Any]:
-    """Returns flags other than their defaults, without the paths that a plan neither reads nor writes."""
+    """Returns the flags that differ from their defaults, without the paths, which a plan does not use."""
     defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
     paths = ("data_path", "output_dir")
     return {name: value for name, value in config.to_json().items() if value != defaults[name] and name not in paths}
@@ -85,7 +85,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
 
 def _schedule(run: PlannedRun) -> str:
     if run.sequence_ranks == 1:
-        return "none: every GPU has sequences of its own"
+        return "none: each GPU has its own sequences"
     groups = run.choice.head_groups or 1
     heads = f"heads in {groups} turns" if groups > 1 else "all heads at once"
     return f"{run.choice.schedule}, {heads}, {run.transport}"
@@ -93,21 +93,21 @@ def _schedule(run: PlannedRun) -> str:
 
 def _memory(plan: Plan) -> Table:
     hardware = plan.run.hardware
-    out = _table(f"a GPU at its peak ({plan.when})", "GiB")
+    out = _table(f"peak memory per GPU ({plan.when})", "GiB")
     for name, size in _largest_first(asdict(plan.parts)):
         out.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
     out.add_section()
-    out.add_row("together", f"{plan.parts.total / GIB:.2f}")
+    out.add_row("total", f"{plan.parts.total / GIB:.2f}")
     out.add_row("usable", f"{usable_gpu_bytes(plan.run) / GIB:.2f}")
     room = f" of {hardware.host_memory / GIB:,.0f}" if math.isfinite(hardware.host_memory) else ""
     ranks = hardware.ranks_per_host
-    out.add_row(f"a host, {ranks} rank{'s' * (ranks > 1)}", f"{plan.host_bytes / GIB:.2f}{room}")
+    out.add_row(f"per host, {ranks} rank{'s' * (ranks > 1)}", f"{plan.host_bytes / GIB:.2f}{room}")
     return out
 
 
 def _time(plan: Plan) -> Table:
     is_long = plan.step_seconds >= 10
-    out = _table("a step", "s" if is_long else "ms", "%")
+    out = _table("step time", "s" if is_long else "ms", "%")
     for name, part in _largest_first(plan.seconds):
         if part > 0:
             shown = f"{part:,.2f}" if is_long else f"{1e3 * part:,.1f}"
@@ -117,8 +117,8 @@ def _time(plan: Plan) -> Table:
 
 def _changes(plan: Plan, changes: Sequence[Change]) -> Table | str | None:
     if not changes:
-        return None if plan.fits else "to fit: no flags that the planner knows; take a smaller model or larger GPUs"
-    out = _table("faster, any of" if plan.fits else "to fit, any of", "GiB a GPU", "GiB a host", "s a step")
+        return None if plan.fits else "to fit: the planner knows no flags that help; use a smaller model or larger GPUs"
+    out = _table("faster, any of" if plan.fits else "to fit, any of", "GiB per GPU", "GiB per host", "s per step")
     for change in changes:
         found = change.plan
         sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", _seconds(found.step_seconds))

@@ -1,4 +1,4 @@
-"""Plan of a training run: what it needs, written as tables or as an object."""
+"""Plan of a training run from its flags, printed as tables or as a JSON object."""
 
 import argparse
 import json
@@ -28,11 +28,11 @@ from lightseq.tools.plan.report import record, tables
 from lightseq.training.setup import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
-MAX_SEQUENCE_RANKS = 2048  # a schedule of as many takes half a minute and 4 GB
+MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 
 
 def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str], command: str) -> bool:
-    """Prints the plan of a run. Returns whether it fits. Raises ValueError for what cannot be planned."""
+    """Prints the plan of a run. Returns whether it fits. Raises ValueError for flags that cannot be planned."""
     run = _planned_run(family, own, training)
     plan = make_plan(run)
     length, changes = longest(run), faster_changes(run) if plan.fits else changes_to_fit(run)
@@ -57,10 +57,10 @@ def _append(path: Path, found: dict[str, Any]) -> None:
 
 
 def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
-    """Raises ValueError for what training would refuse, and for impossible hardware."""
+    """Parses the flags. Raises ValueError for flags that training refuses, and for impossible hardware."""
     config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *training], PROGRAM)
     if config.deepspeed:
-        raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
+        raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; use rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
@@ -77,14 +77,14 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     run = PlannedRun(model, config, Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores))
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
-            f"{run.sequence_ranks} ranks on one sequence take a table that is too large to make; "
-            f"give --sequence_parallel_size, at most {MAX_SEQUENCE_RANKS}"
+            f"{run.sequence_ranks} ranks per sequence are too many to plan; "
+            f"give --sequence_parallel_size of at most {MAX_SEQUENCE_RANKS}"
         )
     return run
 
 
 def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
-    """Refuses what training would refuse on such a GPU with every kernel installed."""
+    """Raises ValueError if training would refuse the flags on this GPU even with every kernel installed."""
     if config.fp8 is not None and not config.fp8_emulate:
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
@@ -98,29 +98,27 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
 
 
 def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
-    """Returns what the plan assumes or leaves out, and the warning about the model's context."""
+    """Returns the plan's assumptions and omissions, and the warning about the model's context length."""
     config, hardware = run.config, run.hardware
-    square = "needs memory and time in the square of a tile's length: not counted"
+    square = "needs memory and time quadratic in a tile's length, which is not counted"
     notes = {
         "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)": config.fp8,
-        "--deterministic is taken to cost nothing": config.deterministic,
+        "--deterministic is assumed to cost nothing": config.deterministic,
         f"the reference kernel {square}": config.kernel_name == "reference",
         f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16": (
             run.itemsize > 2 and config.kernel_name != "reference"
         ),
-        "gloo takes tensors through the host, which was not measured: times are those of nccl": (
+        "gloo copies tensors through the host, which was not measured: times are those of nccl": (
             config.transport == "gloo"
         ),
-        f"an update on the host is planned with {DEFAULT_CORES} cores a rank; give their number with --host_cores": (
+        f"the update on the host is planned with {DEFAULT_CORES} cores per rank; --host_cores changes that": (
             run.state_on_host and hardware.host_cores is None
         ),
-        "packed documents need less attention than a sequence of one, which is what is counted": (
-            config.packing != "none"
-        ),
-        f"rates were measured on H200; {hardware.chip.device} is taken to reach the same shares of its peaks": (
+        "attention is counted as for one document per sequence; packed documents need less": (config.packing != "none"),
+        f"rates were measured on H200; {hardware.chip.device} is assumed to reach the same fractions of its peaks": (
             hardware.chip is not MEASURED_ON
         ),
-        "what crosses hosts is assumed (400 Gb/s a GPU), not measured": hardware.gpus > hardware.gpus_per_host,
+        "bandwidth between hosts is assumed (400 Gb/s per GPU), not measured": (hardware.gpus > hardware.gpus_per_host),
     }
     before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
     context = context_warning(run.model, config.model_max_length, before)

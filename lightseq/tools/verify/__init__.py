@@ -1,1 +1,1 @@
-"""Comparison of a distributed step with one process, on the user's own hardware and flags."""
+"""Verification of a distributed step against one process, on the user's hardware and flags."""

@@ -1,10 +1,10 @@
-"""Checks on the user's hardware and flags that a distributed step computes what one process computes.
+"""Verifies that a distributed step gives the same results as one process, on the user's hardware and flags.
 
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq verify --model_name_or_path llama3-8b --bf16 \\
     --model_max_length 1000000 --schedule prefix
 
-Compares loss and gradients of a few layers with plain transformers, every kernel with float64 and every byte that the
-transport moves, and checks that all ranks have the same hardware and software. The exit status is 0 if all of it holds.
+Compares loss and gradients of a few layers with transformers on one process, every kernel with float64, and every byte
+of a transfer. Checks that all ranks have the same hardware and software. The exit status is 0 if everything passes.
 """
 
 import dataclasses
@@ -41,22 +41,22 @@ from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.formatting import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
-TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
-LAYERS = 2  # of the model; twice as many where groups of layers share a checkpoint
-MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # of a sequence
-MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # of all sequences, which the plain model computes one by one
+TIMEOUT_SECONDS = 600.0  # of collectives, in case a rank dies
+LAYERS = 2  # multiplied by --layers_per_checkpoint, which is limited to 2
+MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # per sequence
+MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # over all sequences, which the plain model runs one by one
 MIN_CHUNK = 4  # tokens
-DOCUMENTS = 5  # made up for each packed sequence, up to a third of its length
+DOCUMENTS = 5  # per packed sequence of synthetic data, each up to a third of its length
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq verify` with the flags of training. Without --data_path, data is made up."""
+    """Runs `python3 -m lightseq verify` with the flags of training. Without --data_path, uses synthetic data."""
     with init_distributed(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 
 
 def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
-    """Returns the same status on every rank: 0 if everything passed."""
+    """Runs all checks. Returns the exit status, the same on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
     asked = on_all_ranks(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
     path = on_all_ranks(world, lambda: _record_path(asked, world))
@@ -65,7 +65,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     if passed(rows[:1]):
         rows += _rows_of_run(asked, family, world)
     else:
-        rows.append(Row("all else", SKIP, "not run: ranks with different flags would wait for each other"))
+        rows.append(Row("other checks", SKIP, "not run: ranks with different flags could deadlock"))
     status = [0 if passed(rows) else 1]
     dist.broadcast_object_list(status)
     if world.is_main:
@@ -76,7 +76,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
             header = {"command": command, "seconds": seconds, "passed": not status[0]}
             write(path, header | {"config": asked.to_json(), "versions": versions}, rows, secrets())
         sys.stdout.flush()
-    dist.barrier()  # a launcher ends all processes when one ends; the table comes first
+    dist.barrier()  # the launcher may kill all ranks once one has ended, so wait for the table
     return status[0]
 
 
@@ -99,7 +99,7 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[
 
 
 def _record_path(asked: TrainConfig, world: World) -> Path | None:
-    """Makes the output directory now, so that a path that cannot be used is refused at the start."""
+    """Returns the path of the record, if any. Creates its directory now, so that an unusable path fails early."""
     if asked.output_dir == NOWHERE:
         return None
     if world.is_main:
@@ -108,10 +108,10 @@ def _record_path(asked: TrainConfig, world: World) -> Path | None:
 
 
 def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
-    """Cuts a run down to one step of short sequences that changes no weight and leaves no files."""
+    """Returns the config of a single step on short sequences that changes no weights and writes no files."""
     for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
         if value:
-            raise ValueError(f"{flag} {value} is not what verify compares with a plain model; leave it out here")
+            raise ValueError(f"{flag} {value} is not supported by verify; leave it out")
     made = asked.data_path == NOWHERE
     from_model = None if asked.random_init or not holds_rows(asked.data_path) else asked.model_name_or_path
     config = dataclasses.replace(
@@ -130,7 +130,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
 
 
 def uneven(most: int, ranks: int) -> int:
-    """Returns a length near `most` that is one token longer than a multiple of all chunks."""
+    """Returns a length near `most` that is one token longer than a multiple of the number of chunks."""
     chunks = 2 * ranks  # per sequence, the most that any schedule has
     return max(most - (most - 1) % chunks, MIN_CHUNK * chunks + 1)
 
@@ -138,7 +138,7 @@ def uneven(most: int, ranks: int) -> int:
 def _prepared(
     asked: TrainConfig, config: TrainConfig, family: ModelFamily, world: World
 ) -> tuple[Inputs, list[list[Sample]]]:
-    """Returns the inputs of a model of a few layers, and the documents of each sequence of its first step."""
+    """Returns the inputs for a model of a few layers, and the documents of each sequence of its first step."""
     if asked.lora_rank is not None:
         on_all_ranks(world, lambda: _refuse_adapters(asked))
     made, length = asked.data_path == NOWHERE, config.model_max_length
@@ -154,9 +154,9 @@ def _prepared(
     inputs = on_all_ranks(world, lambda: prepare(config, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
-    few.initializer_range = few.hidden_size**-0.5  # a wrong mask shows even in narrow models
-    short = f"in place of the run: {few.num_hidden_layers} layers, {length:,} of {asked.model_max_length:,} tokens"
-    notes = (f"{short}, made-up data",) if made else (short, *inputs.notes)
+    few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
+    short = f"verifies {few.num_hidden_layers} layers and {length:,} of {asked.model_max_length:,} tokens"
+    notes = (f"{short}, synthetic data",) if made else (short, *inputs.notes)
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
     if made and config.packing == "none":
         return inputs, [[sample] for sample in cut(samples, length)]
@@ -170,16 +170,16 @@ def _check_targets(config: TrainConfig, sequences: Sequence[Sequence[Sample]]) -
         compared = f"{plural(len(sequences), 'sequence')} of {config.model_max_length:,} tokens"
         raise ValueError(
             f"--data_path {config.data_path} has no target in the {compared} that verify compares; "
-            "leave it out, and data is made up"
+            "leave it out to use synthetic data"
         )
 
 
 def _refuse_adapters(asked: TrainConfig) -> None:
-    raise ValueError(f"--lora_rank {asked.lora_rank} has no plain model to be compared with; verify without it")
+    raise ValueError(f"--lora_rank {asked.lora_rank} is not supported by verify; leave it out")
 
 
 def _sequences(config: TrainConfig, world: World) -> int:
-    """Returns the sequences of one step on all ranks."""
+    """Returns the number of sequences of one step over all ranks."""
     data_ranks = world.size // check_sequence_size(world, config.sequence_parallel_size)
     return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks
 

@@ -1,4 +1,4 @@
-"""Sequences that verification trains on, and the check that every token reaches one rank, in its place."""
+"""Training sequences of verification, and the check that every token is on exactly one rank and in its position."""
 
 import pickle
 from collections import Counter
@@ -17,16 +17,16 @@ from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.tools.verify.report import Row, gathered, verdict
 from lightseq.training.loop import Trainer
 
-PROMPT, HOLES = 0.4, 0.1  # shares of a made-up sequence whose labels are ignored: at its beginning, and anywhere
+PROMPT, HOLES = 0.4, 0.1  # shares of a synthetic sequence with ignored labels: at the beginning, and anywhere
 
 Token = tuple[int, int, int]  # position, id, target
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A document with ids and labels as Hugging Face has them: aligned, not shifted.
+    """Document with ids and labels as in Hugging Face: aligned, not shifted.
 
-    Where training cuts a document, the sample goes on for one token: the target of the last one, which nothing attends.
+    If training cuts the document, the sample has one more token: the target of the last one.
     """
 
     ids: Tensor
@@ -42,7 +42,7 @@ class Sample:
         return int((self.targets != IGNORE_INDEX).sum())
 
     def tokens(self, length: int | None = None) -> list[Token]:
-        """Returns what ranks should hold: all tokens with their targets, padded to `length`."""
+        """Returns the expected tokens of all ranks with their targets, padded to `length`."""
         length = length or len(self.targets)
         ids = F.pad(self.ids[:length], (0, max(0, length - len(self.ids))))
         targets = F.pad(self.targets[:length], (0, max(0, length - len(self.targets))), value=IGNORE_INDEX)
@@ -50,7 +50,7 @@ class Sample:
 
 
 def made_up(count: int, length: int, vocabulary: int) -> list[Sample]:
-    """Draws sequences longer and shorter than `length`, with ignored labels: ranks get unequal numbers of targets."""
+    """Draws sequences longer and shorter than `length`, with ignored labels, so that target counts differ by rank."""
     rng, sizes = np.random.default_rng(count), (length + 3, length // 2 + 1, length, length // 5 + 2)
     samples = []
     for i in range(count):
@@ -64,23 +64,23 @@ def made_up(count: int, length: int, vocabulary: int) -> list[Sample]:
 
 
 def write(path: Path, samples: Sequence[Sample]) -> None:
-    """Writes a file that training reads."""
+    """Writes samples as a .pkl file for training."""
     path.write_bytes(
         pickle.dumps({"input_ids": [s.ids.tolist() for s in samples], "labels": [s.labels.tolist() for s in samples]})
     )
 
 
 def cut(samples: Sequence[Sample], length: int) -> list[Sample]:
-    """Returns what training should see of samples."""
+    """Cuts samples to `length` tokens and the target of the last one, as training does."""
     return [Sample(s.ids[: length + 1], s.labels[: length + 1]) for s in samples]
 
 
 def documents_of(stream: BatchStream) -> list[list[Sample]]:
-    """Returns the documents of each sequence of a stream's first step; one each, unless they are packed."""
+    """Returns the documents of each sequence of a stream's first step: one each, unless packed."""
     found = []
     for place in range(stream.sequences_per_step):
         example = stream.example(place)
-        assert example is not None, "the stream of a run with max_steps does not end"
+        assert example is not None, "a stream with max_steps does not end"
         ids, shifted = torch.from_numpy(example.input_ids), torch.from_numpy(example.labels)
         borders = pairwise(example.boundaries or (0, len(ids)))
         found.append([_document(ids[begin:end], shifted[begin:end]) for begin, end in borders])
@@ -93,9 +93,9 @@ def _document(ids: Tensor, shifted: Tensor) -> Sample:
 
 
 def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
-    """Checks that every token of every sequence is on one rank, at its own position, with its target.
+    """Checks that every token of every sequence is on one rank, with the right position and target.
 
-    The figure `positions_right` tells whether ranks would agree on who attends to what.
+    The figure `positions_right` tells whether attention can run without a deadlock.
     """
     config, inputs, world = trainer.config, trainer.inputs, trainer.world
     batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
@@ -114,11 +114,12 @@ def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
                 positions_right &= not Counter(p for p, *_ in wanted) - Counter(p for p, *_ in chain(*held))
                 wrong += [f"sequence {start + row}: {line}" for line in misplaced(held, wanted, first)]
             counted, valid = everyone[first][1][a], sum(s.valid_tokens for s in chain(*batch))
-            wrong += [f"{counted} targets counted, there are {valid} (ranks {first} on)"] if counted != valid else []
+            wrong += [f"ranks from {first} on count {counted} targets instead of {valid}"] if counted != valid else []
     targets = [sum(int((labels != IGNORE_INDEX).sum()) for _, _, labels in shards) for shards, _ in everyone]
     length = config.model_max_length
     right = (
-        f"{len(sequences)} x {length:,} tokens, {min(targets):,} to {max(targets):,} targets a rank, each in its place"
+        f"{len(sequences)} x {length:,} tokens in the right positions, {min(targets):,} to {max(targets):,} targets "
+        "per rank"
     )
     figures = {"length": length, "sequences": len(sequences), "targets_by_rank": targets}
     return verdict("data", wrong, right, figures | {"positions_right": positions_right})
@@ -129,24 +130,25 @@ def tokens_of(ids: Tensor, positions: Tensor, labels: Tensor) -> list[Token]:
 
 
 def misplaced(held: Sequence[Sequence[Token]], wanted: Sequence[Token], first_rank: int = 0) -> list[str]:
-    """Describes tokens of a sequence that are on no rank, on two, or with another position or target.
+    """Describes tokens of a sequence that are on no rank, on two ranks, or have a wrong position or target.
 
-    `held` has what each rank holds, in any order. Padding, id 0 without a target, may come on top.
+    `held`: tokens of each rank, in any order. Extra padding (id 0 without a target) is allowed.
     """
     want, got = Counter(wanted), Counter(chain(*held))
     last = max((position for position, *_ in wanted), default=0)
     lines = []
     for rank, tokens in enumerate(held, first_rank):
-        strange = sorted(
+        misplaced_tokens = sorted(
             token
             for token in set(tokens)
             if got[token] > want[token] and not (token[1:] == (0, IGNORE_INDEX) and 0 <= token[0] <= last)
         )
-        if strange:
-            position, token, label = strange[0]
+        if misplaced_tokens:
+            position, token, label = misplaced_tokens[0]
             label_words = f"label {label}" if label != IGNORE_INDEX else "no label"
             begins = f"; rank {rank} begins at {tokens[0][0]}"
-            example = f"the first: {token} with {label_words} at position {position}"
-            lines.append(f"{len(strange)} of {len(tokens)} tokens of rank {rank} are misplaced ({example}{begins})")
+            example = f"first: {token} with {label_words} at position {position}"
+            count = len(misplaced_tokens)
+            lines.append(f"{count} of {len(tokens)} tokens of rank {rank} are misplaced ({example}{begins})")
     missing = sum((want - got).values())
     return lines + ([f"{missing} of {len(wanted)} tokens are on no rank"] if missing else [])

@@ -1,4 +1,4 @@
-"""Checks every attention kernel that can run here against attention's definition in float64.
+"""Comparison of every attention kernel that can run with plain attention in float64.
 
 Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -14,8 +14,8 @@ from lightseq.schedule.table import Mask
 from lightseq.tools.verify.report import SKIP, Row, gathered, off, verdict
 from lightseq.utils.formatting import first_line
 
-EXACT: Final = 1e-5  # relative L2 error allowed in float32; in half precision, twice that of plain attention
-BATCH, REST = 2, 56  # sequences; keys of earlier tiles, which the tile's queries have seen
+EXACT: Final = 1e-5  # allowed relative L2 error in float32; in half precision, twice that of plain attention
+BATCH, REST = 2, 56  # sequences; keys of earlier tiles
 
 
 class Case(NamedTuple):
@@ -35,7 +35,7 @@ NAMES: Final = ("out", "lse", "dq", "dk", "dv")
 
 
 def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.device) -> list[Row]:
-    """Returns a row for every kernel that can run on some rank, and one for each reason why others cannot."""
+    """Returns a row for every kernel that can run on some rank, and one for every reason why others cannot."""
     shared = heads // kv_heads
     wants = {case: _reference(case, spec, shared, device) for case in CASES}
     rows, reasons = [], dict[str, list[str]]()
@@ -51,7 +51,7 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
 
 
 def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Row:
-    """Reports the largest error of all ranks, relative to what is allowed."""
+    """Returns the row of a kernel: the largest error over all ranks, relative to the allowed error."""
     worst, where = -1.0, ""
     wrong: dict[str, tuple[float, float, list[int]]] = {}
     for rank, errors in enumerate(everyone):
@@ -71,17 +71,17 @@ def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Ro
 
 
 class _Reference(NamedTuple):
-    """Inputs in the kernel's dtype, exact results, and twice the error of plain attention in that dtype."""
+    """Inputs in the kernel's dtype, results in float64, and allowed errors."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dout
     whole: tuple[Tensor, Tensor]  # out and lse over all keys, for the backward pass
-    results: tuple[Tensor, ...]  # as in NAMES; forward of the tile alone, backward over all keys
+    results: tuple[Tensor, ...]  # as in NAMES; forward of the tile only, backward over all keys
     allowed: tuple[float, ...]
     scale: float
 
 
 def _reference(case: Case, spec: KernelSpec, shared: int, device: torch.device) -> _Reference:
-    """Draws two key/value heads with as many query heads each as in the model."""
+    """Draws inputs with two key/value heads and the model's number of query heads for each."""
     g = torch.Generator().manual_seed(case.queries + case.keys)
     dim, scale = spec.head_dim, spec.head_dim**-0.5
 
@@ -102,9 +102,9 @@ def _reference(case: Case, spec: KernelSpec, shared: int, device: torch.device) 
 def _by_definition(
     mask: Mask, scale: float, q: Tensor, k: Tensor, v: Tensor, rest_k: Tensor, rest_v: Tensor, dout: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Computes attention by its definition and through autograd, independent of all kernel code.
+    """Computes attention with plain operations and autograd, independent of all kernel code.
 
-    Returns out and lse of the tile alone with its part of dq, dk and dv, and out and lse over all keys.
+    Returns out, lse, dq, dk and dv of the tile, and out and lse over all keys.
     """
     groups = q.shape[2] // k.shape[2]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -123,7 +123,7 @@ def _by_definition(
 
 
 def _errors(kernel: Kernel, wants: Mapping[Case, _Reference]) -> dict[str, tuple[float, float]]:
-    """Returns error and allowed error by case and result. A kernel that raises is off by infinity."""
+    """Returns error and allowed error by case and result. A kernel that raises has an infinite error."""
     errors: dict[str, tuple[float, float]] = {}
     for case, want in wants.items():
         q, k, v, dout = want.inputs
@@ -139,7 +139,7 @@ def _errors(kernel: Kernel, wants: Mapping[Case, _Reference]) -> dict[str, tuple
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Returns the relative L2 error; infinite where infinities (the lse of rows without keys) are misplaced."""
+    """Returns the relative L2 error, or infinity if infinite values (the lse of rows without keys) do not match."""
     if not torch.equal(got.isinf(), want.isinf()):
         return float("inf")
     return off(got.nan_to_num(posinf=0.0, neginf=0.0, nan=float("nan")), want.nan_to_num(posinf=0.0, neginf=0.0))

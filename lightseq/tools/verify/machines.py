@@ -24,7 +24,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Returns the versions of all that could make two ranks differ; `source` is a digest of this package."""
+    """Returns the versions of packages that affect results. `source`: hash of this package's files."""
     found = versions() | {"source": digest()}
     for package in ("lightseq", "flash-attn-3"):
         try:
@@ -40,7 +40,7 @@ def machine_row(mine: Mapping[str, Any]) -> Row:
     """Checks that all ranks have the same kind of device."""
     everyone = gathered(dict(mine))
     kinds = [{"device": _kind(x), "memory GiB": round(x["memory_bytes"] / GIB)} for x in everyone]
-    if everyone[0]["device"] == "cpu":  # hosts may have more or less memory
+    if everyone[0]["device"] == "cpu":  # host memory may differ
         kinds = [{"device": _kind(x)} for x in everyone]
     parts = [f"{len(everyone)} x {_kind(everyone[0])}"]
     for name, unit in (("memory_bytes", "GiB"), ("free_bytes", "GiB free")):
@@ -71,7 +71,7 @@ def flags_row(flags: Mapping[str, Any]) -> Row:
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists what differs from rank 0, and on which ranks."""
+    """Describes entries that differ from those of rank 0, with the ranks."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in sorted({*theirs, *everyone[0]}):

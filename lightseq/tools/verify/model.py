@@ -1,6 +1,6 @@
-"""One training step of a few layers on all ranks against plain transformers on one process.
+"""Comparison of a training step of a few layers on all ranks with transformers on one process.
 
-The plain model has its own loss and shifts labels itself.
+The plain model uses its own loss and shifts labels itself.
 """
 
 import copy
@@ -32,15 +32,15 @@ from lightseq.training.loop import Trainer
 from lightseq.training.run_info import describe
 from lightseq.training.setup import Inputs
 
-EXACT: Final = 1e-5  # relative error allowed in float32
-ZERO: Final = 0.1  # of all gradients' root mean square: what smaller gradients are measured against
-STANDARD_ERRORS = 2  # of a mean over tokens, by which luck may have made the plain loss too good
+EXACT: Final = 1e-5  # allowed relative error in float32
+ZERO: Final = 0.1  # gradients below this share of the root mean square are measured against it
+STANDARD_ERRORS = 2  # added to the plain loss's error, which may be small by chance
 MAX_SCALINGS = 24  # halvings of a float16 loss scale that starts at 2 ** 16
 
 
 @dataclass(frozen=True)
 class Step:
-    """Loss and gradients (float32) of a step. Token losses are those of every target, where they are known."""
+    """Loss and float32 gradients of a step. `token_losses`: loss of every target, for the plain model."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -54,17 +54,17 @@ def model_rows(
     world: World,
     sequences: Sequence[Sequence[Sample]],
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
-    """Returns rows (all of them on rank 0), and the transport and group of the run's attention.
+    """Returns rows (complete on rank 0 only), and the transport and process group of attention.
 
-    `sequences` are those of its first step, each as its documents.
+    `sequences`: documents of each sequence of the first step.
     """
-    plain_config = copy.deepcopy(inputs.model_config)  # training changes the model's own
+    plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     if world.is_main:
         trainer.terminal.header(describe(trainer), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), data_row(trainer, sequences)]
-    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # some ranks would wait for what others refuse
+    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # ranks could deadlock
         rows += [Row(name, SKIP, "not run: see above") for name in ("weights", "loss", "gradients")]
         return rows, transport, group
     plain = _plain_model(plain_config, config.seed, world.device) if world.is_main else None
@@ -73,7 +73,7 @@ def model_rows(
     dtype = getattr(torch, config.compute_dtype)
     rough = dtype if dtype is not torch.float32 or config.tf32 else None
     del trainer
-    gc.collect()  # hooks and modules refer to each other
+    gc.collect()  # frees reference cycles of hooks and modules
     if plain is not None:
         try:
             rows += _compare(step, plain, [*chain(*sequences)], config, rough)
@@ -88,7 +88,7 @@ def model_rows(
 
 
 def _schedule_row(trainer: Trainer) -> Row:
-    """Proves the schedule again, and that all ranks have the same."""
+    """Validates the schedule and checks that all ranks have the same one."""
     schedule, wrong = trainer.context.schedule, ""
     try:
         validate(schedule)
@@ -97,15 +97,16 @@ def _schedule_row(trainer: Trainer) -> Row:
     everyone = gathered((wrong, repr((schedule.name, schedule.layout, schedule.forward, schedule.backward))))
     found = {reason: rank for rank, (reason, _) in reversed(list(enumerate(everyone))) if reason}
     lines = [f"{reason} (rank {rank})" for reason, rank in found.items()]
-    lines += [f"rank {rank} has another table than rank 0" for rank, x in enumerate(everyone) if x[1] != everyone[0][1]]
+    differing = [rank for rank, x in enumerate(everyone) if x[1] != everyone[0][1]]
+    lines += [f"the schedule of rank {rank} differs from that of rank 0" for rank in differing]
     moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
-    right = f"{schedule}: every causal pair once, {moves} moves, results home"
+    right = f"{schedule}: every visible pair computed once, {moves} moves"
     facts = {"schedule": schedule.name, "turns": schedule.turns, "ulysses_size": schedule.ulysses_size}
     return verdict("schedule", lines, right, facts)
 
 
 def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row:
-    """Compares each rank's parameters to the bit with rank 0's plain ones, which are broadcast one by one."""
+    """Compares each rank's parameters bitwise with the plain model's, which rank 0 broadcasts one by one."""
     whole = dict(plain.named_parameters()) if plain is not None else {}
     differing, elements, largest, where = 0, 0, 0.0, ""
     for name, parameter in model.named_parameters():
@@ -118,18 +119,18 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
             differing, largest, where = differing + differs, max(largest, float(difference.max())), where or name
     everyone = gathered((differing, elements, largest, where))
     wrong = [
-        f"{n:,} of {of:,} weights of rank {rank} are not those of seed and model, by up to {most:.1e} ({name} first)"
+        f"{n:,} of {of:,} weights of rank {rank} differ from the plain model's by up to {most:.1e} (first: {name})"
         for rank, (n, of, most, name) in enumerate(everyone)
         if n
     ]
-    return verdict("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, equal to the bit")
+    return verdict("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, bitwise equal")
 
 
 # ---- the two steps --------------------------------------------------------------------------------------------------
 
 
 def _distributed_step(trainer: Trainer) -> Step:
-    """Returns the loss and, on rank 0 and in host memory, whole gradients as the optimizer gets them."""
+    """Returns the loss and, on rank 0, the full gradients that the optimizer gets, in host memory."""
     gradients: dict[str, Tensor] = {}
     updates: list[bool] = []
 
@@ -154,7 +155,7 @@ def _distributed_step(trainer: Trainer) -> Step:
 
 
 def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> nn.Module:
-    """Returns the model of transformers in float32, with the weights that a run draws from the seed."""
+    """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
     model = weights.build_on_meta(config)
     weights.materialize(model, device)
     weights.initialize(model, seed, device=device)
@@ -162,7 +163,7 @@ def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> n
 
 
 def _plain_step(model: nn.Module, samples: Sequence[Sample], length: int, loss_scale: float = 1.0) -> Step:
-    """Runs one sequence after the other. Halves a loss scale, which float16 needs, until gradients are finite."""
+    """Runs the sequences one by one. Halves the loss scale (for float16) until all gradients are finite."""
     for _ in range(MAX_SCALINGS):
         step = _scaled_plain_step(model, samples, length, loss_scale)
         if loss_scale <= 1.0 or all(bool(torch.isfinite(g).all()) for g in step.gradients.values()):
@@ -193,7 +194,7 @@ def _scaled_plain_step(model: nn.Module, samples: Sequence[Sample], length: int,
 
 
 def _plain_inputs(model: nn.Module, sample: Sample, length: int, device: torch.device) -> tuple[Tensor, Tensor, dict]:
-    """Pads on the right, where nothing attends, to the length that RoPE may depend on."""
+    """Returns inputs padded on the right to `length`, on which RoPE may depend."""
     missing = max(0, length - len(sample.ids))
     ids, labels = F.pad(sample.ids, (0, missing)), F.pad(sample.labels, (0, missing), value=IGNORE_INDEX)
     more, config = {}, cast(PreTrainedConfig, model.config)
@@ -208,7 +209,10 @@ def _plain_inputs(model: nn.Module, sample: Sample, length: int, device: torch.d
 def _compare(
     step: Step, plain: nn.Module, samples: Sequence[Sample], config: TrainConfig, rough: torch.dtype | None
 ) -> list[Row]:
-    """Allows twice the error of the plain model in the dtype `rough`; None is exact arithmetic."""
+    """Compares a step with the plain model in float32.
+
+    Allows twice the plain model's error in the dtype `rough`, or EXACT if it is None.
+    """
     length = config.model_max_length
     torch.set_float32_matmul_precision("highest")
     want = _plain_step(plain, samples, length)
@@ -228,7 +232,7 @@ def _compare(
 
 
 def _loss_tolerance(own: Step, want: Step) -> float:
-    """Returns twice the error of a mean over tokens. Errors of tokens cancel, so one mean may be good by luck."""
+    """Returns twice the plain loss's error plus STANDARD_ERRORS, since errors of tokens may cancel by chance."""
     assert own.token_losses is not None and want.token_losses is not None
     spread = float((own.token_losses - want.token_losses).square().mean().sqrt())
     return 2 * (abs(own.loss - want.loss) + STANDARD_ERRORS * spread / math.sqrt(len(want.token_losses)))
@@ -243,8 +247,8 @@ def _loss_row(loss: float, want: float, allowed: float, how: str) -> Row:
 def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns the relative L2 error of each parameter's gradient.
 
-    A gradient that is zero in exact arithmetic is rounding errors on both sides, which agree in no digit. So a gradient
-    far smaller than the others is measured against a tenth of their root mean square.
+    A gradient that is exactly zero in theory consists of rounding errors, which never agree. So the norm of a gradient
+    far smaller than the others is replaced by one with a tenth of their root mean square.
     """
     square = sum(float(x.double().square().sum()) for x in want.values())
     mean_square = square / max(1, sum(x.numel() for x in want.values()))
@@ -258,10 +262,10 @@ def _gradients_row(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], allowed: Mapping[str, float], how: str
 ) -> Row:
     if not got:
-        return Row("gradients", FAIL, "not finite, however small the loss scale")
+        return Row("gradients", FAIL, "not finite at any loss scale")
     absent = sorted({*want} ^ {*got})
     if absent:
-        return Row("gradients", FAIL, f"parameters that only one of the two models has: {', '.join(absent[:3])}")
+        return Row("gradients", FAIL, f"parameters of only one of the two models: {', '.join(absent[:3])}")
     errors = gradient_errors(got, want)
     ratio = {name: error / allowed[name] if math.isfinite(error) else math.inf for name, error in errors.items()}
     worst = max(ratio, key=lambda name: ratio[name])
@@ -275,7 +279,7 @@ def _gradients_row(
 
 
 def _common_factor(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:
-    """Names a factor that explains all errors: the loss's divisor, or a mean in place of a sum."""
+    """Returns a hint if one factor explains all errors, such as a wrong divisor or a mean instead of a sum."""
     products = sum(float((got[n].to(x.device).double() * x.double()).sum()) for n, x in want.items())
     squares = sum(float(x.double().square().sum()) for x in want.values())
     factor = products / squares if squares else math.nan

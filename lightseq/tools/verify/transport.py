@@ -1,4 +1,4 @@
-"""Checks and times known bytes that travel between all pairs of ranks that share a sequence."""
+"""Check of transferred bytes, and bandwidth, between all pairs of ranks of a sequence-parallel group."""
 
 import statistics
 import time
@@ -14,11 +14,11 @@ from lightseq.comm.transport import Exchange, Receive, Send, Transport
 from lightseq.distributed.mesh import World
 from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, gathered, span, verdict
 
-OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # exchanges per outbox; bytes per pair and exchange
-PRIME: Final = 251  # period of the pattern: no width in which hardware moves bytes divides by it
+OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # outboxes; exchanges per outbox; bytes per pair and exchange
+PRIME: Final = 251  # period of the pattern; no transfer width of the hardware is a multiple of it
 TIMED_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
-REPEATS, TRIALS = 5, 3  # messages timed together; trials of which the fastest counts
-SLOW: Final = 0.5  # share of the median bandwidth below which a rank is faulty
+REPEATS, TRIALS = 5, 3  # messages per trial; trials, of which the fastest counts
+SLOW: Final = 0.5  # a rank below this share of the median bandwidth is reported
 
 
 class Wrong(NamedTuple):
@@ -31,7 +31,7 @@ class Wrong(NamedTuple):
 
 
 def transport_rows(transport: Transport, group: dist.ProcessGroup, world: World) -> list[Row]:
-    """Checks that bytes arrive unchanged between the ranks of a sequence, and at what rate."""
+    """Returns rows of the transfers between ranks of a sequence: correctness and bandwidth."""
     peers = dist.get_process_group_ranks(group)
     return [_bytes_row(transport, group, peers, world), _speed_row(transport, group, peers, world)]
 
@@ -39,7 +39,7 @@ def transport_rows(transport: Transport, group: dist.ProcessGroup, world: World)
 def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:
     name = f"transport {transport.name}"
     if len(peers) == 1:
-        return Row(name, PASS, "a sequence lies on one rank: nothing travels")
+        return Row(name, PASS, "one rank per sequence: no transfers")
     found = _exchanges(transport, dist.get_rank(group), len(peers), world.device)
     found = [w._replace(src=peers[w.src]) for w in found]
     wrong = [
@@ -50,12 +50,12 @@ def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     ]
     count = OUTBOXES * EXCHANGES
     moved = count * PATTERN_BYTES * len(peers) * (len(peers) - 1)
-    right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte right"
+    right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte correct"
     return verdict(name, wrong, right, {"bytes": moved, "exchanges": count})
 
 
 def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device) -> list[Wrong]:
-    """Returns what arrived wrong here. Regions take turns as in attention, without waiting in between."""
+    """Returns the transfers that arrived wrong on this rank. Buffers rotate as in attention, without waits."""
     base = torch.arange(PATTERN_BYTES, device=device)
 
     def pattern(src: int, dst: int, number: int) -> Tensor:
@@ -90,7 +90,7 @@ def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device
 
 
 def _compare(got: Tensor, want: Tensor) -> Tensor:
-    """Returns the number of differing bytes, the first one's place and its values, without waiting for the device."""
+    """Returns the number of differing bytes, the offset of the first, and its two values, without a host wait."""
     differs = got != want
     place = differs.int().argmax().view(1)
     return torch.cat([differs.sum().view(1), place, got.gather(0, place).long(), want.gather(0, place).long()])
@@ -98,14 +98,14 @@ def _compare(got: Tensor, want: Tensor) -> Tensor:
 
 def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:
     if world.size == 1:
-        return Row("bandwidth", PASS, "one rank: nothing travels")
+        return Row("bandwidth", PASS, "one rank: no transfers")
     everyone = gathered(_pair_speeds(transport, group, peers, world.device))
     collected = gathered(_all_gather_speed(world))
     figures = {
         "pairs_gigabytes_per_second": {f"{s}->{d}": x for d, pairs in enumerate(everyone) for s, x in pairs.items()},
         "all_gather_gigabytes_per_second": collected,
     }
-    detail = f"all-gather over {world.size} ranks {min(collected):.1f} GB/s a rank"
+    detail = f"all-gather over {world.size} ranks {min(collected):.1f} GB/s per rank"
     pairs = [(x, src, dst) for dst, theirs in enumerate(everyone) for src, x in theirs.items()]
     if not pairs:
         return Row("bandwidth", PASS, detail, figures)
@@ -113,33 +113,31 @@ def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     detail = f"pairs {span([x for x, *_ in pairs])} GB/s (lowest {src} to {dst}); {detail}"
     slow = slow_ranks(everyone)
     if slow:
-        status = FAIL if world.device.type == "cuda" else WARN  # processes that share cores slow each other
+        status = FAIL if world.device.type == "cuda" else WARN  # CPU ranks may share cores
         return Row("bandwidth", status, "; ".join([*slow, detail]), figures | {"slow": slow})
     return Row("bandwidth", PASS, detail, figures)
 
 
 def slow_ranks(everyone: Sequence[dict[int, float]]) -> list[str]:
-    """Describes ranks whose links, in both directions, reach less than half of the median rank's rate.
+    """Describes ranks whose mean bandwidth, over both directions, is below half of the median rank's.
 
-    `everyone` has GB/s by receiving rank, then by sending rank.
+    `everyone`: GB/s by receiving rank, then by sending rank.
     """
     shares = {}
     for rank, mine in enumerate(everyone):
         links = [*mine.values(), *(theirs[rank] for theirs in everyone if rank in theirs)]
         if links:
             shares[rank] = statistics.fmean(links)
-    usual = statistics.median(shares.values()) if shares else 0.0
+    median = statistics.median(shares.values()) if shares else 0.0
     return [
-        f"rank {r}'s links give {x:.1f} GB/s, the median rank's {usual:.1f}"
-        for r, x in shares.items()
-        if x < SLOW * usual
+        f"rank {r} reaches {x:.1f} GB/s, the median rank {median:.1f}" for r, x in shares.items() if x < SLOW * median
     ]
 
 
 def _pair_speeds(
     transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], device: torch.device
 ) -> dict[int, float]:
-    """Returns GB/s from every other rank of the sequence, while all ranks exchange in pairs."""
+    """Returns GB/s from every other rank of the sequence while all ranks exchange in pairs."""
     rank, ranks, size = dist.get_rank(group), len(peers), TIMED_BYTES[device.type]
     into = torch.empty(size, dtype=torch.uint8, device=device)
     speeds = {}
@@ -168,7 +166,7 @@ def _all_gather_speed(world: World) -> float:
 
 
 def _seconds(act: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Times one call: the fastest of some trials that all ranks begin together."""
+    """Returns the seconds of a call: the fastest of several trials that all ranks start together."""
     best = float("inf")
     for _ in range(TRIALS):
         _synchronize(device)
