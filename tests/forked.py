@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Done(NamedTuple):
-    """How a process ended; one that had to be killed has no status."""
+    """The end of a process; one that had to be killed has no status."""
 
     returncode: int | None
     stdout: str

@@ -58,7 +58,7 @@ class Streams(TorchDispatchMode):
         return dict(self.clock(stream))
 
     def look_for_freed(self) -> None:
-        """What is freed goes back to the stream that it was made on, which must know of all that others did there."""
+        """Returns freed memory to the stream that made it, which must have waited for every other stream's use."""
         for address, (storage, stream, number) in list(self._alive.items()):
             if storage.expired():
                 del self._alive[address]

@@ -19,7 +19,7 @@ ENTRIES = {**FAMILIES, "any": BOTH}
 
 
 class Ended(NamedTuple):
-    """How a program ended on one rank."""
+    """The end of a program on one rank."""
 
     status: int
     out: str

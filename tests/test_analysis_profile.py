@@ -205,7 +205,7 @@ def collective(name: str, inside: int, outside: int, ranks: int, ms: float, dtyp
 
 
 def test_bytes_of_a_collective_are_those_that_cross_a_link() -> None:
-    """Of four ranks: all but its own quarter is fetched or sent, under all-reduce both."""
+    """Each of four ranks fetches or sends all but its own quarter, and does both in an all-reduce."""
     n = MIB // 4  # elements of a MiB in float32
     kinds = transfers_by_kind(
         [
@@ -244,7 +244,7 @@ COPY, WAIT, GATHER = "Memcpy PtoP (Device -> Device)", "symmetric_memory::barrie
 
 
 def spans(*given: tuple[str, float, float]) -> list[Span]:
-    """Of (name, start, end) in ms, in order of time."""
+    """Makes spans of (name, start, end) in ms, in order of time."""
     found = [Span(kind_of(name), name, "", start * 1e3, end * 1e3) for name, start, end in given]
     return sorted(found, key=lambda span: span.start)
 

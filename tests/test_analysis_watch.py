@@ -29,7 +29,7 @@ def set_age(run: Path, seconds: float) -> None:
 
 
 def view(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `watch --once` prints, in one line."""
+    """Returns what `watch --once` prints, in one line."""
     assert main(["watch", str(run), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

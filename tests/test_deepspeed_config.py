@@ -15,7 +15,7 @@ HIDDEN, DATA_RANKS = 64, 2
 
 
 def settings(folder: Path, content: Any, **flags: Any) -> dict[str, Any]:
-    """What DeepSpeed would be told."""
+    """Returns the settings that DeepSpeed would get."""
     (folder / "ds.json").write_text(json.dumps(content))
     config = TrainConfig(
         model_name_or_path="m", data_path="d", output_dir="o", deepspeed=str(folder / "ds.json"), **flags

@@ -13,7 +13,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("example
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as they are made from them on the web."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

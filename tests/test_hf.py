@@ -377,7 +377,7 @@ def test_without_a_process_group_the_remedy_is_named() -> None:
 
 
 def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
-    """As loaders deal them out that share rows among ranks: losses would fall, of a mixture of rows."""
+    """A loader that gives each rank rows of its own would train on a mixture of rows, and the loss would still fall."""
     spawn(2, rows_dealt_out)
 
 

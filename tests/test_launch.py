@@ -80,7 +80,7 @@ def test_local_leaves_a_run_that_is_asked_to_stop_the_time_to_save(stand_ins: Pa
 
 
 def stopped(command: list[str], output: Path, name: str, **environment: str) -> str:
-    """What a run says whose launcher gets a signal after the first logged step."""
+    """Returns the output of a run whose launcher gets a signal after the first logged step."""
     from data_gen.__main__ import main as data_gen
 
     data = output.parent / "data"

@@ -56,7 +56,7 @@ def test_tiles_find_their_operands_side_by_side_and_no_arena_lives_longer_than_n
 
 
 def test_tiles_of_a_ring_read_their_own_chunks_in_place() -> None:
-    """Where heads are not split, only what comes from other ranks takes memory."""
+    """Only chunks of other ranks take memory while heads are not split."""
     schedule = make_schedule("zigzag", 4)
     for rank in range(4):
         for arena in arenas(schedule.forward, schedule.layout, rank):

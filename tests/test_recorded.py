@@ -53,7 +53,7 @@ class _Graph:
 
 
 class _Passes:
-    """Of a transport that counts what it is told of, as a GPU's does."""
+    """Stands in for a GPU transport, and counts its calls."""
 
     def __init__(self) -> None:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
@@ -286,7 +286,7 @@ def run_backward(dout: Any, own: Any, out: Any, lse: Any, **executor: Any) -> An
 
 
 def _keys(_: int) -> dict[str, tuple[int, int]]:
-    """What passes are told apart by, where one thing after another is another; results lie where they lay before."""
+    """Changes one input of a pass after the other; results keep their place."""
     from test_attention import _context
 
     found: dict[str, tuple[int, int]] = {}

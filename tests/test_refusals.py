@@ -1,4 +1,4 @@
-"""What a training run refuses: one line over all ranks with the value and the remedy, status 2, nothing written."""
+"""Refusals of a training run: one line over all ranks with the value and the remedy, status 2, nothing written."""
 
 import json
 import os
@@ -250,7 +250,7 @@ def _write_models(folder: Path) -> None:
 
 
 class Refusal(NamedTuple):
-    """How one program ended on one rank, and what it changed on disk."""
+    """The end of a program on one rank, and its changes on disk."""
 
     end: Ended
     changed: set[tuple[str, int]]
@@ -279,7 +279,7 @@ def refused_programs(rank: int, files: str, runs: list[str]) -> list[Refusal]:
 
 
 def _compute_without_float16() -> None:
-    """As DeepSpeed does on most CPUs; some have instructions for it."""
+    """Makes DeepSpeed refuse float16, as it does on most CPUs."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda accelerator: False

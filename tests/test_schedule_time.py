@@ -309,7 +309,7 @@ def test_two_levels_pay_across_hosts_and_heads_stay_inside_one() -> None:
 
 
 def test_a_memory_limit_chooses_more_head_groups() -> None:
-    """Where nothing keeps to the limit, the least is taken rather than nothing."""
+    """If nothing fits the limit, the choice that takes least memory wins."""
     shape, asked = _shape(32 * K), ScheduleChoice("prefix")
     free = choose_by_time(4, shape, H200_SYMMETRIC, 4, asked)
     assert free == ("prefix", None, 1)

@@ -86,7 +86,7 @@ def train(world: int, family: str, *runs: str) -> list[Ended]:
 
 
 class Files(NamedTuple):
-    """What a run reads, and where it may write."""
+    """The inputs of a run, and the folder for its outputs."""
 
     root: Path
 
@@ -238,7 +238,7 @@ def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
 
 
 def sums_over_ranks(rank: int, family: str, words: str) -> int:
-    """How many tensors as large as gradients a program sums over its ranks."""
+    """Counts the gradient-sized tensors that a program sums over its ranks."""
     found, all_reduce = [], torch.distributed.all_reduce
 
     def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +321,7 @@ def preempted(rank: int, family: str, words: str, number: int) -> Ended:
 
 
 def asked(rank: int) -> list[tuple[str | None, bool]]:
-    """What the ranks agree on in two steps; the first rank is late, the second gets a signal once it has asked."""
+    """Returns the ranks' agreement in two steps; the first rank is late, the second gets a signal once it has asked."""
     answers = []
     with StopRequest() as stop:
         for step in range(2):
@@ -453,7 +453,7 @@ def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
 
 
 def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files) -> None:
-    """What was refused at first would else be overwritten, or gone on with, at the second try."""
+    """A directory that was refused at first must not be overwritten or resumed at the second try."""
     words = files.words("llama2", "others", "--max_steps 2 --save_steps 1")
     train(2, "llama2", words)
     before = files.records("others")

@@ -68,7 +68,7 @@ def run(rank: int, words: str, folder: str) -> Outcome:
 
 
 def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
-    """What did not pass."""
+    """Returns the cases that did not pass."""
     offload.MIN_BYTES = 0
     wrong = []
     for case in cases:
