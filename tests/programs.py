@@ -1,6 +1,7 @@
 """One of the training programs, run inside a test's process group as a command line would run it."""
 
 import contextlib
+import gc
 import io
 import shlex
 from typing import NamedTuple
@@ -35,6 +36,7 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
 def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
     train.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    gc.freeze()  # a run unfreezes at its end, and the collection of the next would look at every module again
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

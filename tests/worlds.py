@@ -1,5 +1,6 @@
 """Runs a test's function on several processes joined by gloo (or nccl), and brings failures and results back."""
 
+import gc
 import os
 import socket
 import traceback
@@ -57,6 +58,7 @@ def forkserver() -> Any:
 
 
 def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
+    gc.freeze()  # a collection would look at all that the server has imported, and copy its memory
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
