@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from worlds import one_process
 
 import llama2
 import llama3
@@ -31,6 +32,17 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
     """One training program on this rank, in the process group that the test has joined already."""
     size = dist.get_world_size()
     return run_in(World(rank, size, rank, size, torch.device("cpu"), restarts, launch), family, words)
+
+
+def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
+    """Runs programs one after the other on this rank."""
+    return [program(rank, family, words) for words in runs]
+
+
+def alone(words: str, family: str = "llama3") -> Ended:
+    """Runs a program on a process group of this process alone."""
+    with one_process():
+        return program(0, family, words)
 
 
 def run_in(world: World, family: str, words: str) -> Ended:

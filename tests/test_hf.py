@@ -103,14 +103,6 @@ def check_training(
         assert relative(p.grad, q.grad) < 1e-5, f"{name}: gradient of {parameter} off by {relative(p.grad, q.grad)}"
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # ---- labels, positions and padding ---------------------------------------------------------------------------------
 
 

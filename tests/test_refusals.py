@@ -18,7 +18,7 @@ import small
 import torch
 import torch.distributed as dist
 from huggingface_hub import constants
-from programs import Ended, program
+from programs import Ended, program, programs
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
@@ -211,7 +211,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = "--max_steps 2 --save_strategy steps --save_steps 1"
     outputs = ("{files}/run", "{files}/other --optim sgd")
     runs = [f"{GOOD} {flags} --output_dir {output}".format(files=folder) for output in outputs]
-    assert all(end.status == 0 for ends in spawn(2, programs, runs) for end in ends)
+    assert all(end.status == 0 for ends in spawn(2, programs, "llama3", runs) for end in ends)
     shutil.copytree(folder / "run" / "checkpoint-1", folder / "stateless" / "checkpoint-1")
     shutil.rmtree(folder / "stateless" / "checkpoint-1" / "state")
     return folder
@@ -254,10 +254,6 @@ class Refusal(NamedTuple):
 
     end: Ended
     changed: set[tuple[str, int]]
-
-
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "llama3", words) for words in runs]
 
 
 def refused_programs(rank: int, files: str, runs: list[str]) -> list[Refusal]:
@@ -314,7 +310,7 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
 def test_the_ways_out_of_a_directory_that_holds_a_run_are_open(files: Path) -> None:
     flags = f"--output_dir {files}/other --optim sgd --max_steps 3 --save_strategy steps --save_steps 1"
     output = f"{GOOD.format(files=files)} {flags}"
-    ends = spawn(2, programs, [f"{output} --resume_from_checkpoint True", f"{output} --overwrite_output_dir"])
+    ends = spawn(2, programs, "llama3", [f"{output} --resume_from_checkpoint True", f"{output} --overwrite_output_dir"])
     assert [end.status for rank_ends in ends for end in rank_ends] == [0, 0, 0, 0]
     resumed, anew = (end.out for end in ends[0])
     assert "step 3/3" in resumed and "step 1/3" not in resumed

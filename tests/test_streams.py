@@ -1,6 +1,6 @@
 """Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
@@ -167,13 +167,6 @@ def test_an_outbox_that_closes_before_its_recording_ends_is_seen(tmp_path: Path)
 def test_an_exchange_that_does_not_wait_is_seen(without: str, tmp_path: Path) -> None:
     (found, *_) = spawn(2, _attention, tmp_path, without)
     assert all(bad[0] for bad in found.values()), found
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _layers_away(

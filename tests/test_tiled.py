@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
@@ -25,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from worlds import one_process
 
 from lightseq import hf
 from lightseq.memory import offload
@@ -53,11 +53,9 @@ HIDDEN, ATTENTION, KEY_VALUE = 16, 16, 8  # widths of a token
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A world of this process, and tiles of seven tokens."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.MonkeyPatch.context() as patch:
+    with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 7)
         yield
-    dist.destroy_process_group()
 
 
 def build(name: str) -> PreTrainedModel:

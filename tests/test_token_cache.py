@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import Ended, program
+from programs import programs
 from worlds import spawn
 
 from lightseq.data import token_cache
@@ -396,10 +396,6 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "llama3", words) for words in runs]
-
-
 @pytest.mark.slow
 def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * (40 if i == 5 else 3), "completion": "answer"[: 1 + i % 6]} for i in range(8)]
@@ -414,7 +410,7 @@ def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path
         f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True",
         f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True --seed 1 --num_train_epochs 2",
     ]
-    ends = spawn(2, programs, runs)[0]
+    ends = spawn(2, programs, "llama3", runs)[0]
     assert [end.status for end in ends] == [0, 0, 0, 2], [end.err for end in ends]
     said = [" ".join(end.out.split()) for end in ends]
     whole, parts = (read_records(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
@@ -440,7 +436,7 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
             ("each", ""), ("all", "--logging_steps 8"), ("ranks", "--logging_steps 4 --sequence_parallel_size 1")
         )
     ]  # fmt: skip
-    ends = spawn(2, programs, runs)[0]
+    ends = spawn(2, programs, "llama3", runs)[0]
     assert [end.status for end in ends] == [0, 0, 0], [end.err for end in ends]
     each, whole, ranks = (read_records(tmp_path / run / "metrics.jsonl") for run in ("each", "all", "ranks"))
     losses = [record["loss"] for record in each if record["loss"] is not None]

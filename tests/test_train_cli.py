@@ -25,7 +25,7 @@ import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import FAMILIES, Ended, program
+from programs import FAMILIES, Ended, program, programs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import free_port, spawn
 
@@ -69,10 +69,6 @@ ORIGINAL = """--fp16 --num_train_epochs 3 --per_device_train_batch_size 1 --per_
     --save_total_limit 1 --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type "cosine"
     --logging_steps 1 --fsdp "full_shard auto_wrap" --fsdp_transformer_layer_cls_to_wrap 'LlamaDecoderLayer'
     --tf32 False --model_max_length 2048 --gradient_checkpointing True --lazy_preprocess True"""
-
-
-def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
-    return [program(rank, family, words) for words in runs]
 
 
 def train(world: int, family: str, *runs: str) -> list[Ended]:

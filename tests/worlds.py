@@ -4,7 +4,8 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +47,16 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
         for process in processes:
             process.kill()
     return [results[rank] for rank in range(world)]
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Joins a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def forkserver() -> Any:
