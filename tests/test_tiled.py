@@ -214,7 +214,7 @@ def held_by_backward(
 ) -> float:
     """The most elements of one token that the backward pass of one layer, or of three under one checkpoint, makes."""
     found = []
-    for length in (256, 512):
+    for length in (128, 256):
         model, batch = build("llama"), ids(length=length)
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
@@ -235,7 +235,7 @@ def held_by_backward(
             with live:
                 given.backward(torch.ones_like(given))
         found.append(live.peak)
-    return (found[1] - found[0]) / 256 / 8
+    return (found[1] - found[0]) / 128 / 8
 
 
 def test_gradients_of_weights_add_up_in_float32() -> None:
