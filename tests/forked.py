@@ -42,11 +42,21 @@ class Running(NamedTuple):
 
 
 class World:
-    """The ranks of a program under what a launcher would tell them; the store in which they meet is held here."""
+    """The ranks of a program under what a launcher would tell them; the store in which they meet is held here.
 
-    def __init__(self, ranks: int, words: str, folder: Path, environment: dict[str, str] | None = None) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+    A launcher that restarts its ranks keeps its `store`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        words: str,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        store: dist.TCPStore | None = None,
+    ) -> None:
+        self.store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.ranks = [
             start(words, folder, f"rank{r}", {**meeting, "RANK": str(r), "LOCAL_RANK": str(r), **(environment or {})})

@@ -320,9 +320,9 @@ def test_the_ways_out_of_a_directory_that_holds_a_run_are_open(files: Path) -> N
 
 def test_the_launcher_shows_the_line_of_its_workers_once(files: Path, tmp_path: Path) -> None:
     launched = "-m torch.distributed.run --standalone --nproc_per_node=2 llama3/train.py"
-    done = forked.run(f"{launched} {GOOD} --kernel fa4 --learning_rate 1".format(files=files), tmp_path)
+    done = forked.run(f"{launched} {GOOD} --sequence_parallel_size 3".format(files=files), tmp_path)
     assert done.returncode != 0 and done.stdout == ""
-    ours = [line for line in done.stderr.splitlines() if line.startswith("error: kernel fa4 cannot run here")]
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: --sequence_parallel_size 3 does not")]
     assert len(ours) == 1
     assert "rank      : 0 (local_rank: 0)" in root_cause(done.stderr)
     assert f"  traceback : {ours[0]}\n" in root_cause(done.stderr)

@@ -429,8 +429,7 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
 ) -> None:
     """A launcher makes a SIGTERM of the second; a scheduler may send several."""
     (tmp_path / "told.py").write_text(TOLD_TWICE)
-    words = [sys.executable, str(tmp_path / "told.py"), first, last]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    done = forked.run(f"{tmp_path}/told.py {first} {last}", tmp_path)
     assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
     answer = STOP_MESSAGE.format("another" if first == "SIGINT" else "a")
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
@@ -468,15 +467,28 @@ sys.exit(world.restarts < int(sys.argv[2]))
 """
 
 
-def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: Path) -> None:
-    """Told nothing else, torch's launcher has one name for all that it ever starts."""
+def test_a_launch_keeps_its_name_after_a_restart_and_another_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    words, store = f"{tmp_path}/launched.py {tmp_path}/launches 0", None
+    for restarts in ("0", "1"):
+        world = forked.World(1, words, tmp_path, {"TORCHELASTIC_RESTART_COUNT": restarts}, store)
+        store = world.store
+        assert [end.returncode for end in world.end()] == [0]
+    forked.World(1, words, tmp_path).end()
+    first, again, other = (tmp_path / "launches").read_text().split()
+    assert first == again != other
+
+
+@pytest.mark.slow
+def test_launches_of_torch_have_names_that_restarts_keep(tmp_path: Path) -> None:
+    """Torch's launcher gives every launch the same run id by default."""
     (tmp_path / "launched.py").write_text(LAUNCHED)
     launcher = "-m torch.distributed.run --nproc_per_node=1 --max_restarts=1 --monitor_interval=0.1 --master_port"
     for restarts in (1, 0):
         words = f"{launcher} {free_port()} {tmp_path}/launched.py {tmp_path}/launches {restarts}"
         done = forked.start(words, tmp_path, "launcher", {"PYTHONPATH": str(ROOT)}).end(time.monotonic() + 120)
         assert done.returncode == 0, done.stderr
-    first, again, other = (tmp_path / "launches").read_text().splitlines()
+    first, again, other = (tmp_path / "launches").read_text().split()
     assert first == again != other
 
 
