@@ -102,11 +102,6 @@ def test_a_boolean_stands_alone_or_takes_a_word(words: str, expected: bool) -> N
     assert given(words).bf16 is expected
 
 
-def test_the_older_spelling_is_the_same_flag() -> None:
-    words = "--eval_data_path eval.pkl {} steps"
-    assert given(words.format("--evaluation_strategy")) == given(words.format("--eval_strategy"))
-
-
 @pytest.mark.parametrize(
     ("words", "policy"),
     [

@@ -89,22 +89,16 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # numbers and names
     "no length": ("--model_max_length 0", ("--model_max_length 0", "at least 1")),
-    "negative length": ("--model_max_length -5", ("--model_max_length -5", "at least 1")),
-    "no accumulation": ("--gradient_accumulation_steps 0", ("--gradient_accumulation_steps 0", "at least 1")),
     "ranks that do not divide": ("--sequence_parallel_size 3", ("--sequence_parallel_size 3", "2 processes", "[1, 2]")),
-    "unknown schedule": ("--schedule spiral", ("--schedule 'spiral'", "choose from auto, ring")),
-    "unknown kernel": ("--kernel fa9", ("--kernel 'fa9'", "choose from auto, fa4")),
     "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning_rat", "did you mean --learning_rate?")),
     "profiled after the end": ("--profile_steps 2:3", ("--profile_steps 2:3", "last step, 1", "earlier")),
     "allocations of no GPU": ("--profile_steps 1:1 --profile_memory", ("--profile_memory", "no", "leave it out")),
-    "two precisions": ("--bf16 --fp16", ("--bf16 and --fp16", "give one")),
     "FP8 without its cores": (
         "--bf16 --fp8 tensorwise",
         ("--fp8 tensorwise", "CPU has no FP8", "leave it out", "--fp8_emulate"),
     ),
-    "unknown mirror": ("--report_to carrier_pigeon", ("--report_to 'carrier_pigeon'", "choose from none")),
     # how ranks share a sequence
     "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
     "ranks that do not divide, in a plan": ("--ulysses_size 3 --offload auto", ("ulysses_size 3 does not divide 2",)),
