@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import shlex
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,11 +50,17 @@ def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
     train.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     gc.freeze()  # a run unfreezes at its end, and the collection of the next would look at every module again
-    status, out, err = 0, io.StringIO(), io.StringIO()
+    end = captured(lambda: command.main(ENTRIES[family], shlex.split(words)))
+    dist.barrier()
+    return end
+
+
+def captured(main: Callable[[], int | None]) -> Ended:
+    """Returns the output of a call, and the status that it returns or exits with."""
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            command.main(ENTRIES[family], shlex.split(words))
+            status = main()
         except SystemExit as end:
-            status = int(end.code or 0)
-    dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
+            status = end.code  # type: ignore[assignment]
+    return Ended(int(status or 0), out.getvalue(), err.getvalue())

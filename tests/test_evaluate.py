@@ -1,7 +1,6 @@
 """Evaluations across ranks equal plain transformers on one process: loss by position, and what is found in a text."""
 
 import contextlib
-import io
 import json
 import math
 import pickle
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from programs import Ended
+from programs import Ended, captured
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -47,14 +46,9 @@ def evaluation(rank: int, words: str) -> Ended:
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
     evaluate.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    status, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = evaluate.main(BOTH, words.split())
-        except SystemExit as end:
-            status = int(end.code or 0)
+    end = captured(lambda: evaluate.main(BOTH, words.split()))
     dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
+    return end
 
 
 def evaluations(rank: int, runs: list[str]) -> list[Ended]:

@@ -342,14 +342,8 @@ def test_the_operators_keep_torchs_contract(name: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_of_one_kind_are_compiled_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with guards of its own would be compiled anew, and after the eighth no more."""
-    config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
-        num_hidden_layers=3, vocab_size=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaModel(config)
-    ids = torch.arange(20).reshape(1, 20) % 32
-    want = model(input_ids=ids, use_cache=False).last_hidden_state
+    model, loss = small_llama()
+    want = loss()
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     tile_mlps(model.layers)
     apply_remat(model.layers, policy, compiled=True)
@@ -357,5 +351,5 @@ def test_layers_of_one_kind_are_compiled_once(policy: str, monkeypatch: pytest.M
     torch._dynamo.reset()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=counted)
-    torch.testing.assert_close(model(input_ids=ids, use_cache=False).last_hidden_state, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss(), want, rtol=1e-4, atol=1e-4)
     assert counted.frame_count == 1
