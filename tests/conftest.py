@@ -23,6 +23,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [name for name in LONGEST if not Path(__file__).with_name(f"test_{name}.py").is_file()]
+    assert not missing, f"LONGEST names files that are not here: {missing}"
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
 

@@ -151,7 +151,7 @@ def test_an_index_of_tensors_runs_no_code(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"(" * 100, b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"."])
-def test_what_is_no_index_of_tensors_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_index_of_tensors_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     """The last of them asks for an eighth of all memory that can be addressed."""
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="is no index of tensors"):
@@ -403,7 +403,7 @@ DISKS = {
     ("failing", "beside"),
     [("read", "True"), ("write", "True"), pytest.param("read", "False", marks=pytest.mark.slow)],
 )
-def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
+def test_a_failed_save_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
     files: Path, failing: str, beside: str
 ) -> None:
     output = f"failing-{failing}-{beside}"
@@ -460,7 +460,9 @@ def test_a_disk_that_is_full_for_one_of_several_files_ends_the_run_in_one_line(
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 
 
-def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_reads_back_differently_ends_the_run_without_a_checkpoint(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = state_files.write
 
     def lying(directory: Path, *args: Any) -> Any:

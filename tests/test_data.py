@@ -99,7 +99,7 @@ def test_writing_refuses_to_replace_without_force(tmp_path: Path) -> None:
         write_token_directory(path, [np.array([5, 6])], 10, dict, force=True)
 
 
-def test_what_a_killed_process_of_the_same_number_left_stops_no_write(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_with_the_same_pid_do_not_stop_a_write(tmp_path: Path) -> None:
     left = tmp_path / f".t.partial-{os.getpid()}"
     left.mkdir()
     path = token_directory(tmp_path / "t", [1, 2])

@@ -153,12 +153,12 @@ def check_small_adapters(device: str) -> None:
     assert ((with_adapter - without) @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
 
 
-def test_what_a_small_adapter_adds_is_not_rounded_away() -> None:
+def test_a_small_adapters_contribution_is_not_rounded_away() -> None:
     check_small_adapters("cpu")
 
 
 @pytest.mark.gpu(1)
-def test_on_a_gpu_what_a_small_adapter_adds_is_not_rounded_away() -> None:
+def test_on_a_gpu_a_small_adapters_contribution_is_not_rounded_away() -> None:
     check_small_adapters("cuda")
 
 
@@ -197,7 +197,7 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
         assert alive.most == most
 
 
-def test_what_is_made_in_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intermediate_tensors_of_the_mlp_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     m, (x, dout) = module(), inputs()
     with LargestResult() as plain:

@@ -202,7 +202,7 @@ DAMAGE: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_what_is_no_record_is_kept_beside_the_metrics_and_said(case: str, tmp_path: Path) -> None:
+def test_damaged_metrics_lines_are_kept_in_a_file_and_reported(case: str, tmp_path: Path) -> None:
     damage, count = DAMAGE[case]
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.0}\n'
     for number in (1, 2):

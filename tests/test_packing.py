@@ -85,7 +85,7 @@ def test_every_target_of_every_document_is_kept_once_and_none_is_of_another(tmp_
 
 
 @pytest.mark.parametrize("kind", ["directory", "pickle"])
-def test_what_is_cut_padded_and_left_out_is_counted(tmp_path: Path, kind: str) -> None:
+def test_cut_padded_and_dropped_tokens_are_counted(tmp_path: Path, kind: str) -> None:
     said = " ".join(_opened(tmp_path, kind).notes)
     tokens = sum(SIZES) - 1 - 2  # a document of one token has no target, the last of 301 and 151 are targets alone
     assert "of fewer than two tokens left out" in said and "13 documents packed into 8 sequences" in said

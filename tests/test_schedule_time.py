@@ -317,7 +317,7 @@ def test_a_memory_limit_chooses_more_head_groups() -> None:
     assert choose_by_time(4, shape, H200_SYMMETRIC, 4, asked, 1.0) == ("prefix", None, 8)
 
 
-def test_what_was_asked_for_is_kept() -> None:
+def test_requested_schedules_are_kept() -> None:
     shape = _shape(64 * K)
     assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("usp", 2))[:2] == ("usp", 2)
     assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("prefix", None, 4)) == ("prefix", None, 4)

@@ -208,7 +208,7 @@ def _layers_away(
         (1, 2, 1e6, (4,)),
     ],
 )  # fmt: skip
-def test_what_layers_hand_over_is_in_order_on_every_stream(
+def test_offloaded_activations_are_ordered_on_every_stream(
     group: int, in_flight: int, limit_bytes: float, staying: Sequence[int]
 ) -> None:
     assert _layers_away(group, in_flight, limit_bytes, staying) == NONE

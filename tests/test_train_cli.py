@@ -221,7 +221,7 @@ def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
     return program(rank, family, words)
 
 
-def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
+def test_a_nonfinite_gradient_skips_its_step_and_is_named(files: Files) -> None:
     words = files.words("llama2", "sick", "--max_steps 4 --lr_scheduler_type constant")
     ends = spawn(2, sick, "llama2", words, (2,))
     assert [end.status for end in ends] == [0, 0]
@@ -255,7 +255,7 @@ def test_copies_sum_their_gradients_once_an_update(files: Files) -> None:
     assert once == often and all(n > 0 for n in once)
 
 
-def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
     words = files.words("llama2", "sicker", "--max_steps 9 --save_steps 2")
     ends = spawn(2, sick, "llama2", words, tuple(range(3, 10)))
     assert [end.status for end in ends] == [1, 1]
@@ -264,7 +264,7 @@ def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files
     assert ends[1].err == "" and "checkpoint-2" in files.checkpoints("sicker")
 
 
-def test_sick_steps_are_counted_one_by_one_however_seldom_the_log(files: Files) -> None:
+def test_skipped_steps_are_counted_one_by_one_at_any_logging_interval(files: Files) -> None:
     """Windows of four: two in a row across a border end no run, three do."""
     words = files.words("llama2", "seldom", "--max_steps 12 --save_strategy no --logging_steps 4")
     ends = spawn(2, sick, "llama2", words, (2, 4, 5, 8, 9, 10, 11))
