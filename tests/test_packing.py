@@ -194,10 +194,6 @@ def _refusals(rank: int) -> None:
     _refused(lambda: model(**missing), "position_ids are missing")
     short = {**batch, "input_ids": batch["input_ids"][:, :4], "position_ids": batch["position_ids"][:, :4]}
     _refused(lambda: model(**short), "not those of the documents")
-    dynamic = _model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    context = hf.enable(dynamic)
-    batch = hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 8])
-    _refused(lambda: dynamic(**batch), "RoPE scales with the length")
 
 
 def test_documents_that_cannot_be_honoured_are_refused() -> None:
