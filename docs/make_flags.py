@@ -73,8 +73,8 @@ python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config out
 {groups}
 
 ## Schedules
-A schedule decides which rank computes which tile of attention at which step. The last column is the mean share of the
-critical path in which one of {ranks} ranks computes. This command proves a schedule and draws it:
+A schedule decides which rank computes which tile of attention at which step. The last column is the share of
+the critical path during which the average of {ranks} ranks computes. This command proves a schedule and draws it:
 ```
 python3 -m lightseq schedule --schedule balanced --ranks {ranks}
 ```

@@ -191,14 +191,17 @@ def check_make(words: Sequence[str]) -> None:
 
 
 def check_launcher(script: str, words: Sequence[str], variables: Sequence[str]) -> None:
-    """Checks the training flags that follow a launcher. Slurm jobs and extend.sh take some from variables."""
+    """Checks the flags that follow a launcher. Slurm jobs and extend.sh take some from variables."""
     if script.endswith("extend.sh"):
         assert {"MODEL", "DATA", "OUTPUT"} <= {word.partition("=")[0] for word in variables}
-    elif words or script.endswith(".sh"):
-        assert words and words[0] in ("llama2", "llama3"), f"{script} needs a family, not {words[:1]}"
-        words = words[1:]
-    made_up = () if script.endswith("local.sh") else MADE_UP
-    check_training([*made_up, *words])
+        check_training([*MADE_UP, *words])
+    elif words or script.endswith("local.sh"):
+        name, *rest = words or ("nothing",)
+        if script.endswith("local.sh") and name in ("train", "verify", "rehearse", "evaluate"):
+            check_tool(name, rest)
+        else:
+            assert name in ("llama2", "llama3"), f"{script} knows no {name}"
+            check_training(rest if script.endswith("local.sh") else [*MADE_UP, *rest])
 
 
 def check_training(words: Sequence[str]) -> None:
@@ -288,6 +291,7 @@ def test_faulty_commands_are_found() -> None:
     faulty = (
         f"{train} --lenght 3", "torchrun --nproc 2 --bogus=1 llama3/train.py", "frobnicate", "make bread", "it is said",
         "python3 -m analysis compare a", "launch/local.sh llama4 --bf16", "python3 benchmarks/nothing.py",
+        "launch/local.sh verify --steps 3",
         "python3 launch/sweep.py --config launch/sweeps/nothing.yaml", "lightseq schedule --schedule ring",
         "python3 -m lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
     )  # fmt: skip
