@@ -175,7 +175,7 @@ def test_default_rates_are_near_what_was_measured_over_nccl(name: str, length: i
 HOST_LIMITED = pytest.mark.xfail(
     strict=True,
     reason="at 16K the host is the limit, which the model knows not: in the mean of three runs prefix is 5.7% ahead "
-    "of what is taken (docs/log-measurements.md)",
+    "of what is taken (docs/log.md)",
 )
 
 
