@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import matplotlib
 
-from . import attention, cluster, compare, curves, evaluate, faults, largest, plots, profile, report, step, watch
+from . import attention, cluster, compare, curves, evaluate, largest, plots, profile, report, step, watch
 from .drawing import STYLE
 
 
@@ -28,7 +28,6 @@ COMMANDS: Mapping[str, Command] = {
     "profile": Command(profile.main, "OUTPUT_DIR", "says where the time of profiled steps went"),
     "watch": Command(watch.main, "OUTPUT_DIR", "shows a run while it trains"),
     "report": Command(report.main, "DIR", "writes an HTML page of all results below it"),
-    "faults": Command(faults.main, "FILE...", "prints what `make faults` did"),
 }
 
 
