@@ -18,9 +18,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "attention": Command(attention.main, "FILE...", "draws what benchmarks/attention.py measured"),
-    "step": Command(step.main, "FILE...", "draws what benchmarks/step.py measured"),
-    "largest": Command(largest.main, "FILE...", "draws what benchmarks/largest.py found"),
+    "attention": Command(attention.BENCHMARK.main, "FILE...", "draws what benchmarks/attention.py measured"),
+    "step": Command(step.BENCHMARK.main, "FILE...", "draws what benchmarks/step.py measured"),
+    "largest": Command(largest.BENCHMARK.main, "FILE...", "draws what benchmarks/largest.py found"),
     "cluster": Command(cluster.main, "FILE", "draws what lightseq plan --attention predicted"),
     "evaluate": Command(evaluate.main, "OUT...", "draws what lightseq evaluate measured"),
     "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file asks of runs"),

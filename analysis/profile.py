@@ -7,14 +7,13 @@ from pathlib import Path
 from statistics import median
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightseq.profiling.host_trace import host_breakdown
 from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown, device_spans, gpu_breakdown, read_trace
 from lightseq.profiling.traffic import Transfers, transfers_by_kind
 
-from .drawing import FORMATS, GIB, print_lines, save
+from .drawing import GIB, print_rich, save
 from .records import Record
 from .runs import read_json_object, section
 from .timeline import figure
@@ -36,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
     parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
-    parser.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
     arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
@@ -47,17 +45,16 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
     account = gpu_breakdown(events) if spans else host_breakdown(events)
     picture = figure(spans, str(path)) if arguments.timeline else None
-    console = Console()
-    console.print(time_table(account))
+    print_rich(time_table(account))
     if moved:
-        console.print(traffic_table(moved, account.steps))
+        print_rich(traffic_table(moved, account.steps))
     if arguments.kernels:
-        console.print(kernel_table(account, arguments.kernels))
+        print_rich(kernel_table(account, arguments.kernels))
     summary = read_json_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
     if memory := section(summary, "memory"):
-        console.print(memory_table(memory))
+        print_rich(memory_table(memory))
     if picture is not None:
-        print_lines(save(picture, arguments.output or path.parent, "timeline", arguments.format))
+        print(save(picture, arguments.output or path.parent, "timeline"))
     return 0
 
 

@@ -20,11 +20,13 @@ from rich.text import Text
 from .drawing import (
     GIB,
     format_number,
+    print_rich,
     short_length,
 )
 from .records import Record, json_object
 from .runs import check_record, column, latest, median, read_json_object, section
 
+LOOK_SECONDS = 1.0  # between looks
 RECENT = 50  # steps that tell the pace
 QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # a run is quiet after five usual logging intervals, and never before 20 s
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -41,16 +43,15 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
     parser.add_argument("--once", action="store_true", help="print how it stands now, once")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
     arguments = parser.parse_args(argv)
     console = Console(highlight=False)
     try:
         progress = read_progress(arguments.run, time.time())
         check_watchable(progress, waits=console.is_terminal and not arguments.once)
         if arguments.once:
-            console.print(frame(progress))
+            print_rich(frame(progress))
             return 0
-        return 0 if follow(progress, console, max(0.05, arguments.every)).is_done else 1
+        return 0 if follow(progress, console).is_done else 1
     except KeyboardInterrupt:  # the usual way to stop watching; the last frame stays
         return 0
 
@@ -187,11 +188,11 @@ def check_watchable(progress: Progress, waits: bool) -> None:
         )
 
 
-def follow(progress: Progress, console: Console, every: float) -> Progress:
+def follow(progress: Progress, console: Console) -> Progress:
     """Shows a run until its last step, or, if the output is no terminal, until its process is gone."""
     with Live(frame(progress), console=console, auto_refresh=False) as live:
         while not (progress.is_done or (progress.is_dead and not console.is_terminal)):
-            time.sleep(every)
+            time.sleep(LOOK_SECONDS)
             progress = read_progress(progress.directory, time.time())
             live.update(frame(progress), refresh=True)
     return progress

@@ -14,6 +14,7 @@ import pytest
 from analysis_files import GIB, about, record, write_run
 from rich.console import Console
 
+from analysis import watch
 from analysis.__main__ import main
 from analysis.watch import BLOCKS, duration, sparkline
 
@@ -154,6 +155,7 @@ def test_a_run_is_followed_from_before_it_begins_through_a_resume_to_its_end(
     run = tmp_path / "run"
     run.mkdir()
     on_a_terminal(monkeypatch)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
 
     def train() -> None:
         for last in (0, 1, 39, 20, 40):
@@ -164,7 +166,7 @@ def test_a_run_is_followed_from_before_it_begins_through_a_resume_to_its_end(
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert main(["watch", str(run), "--every", "0.05"]) == 0
+    assert main(["watch", str(run)]) == 0
     thread.join()
     out = capsys.readouterr().out
     assert all(words in out for words in ("Waiting: ", "step 1/40", "step 20/40", "step 40/40"))
