@@ -18,6 +18,7 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from os.path import relpath
 from typing import Any
 
@@ -66,9 +67,10 @@ def compare(words: Sequence[str]) -> None:
     setting = setting_of(flags, about["hardware"]["device"] != "cpu")
     write_inputs(setting)
     for trial in trials(setting):
+        print(f"{trial.head}: started at {datetime.now():%H:%M:%S}, log {trial.log}", flush=True)
         record = take(trial, about)
         append(flags.output, record)
-        print(line(record) + (f" ({trial.log})" if record["skipped"] else ""), flush=True)
+        print(line(record), flush=True)
     print(f"records  {flags.output}")
 
 
@@ -164,6 +166,10 @@ class Trial:
         """Returns a name such as `lightseq (remat none, schedule ulysses)`."""
         asked = " ".join(self.words).replace(" --", ", ").removeprefix("--")
         return self.implementation + (f" ({asked})" if asked else "")
+
+    @property
+    def head(self) -> str:
+        return f"{shown(self.length):>6}  {self.label}"
 
     @property
     def directory(self) -> Path:
