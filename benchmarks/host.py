@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     append(flags.output, {"benchmark": "host", "command": command, **about})
     for tokens in flags.lengths:
         case = Case(
-            tokens, flags.heads, flags.kv_heads, flags.head_dim, 1, torch.bfloat16, device, dist.group.WORLD
+            tokens, flags.heads, flags.kv_heads, flags.head_dim, torch.bfloat16, device, dist.group.WORLD
         )  # fmt: skip
         for schedule in flags.schedules:
             for transport in ("symmetric", "symmetric-unrecorded"):
@@ -89,7 +89,7 @@ def parser() -> Parser:
 def measure(case: Case, schedule: str, transport: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Times the host while it runs ahead, the device alone, and both where neither is ahead."""
     with one_rank(case, schedule, transport, flags.kernel) as layer, collected_together():
-        step = make_step(layer, case, seed=0)
+        step = make_step(layer, case)
         for _ in range(WARMUP):
             step()
         host, alone = ahead(step, flags.repeats, case.device)
