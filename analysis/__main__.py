@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
@@ -34,7 +33,7 @@ COMMANDS: Mapping[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or draws the curves of runs; refused input is one line and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words and words[0] in COMMANDS and not is_run(words) else None
+    name = words[0] if words and words[0] in COMMANDS else None
     try:
         with matplotlib.rc_context(dict(STYLE)):
             return COMMANDS[name].main(words[1:]) if name else curves.main(words, command_help())
@@ -46,11 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_help() -> str:
     lines = [f"  {f'{name} {command.operands}':<22} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(("with a command (python3 -m analysis COMMAND -h has its flags):", *lines))
-
-
-def is_run(words: Sequence[str]) -> bool:
-    """Returns whether the first word is a run's directory that only happens to be called like a command."""
-    return len(words) == 1 and (Path(words[0]) / "metrics.jsonl").is_file()
 
 
 if __name__ == "__main__":

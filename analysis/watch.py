@@ -70,7 +70,6 @@ class Progress:
     checkpoints: tuple[int, ...]  # by their step
     saving: int | None  # step of a checkpoint that is being written
     silent_seconds: float | None  # since the run last wrote; None if it wrote nothing yet
-    left_out: int  # lines that are no records
     dead_process: str | None  # the process that wrote here, if it is known to exist no more
 
     @property
@@ -117,7 +116,7 @@ class Progress:
 def read_progress(directory: Path, now: float) -> Progress:
     """Raises ValueError for a file that no run wrote. `now` is a time in seconds, as files have."""
     metrics, info = directory / "metrics.jsonl", directory / "run.json"
-    records, left_out = read_growing(metrics)
+    records = read_growing(metrics)
     steps, _ = latest([record for record in records if "eval_loss" not in record])
     evaluations, _ = latest([record for record in records if "eval_loss" in record])
     written = [path.stat().st_mtime for path in (metrics, info) if path.is_file()]
@@ -129,21 +128,20 @@ def read_progress(directory: Path, now: float) -> Progress:
         checkpoints=checkpoints(directory, ""),
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=now - max(written) if written else None,
-        left_out=left_out,
         dead_process=dead_process(directory / "lock"),  # the name in lightseq's output_directory.py
     )
 
 
-def read_growing(path: Path) -> tuple[list[Record], int]:
-    """Returns the records on whole lines, and the number of lines that are no records."""
+def read_growing(path: Path) -> list[Record]:
+    """Returns the records on whole lines. Raises ValueError if there are lines but no record."""
     if not path.is_file():
-        return [], 0
+        return []
     whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
     parsed = [parse(line) for line in whole.splitlines() if line.strip()]
     records = [record for record in parsed if not isinstance(record, str)]
     if parsed and not records:
         raise ValueError(f"{path} holds a line that is no record ({parsed[0]}); remove the line")
-    return records, len(parsed) - len(records)
+    return records
 
 
 @cache  # every look reads the file whole, but parses no line again
@@ -301,11 +299,6 @@ def state(progress: Progress) -> Group:
         lines.append(Text(f"checkpoint  {progress.directory}/checkpoint-{progress.checkpoints[-1]}", overflow="fold"))
     if progress.saving is not None:
         lines.append(Text(f"checkpoint-{progress.saving} is being written"))
-    if progress.left_out:
-        are = (
-            "line of metrics.jsonl is no record" if progress.left_out == 1 else "lines of metrics.jsonl are no records"
-        )
-        lines.append(Text(f"{progress.left_out} {are} and left out", style="yellow"))
     return Group(*lines, health(progress))
 
 

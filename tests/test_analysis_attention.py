@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_files import write_lines, write_run
+from analysis_files import write_lines
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
@@ -177,13 +177,3 @@ def test_other_files_are_one_line_and_exit_2(
     assert main(["attention", str(tmp_path / "a.jsonl")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("analysis: error: ") and message in line
-
-
-@pytest.mark.parametrize("command", ["attention", "compare"])
-def test_a_run_in_a_directory_called_like_a_command_is_a_run(
-    command: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(file.parent)
-    write_run(Path(command), [{"step": 1, "loss": 2.0}])
-    assert main([command]) == 0 and (Path(command) / "loss.png").exists()
-    assert "lightseq prefix" in "".join(printed(capsys, file.name)), "with operands it is the command"
