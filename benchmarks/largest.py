@@ -234,9 +234,7 @@ def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
 def parser() -> Parser:
     out = Parser("benchmarks/largest.py", __doc__)
     out.add_argument("--what", type=listed(one_of(*WHAT), WHAT), default="all", help="weights, training or both")
-    out.add_argument(
-        "--strategies", type=listed(one_of(*STRATEGIES), STRATEGIES), default="all,n_layers", help="what grows"
-    )
+    out.add_argument("--strategies", type=listed(one_of(*STRATEGIES)), default="all,n_layers", help="what grows")
     out.add_argument("--length", type=length, default="4K", metavar="N", help="tokens of the sequence")
     out.add_argument("--flags", default="--torch_compile True", metavar="WORDS", help="training flags")
     gpus = torch.cuda.device_count() or 2
