@@ -12,10 +12,12 @@ ARGS   ?=
 
 ifeq ($(PYTHON),)
 RUN   := .venv/bin/python
-READY := .venv/.installed
+READY := .venv/.base
+TESTS := .venv/.dev
 else
 RUN   := $(PYTHON)
 READY :=
+TESTS :=
 endif
 # Where the interpreter's own command line tools are (shellcheck is one).
 TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
@@ -24,7 +26,7 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
-.PHONY: help train test test-all test-compat test-gpu faults check clean
+.PHONY: help train test test-all test-compat test-gpu check clean
 
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
@@ -33,17 +35,34 @@ help:
 	@echo "make test-all   the slow ones too"
 	@echo "make test-compat  a few, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-gpu   those that need GPUs"
-	@echo "make faults     breaks runs in every way that docs/reliability.md lists; may take an hour"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
 
-.venv/.installed: requirements.txt constraints.txt pyproject.toml
-	@echo "install: torch and the rest into .venv (some minutes the first time)"
+PIP = .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+# What training needs; what tests need comes on top.
+.venv/.base: constraints.txt pyproject.toml
+	@echo "install: torch, transformers and the rest of the base into .venv (a minute or two; pyproject.toml lists it)"
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightseq needs Python 3.11 or newer; name one with PYTHON=PATH")'
 	@python3 -m venv .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(PIP) -e .
+	@$(installed)
 	@touch $@
+
+.venv/.dev: .venv/.base
+	@echo "install: pytest, mypy, DeepSpeed and the other extras that tests use into .venv (a few minutes)"
+	@$(PIP) -e ".[dev]"
+	@$(installed)
+	@touch $@
+
+# Names the versions that decide what a run does.
+define installed
+.venv/bin/python -c 'from importlib.metadata import distributions; \
+have = {d.name.lower(): d.version for d in distributions()}; \
+names = ["torch", "transformers", "deepspeed", "flash-attn-4"]; \
+print("installed:", ", ".join(f"{name} {have[name]}" for name in names if name in have), f"and {len(have)} packages in all")'
+endef
 
 data/stdlib/meta.json: | $(READY)
 	@echo "data: the sources of Python's standard library, as bytes, into data/stdlib"
@@ -60,13 +79,13 @@ train: $(READY) data/stdlib/meta.json
 	@$(RUN) -m analysis $(OUTPUT)
 
 # Two files at a time: most tests start worlds of several processes and wait for them. In the order of tests/conftest.py.
-test: $(READY)
+test: $(TESTS)
 	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
-test-all: $(READY)
+test-all: $(TESTS)
 	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)
 
-test-compat: .venv/.installed
+test-compat: .venv/.dev
 	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/compat-constraints.txt
 	@$(call compat,oldest,$(OLDEST))
 	@$(call compat,newest,$(NEWEST))
@@ -80,13 +99,10 @@ python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install
 .venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
 endef
 
-test-gpu: $(READY)
+test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
 
-faults: $(READY)
-	@$(RUN) -m benchmarks.faults $(ARGS)
-
-check: $(READY)
+check: $(TESTS)
 	@echo "check: format"; $(RUN) -m ruff format --check .
 	@echo "check: lint"; $(RUN) -m ruff check .
 	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks launch

@@ -1,10 +1,16 @@
-"""Runs `python3 -m lightseq`."""
+"""The command `lightseq`, also as `python3 -m lightseq`."""
 
 import signal
 import sys
 
 from lightseq.cli import main
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """Runs the command line. Returns its exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may have seen enough
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -77,7 +77,7 @@ def enable(
         raise ValueError(
             f"{config.length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
         )
-    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name == "reference"
+    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
         warnings.warn(
             f"attention takes memory and time in the square of a tile's length: kernel {context.selection}; pass "

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, one_process, spawn
 
-from benchmarks.saving import costs
 from lightseq.checkpoint import checkpoints, manifest, saver, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
 from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
@@ -691,17 +690,3 @@ def test_copies_from_gpus_are_of_the_step_that_was_saved(world: int, flags: str,
     assert [end.status for end in spawn(world, on_gpus, str(folder), gpu_words, device="cuda")[0]] == [0, 0]
     for step in (2, 4, 6):
         assert tensors_saved(folder / "gpu-beside", step) == tensors_saved(folder / "gpu-inline", step)
-
-
-def test_a_save_is_charged_with_waiting_and_with_what_it_slows() -> None:
-    seconds = {1: 9.0, 5: 2.0, 6: 1.5, 9: 3.0}  # the first is warm-up
-    records = [
-        {"step": step, "loss": 1.0, "step_seconds": seconds.get(step, 1.0), "saving_seconds": 0.25 * (step in (5, 9))}
-        for step in range(1, 13)
-    ]
-    with pytest.raises(ValueError, match="6 records of 11 steps; train with --logging_steps 1"):
-        costs(records[::2], every=4, skip=1)
-    usual, found = costs(records, every=4, skip=1)
-    assert usual == 1.0 and [cost.after_step for cost in found] == [4, 8]
-    assert [cost.share_of_step_waited for cost in found] == [0.25, 0.25]
-    assert [cost.share_of_step for cost in found] == [1.75, 2.25]

@@ -73,8 +73,8 @@ def test_the_environment_file_mounts_the_folder_that_it_works_in() -> None:
     assert all(isinstance(value, str) for value in environment["env"].values())
 
 
-def test_the_page_on_containers_names_files_that_are_here() -> None:
-    page = (ROOT / "docs" / "containers.md").read_text()
+def test_the_page_on_launching_names_files_that_are_here() -> None:
+    page = (ROOT / "docs" / "launching.md").read_text()
     named = set(re.findall(r"\blaunch/[\w./]*\w", page))
     assert {"launch/Dockerfile", "launch/lightseq.toml"} <= named
     assert all((ROOT / name).exists() for name in named), named

@@ -147,9 +147,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 
-@pytest.mark.parametrize(
-    "key", ["dtype", "tokens", "documents", "max_token_id", "longest_prompts", "tokenizer", "targets"]
-)
+@pytest.mark.parametrize("key", ["dtype", "tokens", "documents", "max_token_id", "tokenizer", "targets"])
 @pytest.mark.parametrize("value", [None, True, -1, "x", [], {}, [3], [{"document": []}], {"a": 1}], ids=str)
 def test_a_meta_file_of_odd_types_is_read_or_one_line(tmp_path: Path, key: str, value: object) -> None:
     path = token_directory(tmp_path / "t", range(7))

@@ -26,11 +26,12 @@ from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import ReadOptions, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
 from lightseq.utils.formatting import four_significant_digits
+from lightseq.utils.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -46,7 +47,7 @@ def evaluation(rank: int, words: str) -> Ended:
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
     evaluate.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    end = captured(lambda: evaluate.main(BOTH, words.split()))
+    end = captured(lambda: command.main(BOTH, words.split()))
     dist.barrier()
     return end
 
@@ -464,13 +465,23 @@ def test_an_impossible_evaluation_is_refused_in_one_line(files: Files) -> None:
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 
 
+def test_progress_off_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(progress_bar(range(3))) == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # too fast for a line
+    monkeypatch.setattr("lightseq.utils.progress.LINE_SECONDS", -1.0)
+    assert list(progress_bar(range(2), description="needle, 8 tokens")) == list(progress_bar(range(2), progress=False))
+    assert capsys.readouterr().err.splitlines() == ["needle, 8 tokens 1/2, 0 s", "needle, 8 tokens 2/2, 0 s"]
+
+
 OUT_OF_MEMORY = """
 import sys, torch
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command
 from lightseq.training import loop
 from lightseq.cli import BOTH
 loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
-evaluate.main(BOTH, sys.argv[1:])
+command.main(BOTH, sys.argv[1:])
 """
 
 

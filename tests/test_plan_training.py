@@ -316,9 +316,16 @@ def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.Monk
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
-    *parts, remedy = out_of_memory(asked, model, here, None)
+    *parts, remedy = out_of_memory(asked, model, here)
     assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    fitting = replace(asked, model_max_length=2**17, offload="activations")
+    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))
+    assert make_plan(_h200(model, fitting)).fits
+    *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
+    assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    deepspeed = replace(asked, deepspeed="d.json")
+    assert "offload_optimizer and offload_param in d.json" in out_of_memory(deepspeed, model, here)[0]
 
 
 def _h200(model: LlamaConfig, config: TrainConfig) -> PlannedRun:

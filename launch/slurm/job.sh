@@ -10,7 +10,7 @@
 #   MICRO_BATCH SEQUENCE_PARALLEL                   sequences of a forward pass, ranks that share a sequence
 #   FLAGS_FILE                                      a file of further flags, one word a line
 #   NPROC PYTHON                                    processes of a node, the interpreter
-#   CONTAINER                                       an environment (.toml) or image to run in, see docs/containers.md
+#   CONTAINER                                       an environment (.toml) or image to run in, see docs/launching.md
 #   REQUEUE                                         1 lets Slurm start the job again after a node failed
 
 refuse() {

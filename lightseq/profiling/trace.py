@@ -174,10 +174,12 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Returns the breakdown by the phases that the program annotates."""
+    """Returns the breakdown by the phases that the program annotates. Raises ValueError without a step."""
     said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
     steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
-    count = max(1, len({e["name"] for e in steps}))
+    if not steps:
+        raise ValueError("the trace holds no step of training; train with --profile_steps 10:12")
+    count = len({e["name"] for e in steps})
     account = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
     for e in said:
         if e["name"] in PHASES:

@@ -1,6 +1,7 @@
 """The inputs of a run: model, data, tokenizer, checkpoint. Refuses what cannot work before anything is written."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from warnings import filterwarnings
 
@@ -37,12 +38,11 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class
+from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
-
-UNEVEN_OF_DOCUMENTS = ("ring", "zigzag", "balanced")  # schedules that keep neighbouring tokens of any document together
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         given = f"--lora_rank {config.lora_rank}"
         raise ValueError(f"{given} saves adapters alone, of weights that --random_init does not keep; leave one out")
     data_ranks = world.size // model.sequence_size
+    if config.deepspeed is not None and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"--deepspeed {config.deepspeed} needs DeepSpeed, which is not installed; pip install deepspeed"
+        )
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     changed = _check_checkpoint(config, world, model, deepspeed, found.path)
     stream, resumed = _resumed(_training_stream(config, world, model, data_ranks), found.path)
@@ -256,11 +260,14 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
     eager = config.fp8 is not None and not config.torch_compile
     casts = "the casts to FP8 are kernels of their own and may cost more than it saves; add --torch_compile"
-    uneven = config.packing != "none" and sequence_size > 1 and config.schedule in UNEVEN_OF_DOCUMENTS
+    algorithm = SCHEDULES.get(config.schedule)
+    uneven = algorithm is not None and algorithm.packed_work == "uneven"
+    uneven = uneven and config.packing != "none" and sequence_size > 1
+    even = " or ".join(name for name, row in SCHEDULES.items() if row.packed_work == "even")
     areas = (
         f"--schedule {config.schedule} gives each rank the same part of every packed sequence, whatever its documents: "
         "some ranks can have several times the attention of others (attention_balance in metrics.jsonl); leave "
-        "--schedule out, or take striped or ulysses"
+        f"--schedule out, or use {even}"
     )
     return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
 

@@ -1,0 +1,68 @@
+"""The wheel, the lists of requirements, and the command that an installation gives."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.forked import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_requirements_are_the_base_and_deepspeed() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    listed = [line for line in lines if line and not line.startswith("#")]
+    assert listed == [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["deepspeed"]]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel and installs it, without its requirements, into a folder of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    source = folder / "source"  # a build writes into the folder that it builds
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    for name in filter(None, files.stdout.split("\0")):
+        if name.partition("/")[0] in (
+            "lightseq",
+            "llama2",
+            "llama3",
+            "data_gen",
+            "analysis",
+            "pyproject.toml",
+            "README.md",
+        ):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    (wheel,) = folder.glob("lightseq_long-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    return folder
+
+
+def test_a_wheel_trains_outside_the_repository(installed: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed / "site"), "OMP_NUM_THREADS": "1"}
+
+    def run(command: str) -> str:
+        words = [sys.executable, *command.split()]
+        done = subprocess.run(words, cwd=installed, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (installed / "where.py").write_text("import lightseq, llama3, analysis; print(lightseq.__file__)")
+    assert Path(run("where.py").strip()).is_relative_to(installed / "site"), "the repository was imported instead"
+    assert "plan " in run("site/bin/lightseq --help")
+    run("-m data_gen synthetic --kind zipf --documents 8 --length 256 --vocab_size 256 --output data")
+    printed = run(
+        "-m torch.distributed.run --standalone --nproc_per_node=2 -m lightseq train --model_name_or_path tiny-llama3 "
+        "--random_init --data_path data --model_max_length 256 --max_steps 2 --logging_steps 1 --save_strategy no "
+        "--output_dir run"
+    )
+    assert "step 2/2" in printed
+    assert (installed / "run" / "metrics.jsonl").is_file()
