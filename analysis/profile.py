@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightseq.profiling.trace import (
@@ -20,7 +19,7 @@ from lightseq.profiling.trace import (
 )
 from lightseq.profiling.traffic import Transfers, transfers_by_kind
 
-from .drawing import FORMATS, GIB, print_lines, save
+from .drawing import GIB, print_rich, save
 from .records import Record
 from .runs import read_json_object, section
 from .timeline import figure
@@ -40,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N kernels that took longest")
     parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
     parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
-    parser.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
     arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
@@ -51,17 +49,16 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
     account = gpu_breakdown(events) if spans else phase_breakdown(events)
     picture = figure(spans, str(path)) if arguments.timeline else None
-    console = Console()
-    console.print(time_table(account))
+    print_rich(time_table(account))
     if moved:
-        console.print(traffic_table(moved, account.steps))
+        print_rich(traffic_table(moved, account.steps))
     if arguments.kernels:
-        console.print(kernel_table(account, arguments.kernels))
+        print_rich(kernel_table(account, arguments.kernels))
     summary = read_json_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
     if memory := section(summary, "memory"):
-        console.print(memory_table(memory))
+        print_rich(memory_table(memory))
     if picture is not None:
-        print_lines(save(picture, arguments.output or path.parent, "timeline", arguments.format))
+        print(save(picture, arguments.output or path.parent, "timeline"))
     return 0
 
 

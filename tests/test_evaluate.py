@@ -1,7 +1,6 @@
 """Evaluations across ranks equal plain transformers on one process: loss by position, and what is found in a text."""
 
 import contextlib
-import io
 import json
 import math
 import pickle
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from programs import Ended
+from programs import Ended, captured
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -48,14 +47,9 @@ def evaluation(rank: int, words: str) -> Ended:
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
     evaluate.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    status, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = command.main(BOTH, words.split())
-        except SystemExit as end:
-            status = int(end.code or 0)
+    end = captured(lambda: command.main(BOTH, words.split()))
     dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
+    return end
 
 
 def evaluations(rank: int, runs: list[str]) -> list[Ended]:
@@ -296,7 +290,7 @@ def plain_answers(root: Path, name: str) -> dict[tuple[int, float], list[list[in
     }
 
 
-def test_what_a_finder_is_asked_for_it_finds_at_every_depth_and_length(files: Files, world: int) -> None:
+def test_a_model_built_to_find_needles_finds_them_at_every_depth_and_length(files: Files, world: int) -> None:
     for name in ("found", "said", *(["groups-said"] if world == 4 else [])):
         summary, cells = files.records(f"{name}-{world}")
         assert {(c["length"], c["depth"]) for c in cells} == {(a, b) for a in LENGTHS for b in DEPTHS}
@@ -442,7 +436,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
+def test_an_impossible_evaluation_is_refused_in_one_line(files: Files) -> None:
     root = files.root
     data: dict[str, dict[str, list[list[int]]]] = {
         "targetless": {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]},
@@ -500,7 +494,7 @@ def test_a_host_without_room_for_an_evaluation_ends_it_with_the_remedy(files: Fi
     ], done.stderr
 
 
-def test_what_only_training_does_is_named_and_not_done() -> None:
+def test_flags_for_training_alone_are_named_and_not_applied() -> None:
     flags = "--model_name_or_path m --data_path d --output_dir o --async_save False --lora_rank 2 --lora_target_modules"
     flags += " q_proj --optim adamw_8bit --offload"
     for offload, kept, named in (

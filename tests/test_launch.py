@@ -80,7 +80,7 @@ def test_local_leaves_a_run_that_is_asked_to_stop_the_time_to_save(stand_ins: Pa
 
 
 def stopped(command: list[str], output: Path, name: str, **environment: str) -> str:
-    """What a run says whose launcher gets a signal after the first logged step."""
+    """Returns the output of a run whose launcher gets a signal after the first logged step."""
     from data_gen.__main__ import main as data_gen
 
     data = output.parent / "data"
@@ -142,7 +142,7 @@ def launcher_words(settings: dict[str, str]) -> str:
     return "before starting it, export " + " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def test_what_a_launcher_was_not_told_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_launcher_settings_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHER_SETTINGS, "PET_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
     assert launcher_note() == () and launcher_shutdown_seconds() is None  # no launcher, or another's

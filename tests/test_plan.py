@@ -596,9 +596,7 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 8 --kernel fa4", "needs bfloat16 or float16, not float32"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_a_line(
-    flags: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_plan_is_refused_in_one_line(flags: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"plan --model_name_or_path llama3-8b {flags}".split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and reason in error and error.count("\n") == 1

@@ -115,7 +115,7 @@ def _no_room_for_state(model: LlamaConfig) -> str:
     return f"--offload auto --device_memory_budget {budget / GIB:.12f}"
 
 
-def test_where_the_host_holds_a_step_up_layers_with_state_on_gpu_for_as_many_layers_as_may() -> None:
+def test_as_many_layers_as_fit_keep_their_state_on_the_gpu() -> None:
     model = LlamaConfig.from_dict({**CONFIG.to_dict(), "num_hidden_layers": LAYERS})
     flags = f"--model_max_length {LENGTH} --bf16 {_room_for_state(model, 5, 1, '--bf16')}"
     plan = make_plan(planned_run(model, flags, 1))
@@ -307,7 +307,7 @@ def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total:
     assert len(notes) == len(said) and all(want in note for want, note in zip(said, notes, strict=True)), notes
 
 
-def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=False,

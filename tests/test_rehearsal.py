@@ -85,7 +85,7 @@ def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() ->
     spawn(2, _elided)
 
 
-def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
+def test_rehearsals_of_long_sequences_run_only_the_first_tile() -> None:
     x, (gate, up), down = (
         torch.randn(10, 4, dtype=torch.float64),
         torch.randn(2, 6, 4).double(),

@@ -175,7 +175,7 @@ def test_default_rates_are_near_what_was_measured_over_nccl(name: str, length: i
 HOST_LIMITED = pytest.mark.xfail(
     strict=True,
     reason="at 16K the host is the limit, which the model knows not: in the mean of three runs prefix is 5.7% ahead "
-    "of what is taken (docs/log-measurements.md)",
+    "of what is taken (docs/log.md)",
 )
 
 
@@ -229,7 +229,7 @@ def test_two_levels_pay_across_hosts_and_heads_stay_inside_one() -> None:
     assert choose_by_time(64, _shape(1024 * K), H200_NCCL, 8)[:2] == ("usp", 8)
 
 
-def test_what_was_asked_for_is_kept() -> None:
+def test_requested_schedules_are_kept() -> None:
     shape = _shape(64 * K)
     assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("usp", 2))[:2] == ("usp", 2)
     assert choose_by_time(8, shape, H200_SYMMETRIC, 8, ScheduleChoice("prefix", None, 4)) == ("prefix", None, 4)
