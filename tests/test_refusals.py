@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel is not built of",)),
     "another layer": (
         "--fsdp_transformer_layer_cls_to_wrap GPT2Block",
-        ("are LlamaDecoderLayer; give that, or leave it out",),
+        ("are of the class LlamaDecoderLayer; give that, or leave it out",),
     ),
     "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use a")),
     "config that is no JSON": (f"{RANDOM} {{files}}/broken", ("{files}/broken", "cannot be read", "another model")),

@@ -11,7 +11,7 @@ from lightseq.models.presets import ModelFamily
 
 
 def parser() -> Parser:
-    about = "Merges a trained LoRA adapter into the weights of its model."
+    about = "Merges a LoRA adapter (trained with --lora_rank) into the weights of its model."
     out = Parser(prog="python3 -m lightseq merge", description=about)
     out.add_argument("--adapter", type=Path, required=True, help="adapter directory, such as a checkpoint")
     out.add_argument("--output_dir", type=Path, required=True, help="new directory for the merged model")
