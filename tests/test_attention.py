@@ -427,7 +427,7 @@ def _heads_that_do_not_divide(rank: int) -> None:
         _context("prefix", "cpu", torch.float32, 8, heads=(8, 2), head_groups=3)
     with pytest.raises(ValueError, match=f"ulysses_size 3 does not divide {world} ranks"):
         _context("ring", "cpu", torch.float32, 8, ulysses_size=3)
-    with pytest.raises(ValueError, match="usp needs more than one place"):
+    with pytest.raises(ValueError, match="usp needs two or more Ulysses groups"):
         _context("usp", "cpu", torch.float32, 8)
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(8, 2))
     x = torch.randn(1, 4, 5, 8)

@@ -167,7 +167,7 @@ def _sizes(rank: int, folder: Path) -> None:
         sends = [Send(dst, x) for dst in range(world) if dst != rank for x in mine]
         rooms = [(src, x, torch.empty_like(x)) for src in range(world) for x in mine]
         transport.exchange(
-            Exchange(sends, [Receive(r, transport.at(r, x), to) for r, x, to in rooms], copy=Seen().copy)
+            Exchange(sends, [Receive(r, transport.peer_view(r, x), to) for r, x, to in rooms], copy=Seen().copy)
         )()
         assert all((to == src + 1).all() for src, _, to in rooms)
         dist.barrier()  # nobody leaves while its memory is read

@@ -248,13 +248,13 @@ def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
         name="symmetric",
         fallback_reason="",
         supports_graphs=True,
-        at=lambda *_: 1,
+        peer_view=lambda *_: 1,
         exchange=lambda _: 2,
         outbox=lambda _: opened,
     )
     changed, blocking = Unrecorded(carrier), Blocking(carrier)
     assert (changed.name, changed.supports_graphs, blocking.supports_graphs) == ("symmetric-unrecorded", False, True)
-    assert changed.outbox(1) is opened and changed.at(0, torch.empty(0)) == 1
+    assert changed.outbox(1) is opened and changed.peer_view(0, torch.empty(0)) == 1
     assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
 
 

@@ -182,8 +182,8 @@ def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, leng
 REFUSED: list[tuple[str, int, dict[str, int], str]] = [
     ("spiral", 4, {}, "'spiral' is unknown; choose one of ring, striped"),
     ("ring", 4, {"head_groups": 2}, r"ring computes all heads at once; head groups \(2\)"),
-    ("usp", 3, {}, "usp needs more than one place and more than one rank in each: 3 ranks"),
-    ("usp", 2, {}, "usp needs more than one place and more than one rank in each: 2 ranks"),
+    ("usp", 3, {}, "usp needs two or more Ulysses groups of two or more ranks; 3 ranks"),
+    ("usp", 2, {}, "usp needs two or more Ulysses groups of two or more ranks; 2 ranks"),
     ("usp", 4, {"ulysses_size": 4}, "4 ranks with ulysses_size 4 have not; use ulysses"),
     ("usp", 4, {"ulysses_size": 1}, "4 ranks with ulysses_size 1 have not; use prefix"),
     ("ulysses", 4, {"ulysses_size": 2}, "ulysses splits heads over all 4 ranks, not 2; usp splits them over a part"),

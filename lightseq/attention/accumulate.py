@@ -18,8 +18,8 @@ class Accumulator(ABC):
     in one step are reduced in the final tensors, others in float32 or wider.
     """
 
-    def __init__(self, layout: BufferLayout, device: torch.device, at_once: bool) -> None:
-        self._layout, self._device, self._at_once = layout, device, at_once
+    def __init__(self, layout: BufferLayout, device: torch.device, single_step: bool) -> None:
+        self._layout, self._device, self._single_step = layout, device, single_step
         self.finals: Buffer = ()
         self._totals: Buffer = ()
         self._begun: set[ChunkSlot] = set()
@@ -32,8 +32,8 @@ class Accumulator(ABC):
         """Allocates the totals, on the stream that reads them later. Call it before the first part is written."""
         if not self._totals:
             dtype = self._layout.dtype
-            self._totals = self._layout.whole(self._device, dtype if self._at_once else wide(dtype))
-            self.finals = self._totals if self._at_once else ()
+            self._totals = self._layout.whole(self._device, dtype if self._single_step else wide(dtype))
+            self.finals = self._totals if self._single_step else ()
 
     @abstractmethod
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
@@ -41,7 +41,7 @@ class Accumulator(ABC):
 
     def finish(self) -> None:
         """Casts the totals to the final dtype."""
-        if not self._at_once:
+        if not self._single_step:
             count = self._layout.tensors  # the lse follows them
             self.finals = (*(x.to(self._layout.dtype) for x in self._totals[:count]), *self._totals[count:])
 
@@ -88,7 +88,7 @@ class Merge(Accumulator):
             ]
             return [pair for total, part in totals for pair in zip(total, part, strict=True)]
 
-        if self._at_once:
+        if self._single_step:
             launches.copy((Merge, addresses(self._totals), reduction.key, tuple(parts)), pairs)
         else:  # into float32
             for total, part in pairs():

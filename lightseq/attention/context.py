@@ -175,7 +175,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # Compiled graphs contain the name, and torch's cache on disk finds them by it, so it has all that decides shapes.
-    cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps_gathered else ''}"
+    cut = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
     name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,

@@ -115,4 +115,4 @@ def _nothing_freed() -> Iterator[None]:
 def is_short(spec: PassSpec) -> bool:
     """Returns whether a pass may take the host longer than the GPU. Tables of packed documents do not repeat."""
     small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
-    return small and not spec.schedule.boundaries and all(spec.at_once.values())
+    return small and not spec.schedule.boundaries and all(spec.single_step.values())

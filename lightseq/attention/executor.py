@@ -87,7 +87,8 @@ class Executor:
         """
         device = operands["q"][0].device
         accumulators = {
-            item: ACCUMULATORS[item](spec.layouts[item], device, at_once) for item, at_once in spec.at_once.items()
+            item: ACCUMULATORS[item](spec.layouts[item], device, single_step)
+            for item, single_step in spec.single_step.items()
         }
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             program, launches = prepared(spec, self.transport, outbox)
@@ -294,7 +295,7 @@ def prepared(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Prog
     if spec not in known:
         if len(known) >= (MAX_PACKED_TABLES if packed else MAX_PROGRAMS):
             del known[next(iter(known))]
-        known[spec] = lower(spec, outbox.memory, transport.at), outbox.cache.get(Launches, Launches)()
+        known[spec] = lower(spec, outbox.memory, transport.peer_view), outbox.cache.get(Launches, Launches)()
     return known[spec]
 
 

@@ -46,4 +46,4 @@ def gathered_elements(schedule: Schedule, q_BSHD: Tensor, kv_heads: int) -> int:
     """
     batch, local, heads, dim = q_BSHD.shape
     of_group = heads // schedule.head_groups + 2 * max(kv_heads // schedule.head_groups, 1)
-    return batch * local * schedule.world * dim * schedule.turns * of_group
+    return batch * local * schedule.world * dim * schedule.head_groups_per_rank * of_group

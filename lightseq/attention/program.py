@@ -39,7 +39,7 @@ class PassSpec:
     rank: int
     layouts: Layouts  # by item
     parts: Mapping[str, PartCounts]  # by result item, of this rank's own results
-    at_once: Mapping[str, bool]  # by result item: its parts all come in one step, so no float32 total is needed
+    single_step: Mapping[str, bool]  # by result item: all parts come in one step, so no float32 total is needed
     operand_offsets: Mapping[str, int]  # bytes into the outbox, by item that travels
     result_offsets: Mapping[int, int]  # bytes into the outbox, by step that sends results
     outbox_bytes: int
@@ -61,7 +61,7 @@ def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: Layouts) -
         rank=rank,
         layouts=layouts,
         parts=parts,
-        at_once={item: _comes_at_once(item, counts) for item, counts in parts.items()},
+        single_step={item: _is_single_step(item, counts) for item, counts in parts.items()},
         operand_offsets=operand_offsets,
         result_offsets=result_offsets,
         outbox_bytes=outbox_bytes,
@@ -81,11 +81,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _comes_at_once(item: str, parts: PartCounts) -> bool:
-    """Returns whether results can go straight to the final tensor, without a float32 total.
-
-    True for sums whose parts all come in one step, and for outputs that are not merged.
-    """
+def _is_single_step(item: str, parts: PartCounts) -> bool:
+    """Returns whether an item needs no float32 total: its parts come in one step, or its outputs are not merged."""
     if item == "out":
         return all(counts.total() == 1 for counts in parts.values())
     return all(len(counts) == 1 for counts in parts.values())
@@ -217,12 +214,12 @@ class Program:
     steps: tuple[StepProgram, ...]
 
 
-def lower(spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
+def lower(spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Tensor]) -> Program:
     """Lowers a pass to a program in an outbox.
 
-    `memory` is the outbox (uint8); `at(rank, tensor)` is the same offset in another rank's (`Transport.at`).
+    `memory` is the outbox (uint8); `peer_view` is that of the transport.
     """
-    lowering = _Lowering(spec, memory, at)
+    lowering = _Lowering(spec, memory, peer_view)
     programs: list[StepProgram] = []
     for t in range(len(lowering.steps)):
         programs.append(lowering.step(t, programs[-1].tiles if programs else ()))
@@ -240,9 +237,9 @@ def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Red
 class _Lowering:
     """Lowering of one pass: finds the memory of everything that it touches."""
 
-    def __init__(self, spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Tensor]) -> None:
         self.spec, self.layout, self.rank, self.layouts = spec, spec.schedule.layout, spec.rank, spec.layouts
-        self.memory, self.at = memory, at
+        self.memory, self.peer_view = memory, peer_view
         self.steps = steps(spec.schedule, spec.backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
         self.gathered_items = spec.schedule.gathered_items(spec.backward)
@@ -295,7 +292,7 @@ class _Lowering:
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
-            remote = tuple(self.at(move.src, x) for x in here)
+            remote = tuple(self.peer_view(move.src, x) for x in here)
             if move.is_result:
                 slot = self.slot(move.item, move.chunk, move.heads)
                 arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
@@ -321,7 +318,7 @@ class _Lowering:
             return OutputSlot(item, views, None, places)
         start = local_start(self.layout, self.rank, chunks)
         parts = self.spec.parts[item]
-        if start is not None and self.spec.at_once[item] and all(parts[slot].total() == 1 for _, slot in own):
+        if start is not None and self.spec.single_step[item] and all(parts[slot].total() == 1 for _, slot in own):
             return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 

@@ -37,8 +37,8 @@ class _WrappedTransport:
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
         return self._inner.outbox(size)
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
-        return self._inner.at(rank, here)
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
+        return self._inner.peer_view(rank, here)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         return self._inner.exchange(asked)
@@ -89,7 +89,7 @@ class NoTransport:
             self._outbox = Outbox(torch.randint(256, (size,), dtype=torch.uint8, device=self._device))
         yield self._outbox
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:

@@ -103,7 +103,7 @@ class SymmetricTransport:
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device.index)  # without an index torch looks for devices first
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
         return flat.view(here.dtype).view(here.shape)

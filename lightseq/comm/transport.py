@@ -36,7 +36,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A tensor in the outbox of `src`, a view from `Transport.at`. Without `into` it may be read in place."""
+    """A tensor in the outbox of `src`, a view from `Transport.peer_view`. Without `into` it may be read in place."""
 
     src: int
     remote: Tensor
@@ -94,7 +94,7 @@ class Transport(Protocol):
         """Yields an outbox of at least `size` bytes. All ranks ask for the same size."""
         ...
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         """Returns the tensor of another rank's outbox at the offset of `here` in this rank's own, for `Receive`."""
         ...
 
@@ -136,7 +136,7 @@ class SendRecvTransport:
             self._outbox = Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
         yield self._outbox  # the same from layer to layer, so that cached programs stay valid
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:

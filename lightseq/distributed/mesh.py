@@ -94,9 +94,9 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
-    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as meeting:
+    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
         store = _store(timeout)
-        meeting.at(store)
+        monitor.connect(store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,

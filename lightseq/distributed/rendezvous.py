@@ -25,20 +25,20 @@ class RendezvousMonitor:
         self, rank: int, size: int, seconds: float, restarts: int, exit_process: Callable[[int], object]
     ) -> None:
         self._rank, self._size, self._seconds, self._exit_process = rank, size, seconds, exit_process
-        self._prefix = f"meeting {restarts}"
+        self._prefix = f"rendezvous {restarts}"
         self._interval, self._patience = min(1.0, seconds / 20), min(ANSWER_SECONDS, seconds / 2)
         self._until = time.monotonic() + seconds
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
         self._store: dist.Store | None = None  # None until the store has answered
 
     def __enter__(self) -> "RendezvousMonitor":
         if self._size > 1:
             self._thread.start()
-            threading.Thread(target=self._guard, name="meeting's guard", daemon=True).start()
+            threading.Thread(target=self._guard, name="rendezvous's guard", daemon=True).start()
         return self
 
-    def at(self, store: dist.Store) -> None:
+    def connect(self, store: dist.Store) -> None:
         """Starts using the store, on a connection of its own: the main thread waits on the other."""
         if self._size > 1:
             self._store = dist.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]

@@ -71,8 +71,8 @@ def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> S
     asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
     whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
     allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, asked)] or [1]
-    turns = next((turns for turns in allowed if whole / turns <= MAX_GATHERED_BYTES), allowed[-1])
-    return asked._replace(head_groups=asked.head_groups or turns)
+    fewest = next((groups for groups in allowed if whole / groups <= MAX_GATHERED_BYTES), allowed[-1])
+    return asked._replace(head_groups=asked.head_groups or fewest)
 
 
 def choose_best(

@@ -151,7 +151,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     layout = schedule.layout
     if _is_balanced(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = one_tile_per_step(prefix(layout.outer, schedule.turns))
+        tiles = one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
     else:
         tiles = assign_tiles(schedule)
     limited = limit_to_documents(tiles, layout.outer, boundaries)

@@ -104,13 +104,14 @@ class Schedule:
 
     def __str__(self) -> str:
         inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
-        turns = f"heads in {self.turns} turns" if self.turns > 1 else ""
+        groups = self.head_groups_per_rank
+        turns = f"heads in {groups} turns" if groups > 1 else ""
         notes = ", ".join(filter(None, (inside, turns)))
         return self.name + (f" ({notes})" if notes else "")
 
     @property
-    def turns(self) -> int:
-        """Head groups that a rank computes one after the other: the head_groups asked for."""
+    def head_groups_per_rank(self) -> int:
+        """Head groups that a rank computes one after the other: the `head_groups` of `make_schedule`."""
         return self.head_groups // self.ulysses_size
 
     @property

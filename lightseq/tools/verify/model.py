@@ -100,7 +100,7 @@ def _schedule_row(trainer: Trainer) -> Row:
     lines += [f"rank {rank} has another table than rank 0" for rank, x in enumerate(everyone) if x[1] != everyone[0][1]]
     moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
     right = f"{schedule}: every causal pair once, {moves} moves, results home"
-    facts = {"schedule": schedule.name, "turns": schedule.turns, "ulysses_size": schedule.ulysses_size}
+    facts = {"schedule": schedule.name, "turns": schedule.head_groups_per_rank, "ulysses_size": schedule.ulysses_size}
     return verdict("schedule", lines, right, facts)
 
 
