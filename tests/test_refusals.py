@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # how ranks share a sequence
     "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
     "ranks that do not divide, in a plan": ("--ulysses_size 3 --offload auto", ("ulysses_size 3 does not divide 2",)),
-    "two levels in too few ranks": ("--schedule usp", ("2 ranks have not; use prefix",)),
+    "two levels in too few ranks": ("--schedule usp", ("2 ranks cannot form them; use prefix",)),
     "heads that cannot be split": (
         f"--schedule ulysses {RANDOM} {{files}}/odd",
         ("3 query and 3 key/value heads do not allow", "prefix takes any number"),

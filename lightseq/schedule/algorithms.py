@@ -209,6 +209,6 @@ def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
         sizes = f" with ulysses_size {asked}" if asked else ""
         raise ValueError(
             f"schedule {name} needs two or more Ulysses groups of two or more ranks; {world} ranks{sizes} cannot form "
-            f"them, use {'ulysses' if size == world > 1 else 'prefix'}"
+            f"them; use {'ulysses' if size == world > 1 else 'prefix'}"
         )
     return size
