@@ -146,7 +146,9 @@ def _without_room(rank: int, folder: Path) -> list[str]:
 
 
 def test_a_driver_without_memory_is_out_of_memory_as_torch_says_it(tmp_path: Path) -> None:
-    found = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB for what ranks send each other"
+    found = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB of symmetric memory for attention's exchange"
+    )
     assert spawn(2, _without_room, tmp_path) == [[found, "RuntimeError: CUDA driver error: invalid argument"]] * 2
 
 

@@ -373,4 +373,4 @@ def test_without_a_launcher_the_line_is_all_there_is(files: Path) -> None:
 def test_a_single_process_refuses_what_its_world_cannot_do(files: Path, tmp_path: Path) -> None:
     done = forked.run(f"-m llama3.train {GOOD} --sequence_parallel_size 2".format(files=files), tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --sequence_parallel_size 2 does not divide the 1 processes; give one of [1]\n"
+    assert done.stderr == "error: --sequence_parallel_size 2 does not divide 1 rank; use 1\n"

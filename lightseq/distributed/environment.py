@@ -21,7 +21,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch'
 
 
 def is_main_process() -> bool:
-    """Returns whether this process reports for all. Known before the ranks have connected."""
+    """Returns whether this process is rank 0, which reports for all ranks. Works before the ranks have connected."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -42,7 +42,7 @@ def launcher_shutdown_seconds() -> float | None:
 
 
 def launcher_note() -> tuple[str, ...]:
-    """Returns a warning about what a signal to torch's launcher would cost and how to avoid it, or nothing."""
+    """Returns a warning if a signal to torch's launcher would end the run without a checkpoint, and its remedy."""
     patience = launcher_shutdown_seconds()
     if patience is None:
         return ()
@@ -60,11 +60,11 @@ def launcher_note() -> tuple[str, ...]:
 
 
 def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
-    """Prints the line that ends a run, and writes it where torch's launcher looks for the root cause.
+    """Prints the error that ends a run, and writes it to the file in which torch's launcher looks for the root cause.
 
-    The launcher picks the earliest failure, at a resolution of one second: `seconds_ago` says when this one happened,
-    and the rank that prints dates its own a second earlier. The first of several lines wins. Ranks that do not print
-    call this too, for the launcher of their own host.
+    The launcher picks the earliest failure, with a resolution of one second. `seconds_ago` is the age of this failure,
+    and the rank that prints makes its own a second older. The first error written to the file stays. Ranks that do not
+    print call this too, for the launcher of their own host.
     """
     if prints:
         print(f"error: {line}", file=sys.stderr, flush=True)
@@ -86,24 +86,24 @@ def set_up_process() -> None:
 
 
 def disable_multicast() -> None:
-    """Turns off NVLink multicast in symmetric memory, whose failures outlast the process.
+    """Turns off NVLink multicast in symmetric memory, because its failures outlast the process.
 
-    Call it before any is allocated.
+    Call it before symmetric memory is allocated.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def use_large_pages() -> None:
-    """Has torch put host tensors in 2 MiB pages where the kernel offers them.
+    """Makes torch put host tensors in 2 MiB pages if Linux offers them.
 
-    They are ready sooner, and AdamW on the CPU runs a tenth faster. torch reads the setting at its first tensor; the
+    They are allocated faster, and AdamW on the CPU runs 10% faster. torch reads the setting at its first tensor; the
     user's own setting wins.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def lock_pages_on_all_threads() -> None:
-    """Has torch page-lock memory on eight threads, in a quarter of the time (docs/log-measurements.md).
+    """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log-measurements.md).
 
     torch reads the setting at its first page-locked tensor; the user's own setting wins.
     """
@@ -115,12 +115,12 @@ def lock_pages_on_all_threads() -> None:
 
 
 def cache_compiled_kernels() -> None:
-    """Keeps kernels that FlashAttention-4 compiles (3 to 4 s each) on this host for later processes.
+    """Caches the kernels that FlashAttention-4 compiles (3 to 4 s each) on disk for later processes.
 
-    The directory belongs to this user alone, because its files are code. Call it before FlashAttention-4 is imported;
+    Only this user can write to the directory, because its files are code. Call it before FlashAttention-4 is imported;
     the user's own settings win.
     """
-    with suppress(OSError):  # no directory, or no locks on it, for which FlashAttention-4 would wait
+    with suppress(OSError):  # no directory, or one without file locks, on which FlashAttention-4 would hang
         folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

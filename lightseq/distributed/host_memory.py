@@ -1,4 +1,4 @@
-"""Host memory available to this host's processes: the machine's, or less if their cgroups limit it."""
+"""Memory available to processes on this host: the machine's, or less if their cgroups limit it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
-    """Returns the machine's memory, or less where a container or batch system allows less and the kernel would kill."""
+    """Returns the machine's memory, or the limit of a container or batch job, beyond which the kernel kills."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, taken in _limits(membership, cgroups):
@@ -39,7 +39,7 @@ def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Memor
 
 
 def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and usage of every readable group that this process is in."""
+    """Yields the limit and usage of every readable cgroup of this process, in bytes."""
     for directory, names in _groups(membership, cgroups):
         try:
             limit = int((directory / names.limit).read_text())
@@ -51,9 +51,9 @@ def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:
-    """Yields the process's own group and its parents up to the root.
+    """Yields the directories of the process's own cgroup and of its parents up to the root.
 
-    A container sees its own group as the root, whatever its name.
+    Inside a container its own group is the root, whatever its name.
     """
     try:
         lines = membership.read_text().splitlines()

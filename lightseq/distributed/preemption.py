@@ -12,11 +12,11 @@ from lightseq.distributed.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_MESSAGE = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
-CTRL_C_SECONDS = 1.0  # seconds in which a terminal and a launcher may both deliver one
+CTRL_C_SECONDS = 1.0  # within which a terminal and a launcher may deliver the same Ctrl-C twice
 
 
 class StopRequest:
-    """Signal handlers that remember a signal, and a vote of all ranks. Previous handlers return after the `with`.
+    """Signal handlers that record a request to stop, and a vote of all ranks on it. `__exit__` restores the old ones.
 
     A step can take hours, so a second Ctrl-C ends the process at once. Other signals may arrive twice, from a scheduler
     and from a launcher that forwards its own.
@@ -33,11 +33,11 @@ class StopRequest:
         self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
 
     def poll_result(self) -> tuple[str | None, bool]:
-        """Returns the name of a signal that any rank got, and whether anything failed on any; equal on all ranks.
+        """Returns the name of a signal that any rank got, and whether any rank failed; the same on all ranks.
 
-        Reports the state when each rank asked. Waits for the other hosts, not for the GPU.
+        The answer is as of each rank's `begin_poll`. Waits for the other ranks' hosts, not for the GPU.
         """
-        assert self._answer is not None, "who did not ask would wait for nobody, and the others for it"
+        assert self._answer is not None, "call begin_poll first"
         (said, work), self._answer = self._answer, None
         work.wait()
         number, any_failed = said.tolist()
