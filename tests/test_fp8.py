@@ -132,7 +132,7 @@ def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.Monkey
     check_fp8("tensorwise", False, matrix_sizes(CONFIG), cpu)
     check_fp8("tensorwise", True, matrix_sizes(odd), cpu)
     check_fp8(None, False, matrix_sizes(odd), cpu)
-    with pytest.raises(ValueError, match="intermediate_size 200 is no multiple of 16; leave --fp8 out"):
+    with pytest.raises(ValueError, match="intermediate_size 200 is not a multiple of 16; leave --fp8 out"):
         check_fp8("tensorwise", False, matrix_sizes(odd), cpu)
     monkeypatch.setattr("lightseq.modules.fp8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed; pip install torchao"):
