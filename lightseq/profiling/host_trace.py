@@ -1,6 +1,6 @@
 """Breakdown of a traced step on a CPU: every millisecond counts once, for the innermost operator.
 
-The operators around it tell its purpose.
+The kind of work follows from that operator and those around it.
 """
 
 import re
@@ -33,7 +33,7 @@ class OperatorInterval:
 
     us: float
     path: tuple[str, ...]  # of operators, outermost first; phases are among them
-    begins: bool  # the innermost one is called at its start
+    begins: bool  # the innermost operator is called at the interval's start
 
 
 def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
@@ -41,7 +41,7 @@ def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     said = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     steps = [e for e in said if STEP.fullmatch(e["name"])]
     if not steps:
-        raise ValueError("the trace holds no step of training; train with --profile_steps 10:12")
+        raise ValueError("the trace has no training step; train with --profile_steps 10:12")
     account = StepBreakdown(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
     own = [e for e in events if e.get("ph") == "X" and e.get("tid") == steps[0].get("tid") and _counts(e)]
     for moment in operator_intervals(own):
@@ -57,7 +57,7 @@ def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
 
 
 def _counts(event: Mapping[str, Any]) -> bool:
-    """Returns whether an event ran on its thread: gloo records events on the caller's that run on another."""
+    """Returns whether an event ran on the thread that recorded it: some of gloo's ran on another."""
     name = event["name"]
     if event.get("cat") == "user_annotation":
         return name in PHASES or name.startswith(("FSDP::", "Optimizer.")) or STEP.fullmatch(name) is not None

@@ -1,6 +1,6 @@
 """Breakdown of a traced step on a GPU: every millisecond counts once, by the kind of work.
 
-It reads files of torch.profiler, and does not import torch.
+Reads files of torch.profiler without importing torch.
 """
 
 import bisect
@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lightseq.profiling.traffic import transfers_by_kind
 
-# Kinds of kernels by the first pattern that matches their name. Earlier rows win where kernels run side by side, so
-# that communication counts only while nothing else runs, which is its cost.
+# Kinds of kernels by the first pattern that matches their name. Of kernels that run side by side the earlier row counts,
+# so communication counts only while nothing else runs, which is its cost.
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
@@ -65,20 +65,20 @@ class StepBreakdown:
 def read_trace(path: Path) -> list[Mapping[str, Any]]:
     """Reads the events of a trace. Raises ValueError for an incomplete file."""
     if not path.is_file():
-        raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
+        raise ValueError(f"{path} does not exist; train with --profile_steps 10:12 first")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         try:
             events = json.load(file)["traceEvents"]
         except (ValueError, KeyError, EOFError) as error:
-            raise ValueError(f"{path} is no whole trace ({error}); profile again") from error
+            raise ValueError(f"{path} is not a complete trace ({error}); profile again") from error
     return events
 
 
 def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Returns the breakdown of a trace. Raises ValueError for one of a CPU."""
+    """Returns the breakdown of a trace. Raises ValueError for a trace without GPU events."""
     spans, steps = device_spans(events)
     if not spans:
-        raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
+        raise ValueError("the trace has no GPU events; open a CPU trace in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
     account = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
@@ -129,7 +129,7 @@ def kind_of(name: str) -> int:
 
 
 def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
-    """Yields (microseconds, span, phase) without gaps. Of spans side by side the first kind counts; None: idle."""
+    """Yields (microseconds, span, phase) without gaps; None if idle. Of spans side by side the first kind counts."""
     edges = sorted(
         [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
     )
@@ -148,9 +148,9 @@ def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, 
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarises a trace: milliseconds a step by kind and phase, longest kernels, bytes and GB/s of transfers.
+    """Summarises a trace: milliseconds per step by kind and phase, longest kernels, bytes and GB/s of transfers.
 
-    On a CPU it has the phases alone.
+    A CPU trace gives only the phases.
     """
     try:
         account = gpu_breakdown(events)

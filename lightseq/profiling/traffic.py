@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 # Bytes that one of n ranks sends or receives, over (n - 1) / n of the larger of its input and output: NCCL's "bus
-# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count that side
-# once.
+# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count the
+# larger side once.
 BUS_SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 BYTES: Final[Mapping[str, int]] = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Short": 2, "Int": 4, "Float": 4,
@@ -25,7 +25,7 @@ class Transfers:
     """Transfers of one kind."""
 
     sizes: list[float] = field(default_factory=list)  # bytes that crossed a link
-    seconds: list[float] = field(default_factory=list)  # with waiting for other ranks
+    seconds: list[float] = field(default_factory=list)  # including the wait for other ranks
 
     @property
     def rates(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Prediction of the seconds of an attention layer from a schedule's traffic and a machine's rates."""
+"""Predicted time of an attention layer, from a schedule's traffic and a machine's rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -71,7 +71,7 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
 
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
-    """Estimates one GPU with the whole sequence: a forward and a backward call."""
+    """Estimates the seconds of a forward and a backward call on one GPU with the whole sequence."""
     flops = (1 + BACKWARD_FLOPS) * 4 * shape.batch * shape.length**2 / 2 * shape.heads * shape.head_dim
     return flops / rates.flops_per_second + 2 * rates.call_seconds
 
