@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lightseq.profiling.traffic import transfers_by_kind
 
-# Kinds of kernels by the first pattern that matches their name. Of kernels that run side by side the earlier row counts,
-# so communication counts only while nothing else runs, which is its cost.
+# Kinds of kernels by the first pattern that matches their name. If kernels run side by side, the earlier row counts, so
+# communication counts only while nothing else runs, which is its cost.
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),

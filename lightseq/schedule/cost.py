@@ -64,7 +64,7 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
 
 
 def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
-    """Returns the FLOPs of a tile's forward: two matrix products, 2 FLOPs per multiply-add, masked pairs not counted."""
+    """Returns the FLOPs of a tile's forward pass: two matrix products, 2 FLOPs per multiply-add, no masked pairs."""
     assert isinstance(tile.mask, Mask), "segments have their own area, for one length only"
     chunk = shape.length / schedule.layout.chunk_count
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
@@ -82,7 +82,7 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
     e, moves = (
         shape.element_bytes,
         0 if backward and schedule.keeps_gathered else 1,
-    )  # kept q, k and v do not move again
+    )  # kept ones do not move
     sizes = {
         "kv": moves * 2 * kv * e,
         "q": (moves + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
