@@ -1,4 +1,4 @@
-"""Runs cells' processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
+"""Execution of cells, as processes on this host, none of which is left behind, or as Slurm jobs."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
 from lightseq.utils.formatting import first_line
 
-PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
-# Variables by which launch/slurm/job.sh is told of one run. A cell says all of that by flags.
+EXIT_SECONDS: Final = 10.0  # for processes to end by themselves
+# Variables of launch/slurm/job.sh that describe one run. A cell gives all of them as flags.
 OF_ONE_RUN: Final = (
     *("FAMILY", "MODEL", "DATA", "LENGTH", "MAX_STEPS", "OUTPUT_DIR"),
     *("GLOBAL_BATCH", "MICRO_BATCH", "SEQUENCE_PARALLEL", "FLAGS_FILE"),
 )
-# What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
-# ranks' complaints follow from it.
+# Patterns of a line that names the cause, the most specific first. Of several matches the first counts, because the
+# errors of the other ranks follow from it.
 CAUSES: Final = (
     re.compile(r"^(?:\w[\w./]*: )?error: .+"),
     re.compile(r"^.*OutOfMemoryError.*"),
@@ -52,7 +52,7 @@ def local_command(cell: Cell) -> list[str]:
 
 
 def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
-    """One node, or as many whole ones as the ranks fill."""
+    """Returns the sbatch command of a cell: one node, or as many whole nodes as the ranks fill."""
     per_node = min(cell.ranks, sweep.gpus_per_node)
     if cell.ranks % per_node:
         raise sweep.wrong("ranks", f"{cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node")
@@ -64,13 +64,15 @@ def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def typed(cell: Cell, command: Sequence[str]) -> str:
-    """A command as one would type it."""
+    """Returns a command as typed in a shell."""
     return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
 
 
 def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """For the launch scripts: this program's own interpreter, unless another is named or the container has its own;
-    and the GPUs, where a cell has its own. What the shell still holds for another run is left out."""
+    """Returns the environment of the launch scripts, without variables that describe another run.
+
+    It names this program's interpreter, unless PYTHON is set or the container has its own, and a cell's own GPUs.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ONE_RUN}
     python = {} if "CONTAINER" in os.environ else {"PYTHON": sys.executable}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -78,10 +80,10 @@ def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
 
 
 def make_data(flags: Settings) -> None:
-    """Makes the data of the sweep file, unless it is there. Raises ValueError where other data is."""
+    """Makes the data of the sweep file unless it exists. Raises ValueError if other data is there."""
     output = Path(flags["output"])
     if output.is_file():
-        print(f"data: {output} is taken as it is; it does not say what it was made with")
+        print(f"data: {output} is used as it is; it does not record how it was made")
         return
     if (output / "meta.json").exists():
         check_data(output, flags)
@@ -94,7 +96,7 @@ def make_data(flags: Settings) -> None:
 
 
 def check_data(output: Path, flags: Settings) -> None:
-    """Raises ValueError where a token directory says that it was made with other flags; what it does not say may be."""
+    """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
     remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
     try:
         there = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
@@ -108,7 +110,7 @@ def check_data(output: Path, flags: Settings) -> None:
 
 
 def made_with(meta: Mapping[str, Any]) -> Settings:
-    """The flags of `data_gen synthetic` as far as its meta.json tells them."""
+    """Returns the flags of `data_gen synthetic` that its meta.json records."""
     found = {key: meta.get(key) for key in ("documents", "vocab_size", "seed")}
     if "tokens" in meta and "documents" in meta:
         found["length"] = meta["tokens"] // meta["documents"]  # of each document
@@ -119,7 +121,7 @@ def made_with(meta: Mapping[str, Any]) -> Settings:
 
 @dataclass(frozen=True)
 class Running:
-    """A cell whose processes were started, and the GPUs that are its own while they run."""
+    """A cell whose processes run, and the GPUs that they have to themselves."""
 
     cell: Cell
     gpus: tuple[str, ...]
@@ -128,7 +130,7 @@ class Running:
 
 
 def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
-    """`gpus` are all that the cell may see; none named is what this program itself sees."""
+    """Starts a cell, which sees `gpus` only; if empty, all that this program sees."""
     with open_log(cell) as out:
         process = subprocess.Popen(
             local_command(cell),
@@ -136,7 +138,7 @@ def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment(cell.ranks, gpus),
-            start_new_session=True,  # Ctrl-C comes to this program alone, which ends them in order
+            start_new_session=True,  # Ctrl-C reaches this program only, which ends them in order
         )
     return Running(cell, gpus, process, time.monotonic())
 
@@ -159,7 +161,7 @@ def ended(running: Running, timeout_seconds: float) -> Ended | None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a launcher and all below it. Its workers lead sessions of their own: only the tree of processes has them."""
+    """Ends a launcher and its workers, which have sessions of their own and are found by the process tree."""
     if process.poll() is not None:
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave the rest running
@@ -167,7 +169,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PARTING_SECONDS)
+            process.wait(EXIT_SECONDS)
         for left in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
@@ -178,7 +180,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cause(said: str) -> str | None:
-    """The line of a log that says what went wrong, else its last one."""
+    """Returns the line of a log that names the cause, else the last one; None for an empty log."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for pattern in CAUSES:
         if found := next((line for line in lines if pattern.match(line)), None):
@@ -187,7 +189,7 @@ def cause(said: str) -> str | None:
 
 
 def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
-    """Hands a cell to sbatch; accounts, partitions and the like come from its own SBATCH_ variables."""
+    """Submits a cell to Slurm; account, partition and the like come from sbatch's own SBATCH_ variables."""
     words = slurm_command(sweep, cell)
     per_node = min(cell.ranks, sweep.gpus_per_node)
     done = subprocess.run(words, capture_output=True, text=True, env=environment(per_node))
@@ -199,7 +201,7 @@ def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
 
 
 def followed(records: Mapping[str, Record]) -> dict[str, Record]:
-    """Submitted cells that are not done: failed if Slurm no longer has their job."""
+    """Returns the records; a submitted cell has failed if Slurm no longer has its job."""
     jobs = [record.job_id for record in records.values() if record.status == "submitted" and record.job_id]
     squeue = shutil.which("squeue")
     if not jobs or squeue is None:

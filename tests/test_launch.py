@@ -259,9 +259,9 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert stage["--model_name_or_path"] == f"{tmp_path}/8K/checkpoint-5"
     assert stage["--resume_from_checkpoint"] == "auto" and stage["--rope_theta"] == "4000000"
     for change, line in (
-        ({"STAGES": "8K"}, "'8K' is no stage"),
+        ({"STAGES": "8K"}, "'8K' is not a stage"),
         ({"ROPE": "pi"}, "ROPE 'pi' is none of"),
-        ({"REACH": "far"}, "'far' is no length"),
+        ({"REACH": "far"}, "'far' is not a length"),
         ({"MODEL": ""}, "error: MODEL is not set: "),
     ):
         refused = run("extend.sh", cwd=tmp_path, **given | change)

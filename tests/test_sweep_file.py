@@ -93,14 +93,17 @@ def test_every_word_of_the_file_reaches_the_flag_as_it_was_typed(tmp_path: Path)
         ("grid: [ring]", "grid: give `setting: value` lines"),
         ("grid: {schedule: []}", "grid.schedule: give at least one value"),
         ("grid: {schedule: [ring, ring]}", "grid.schedule: ring is listed twice"),
-        ("grid: {rope_scaling: [{factor: 2}]}", "grid.rope_scaling: {'factor': '2'} is no single value; put JSON in"),
+        (
+            "grid: {rope_scaling: [{factor: 2}]}",
+            "grid.rope_scaling: {'factor': '2'} is not a single value; put JSON in",
+        ),
         ("grid: {output_dir: [a]}", "grid.output_dir: every cell gets its own"),
         ("grid: {model: [a-llama3], model_name_or_path: [b]}", "grid.model_name_or_path: model_name_or_path is given"),
-        ("grid: {model: [mistral]}", "model: mistral is by its name of no one family; add `family: llama2`"),
+        ("grid: {model: [mistral]}", "model: the name mistral does not tell the family; add `family: llama2`"),
         ("grid: {family: [llama4]}", "family: 'llama4' is unknown; choose from llama3, llama2"),
-        ("grid: {ranks: [0]}", "ranks: '0' is no number of processes"),
+        ("grid: {ranks: [0]}", "ranks: '0' is not a number of processes"),
         ("grid: {dtype: [int8]}", "dtype: 'int8' is unknown; choose from bfloat16"),
-        ("grid: {dtype: [float16], bf16: [true]}", "dtype: bf16 and fp16 say the same"),
+        ("grid: {dtype: [float16], bf16: [true]}", "dtype: bf16 or fp16 is given too"),
         ("grid: {schedule: [ringg]}", "schedule-ringg: --schedule 'ringg' is unknown; choose from auto, ring"),
         ("grid: {batch: [0]}", "batch-0: --per_device_train_batch_size 0: give at least 1"),
         ("grid: {length: [4KB]}", "length-4KB: --model_max_length: 4KB is no number of tokens"),
@@ -108,7 +111,7 @@ def test_every_word_of_the_file_reaches_the_flag_as_it_was_typed(tmp_path: Path)
         ("grid: {ranks: [1]}\nexclude: {ranks: 1}", "exclude: give a list"),
         ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),
         ("", "grid: no cell is left; give settings in grid or include"),
-        ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is no number above 0"),
+        ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is not a number above 0"),
         ("grid: {ranks: 1}\ndata: {kind: zipf}", "data: documents is missing"),
         ("grid: {ranks: 1}\ndata: {knd: zipf}", "data.knd: unknown; did you mean kind?"),
         ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name; they differ in tokenizer"),
@@ -250,7 +253,7 @@ def test_data_of_ones_own_takes_the_place_of_what_the_file_makes(tmp_path: Path)
     )
     sweep = read_sweep(path, ["data_path=data/mine"])
     assert sweep.data is None and [cell.config.data_path for cell in expand(sweep)] == ["data/mine"] * 2
-    with pytest.raises(ValueError, match=r"--set data.length=2K: .*sweep.yaml makes no data; set data_path"):
+    with pytest.raises(ValueError, match=r"--set data.length=2K: .*sweep.yaml has no data of its own; set data_path"):
         read_sweep(path, ["data_path=data/mine", "data.length=2K"])
 
 
