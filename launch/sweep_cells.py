@@ -45,7 +45,7 @@ def expand(sweep: Sweep) -> list[Cell]:
     for place, entry in enumerate(sweep.exclude):
         kept = [settings for settings in grid if not matches(settings, entry)]
         if len(kept) == len(grid) and not sweep.changed:
-            raise sweep.wrong(f"exclude[{place}]", "matches none of the remaining cells of the grid")
+            raise sweep.wrong(f"exclude[{place}]", "matches no cell that remains of the grid")
         grid = kept
     included = [settings for entry in sweep.include for settings in combinations(sweep.fixed, entry)]
     cells: dict[str, Cell] = {}

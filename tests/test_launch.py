@@ -260,7 +260,7 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert stage["--resume_from_checkpoint"] == "auto" and stage["--rope_theta"] == "4000000"
     for change, line in (
         ({"STAGES": "8K"}, "'8K' is not a stage"),
-        ({"ROPE": "pi"}, "ROPE 'pi' is none of"),
+        ({"ROPE": "pi"}, "ROPE 'pi' is unknown"),
         ({"REACH": "far"}, "'far' is not a length"),
         ({"MODEL": ""}, "error: MODEL is not set: "),
     ):

@@ -202,7 +202,7 @@ def test_accumulation_makes_the_global_batch(
             {"GLOBAL_BATCH": "4"},
             "--per_device_train_batch_size is set by GLOBAL_BATCH; give one of the two",
         ),
-        ("one_node.sbatch llama3", {"MICRO_BATCH": "4", "FLAGS_FILE": "words"}, "--sequence_parallel_size is worked"),
+        ("one_node.sbatch llama3", {"MICRO_BATCH": "4", "FLAGS_FILE": "words"}, "--sequence_parallel_size is set"),
         ("one_node.sbatch llama3", {"FLAGS_FILE": "nowhere"}, "no FLAGS_FILE nowhere in"),
         ("one_node.sbatch llama3", {"CONTAINER": "nowhere.toml"}, "no CONTAINER nowhere.toml in"),
         ("one_node.sbatch llama3", {"CONTAINER": "nowhere.sqsh"}, "no CONTAINER nowhere.sqsh in"),
