@@ -27,18 +27,18 @@ from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import assumed, check_device, estimate, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_lock import LOG, check_ended, sweep_lock
-from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
+from launch.sweep_records import FAILED, FILE, Record, current_record, read_records, steps, write_records
 from launch.sweep_run import (
     Running,
+    as_typed,
     end,
     ended,
-    followed,
     local_command,
     make_data,
     slurm_command,
     start,
     submit,
-    typed,
+    with_job_status,
 )
 from lightseq.utils.quiet import silence_loggers
 
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = expand(sweep)
         chosen = choose(cells, arguments.only)
         if arguments.list:
-            show(sweep, chosen, cells, known(sweep, cells), arguments.device)
+            show(sweep, chosen, cells, current_records(sweep, cells), arguments.device)
             return 0
         with sweep_lock(sweep.output_dir):  # before the records are read: another call may be writing them
-            return go(sweep, chosen, known(sweep, cells), arguments)
+            return run_or_submit(sweep, chosen, current_records(sweep, cells), arguments)
     except (ValueError, OSError) as error:
         print(f"launch/sweep.py: error: {error}", file=sys.stderr)
         return 2
@@ -110,14 +110,16 @@ def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
     return chosen
 
 
-def known(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
-    """Returns the records of all cells, and those of other sweep files in the same directory."""
+def current_records(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
+    """Returns the present records of all cells, and those of other sweep files in the same directory."""
     notes: list[str] = []
     noted = read_records(sweep.output_dir, notes)
     for note in notes:
         print(f"launch/sweep.py: note: {note}", file=sys.stderr)
-    found = {cell.name: now(cell, noted.get(cell.name), typed(cell, local_command(cell))) for cell in cells}
-    return {**noted, **followed(found)}
+    found = {
+        cell.name: current_record(cell, noted.get(cell.name), as_typed(cell, local_command(cell))) for cell in cells
+    }
+    return {**noted, **with_job_status(found)}
 
 
 def show(
@@ -138,7 +140,9 @@ def show(
     console.print(sweep_table.total(chosen, records, times, source), markup=False)
 
 
-def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], arguments: argparse.Namespace) -> int:
+def run_or_submit(
+    sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], arguments: argparse.Namespace
+) -> int:
     """Runs or submits the cells that are left, and records each outcome as it comes."""
     leave = {"done", "submitted"} | (set() if arguments.retry_failed else {*FAILED})
     todo = [cell for cell in chosen if records[cell.name].status not in leave]
@@ -159,7 +163,7 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
             for cell in todo:
                 reporter.note(submit(sweep, cell, records[cell.name]))
         else:
-            here(reporter, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
+            run_here(reporter, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
     finally:
         reporter.terminal.close()
     return finish(sweep, chosen, records)
@@ -180,7 +184,7 @@ class Reporter:
             self.terminal.say(record)
 
 
-def here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
+def run_here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
     """Runs cells on this host in their order, except that a cell may overtake one that waits for more GPUs.
 
     Each cell gets its own of the `devices`; if there are none, a cell sees the GPUs that this program sees. Cells that
@@ -197,17 +201,17 @@ def here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Sequen
             for one in [*running]:
                 if result := ended(one, reporter.sweep.timeout_seconds):
                     running.remove(one)
-                    record = replace(noted(reporter, one.cell), status=result.status, error=result.error)
+                    record = replace(local_record(reporter, one.cell), status=result.status, error=result.error)
                     reporter.note(replace(record, seconds=round(result.seconds, 3)))
     finally:
         for one in running:  # stopped: end all of them before writing records, which may fail
             end(one.process)
         for one in running:
-            reporter.note(replace(noted(reporter, one.cell), status="stopped", seconds=None), say=False)
+            reporter.note(replace(local_record(reporter, one.cell), status="stopped", seconds=None), say=False)
 
 
-def noted(reporter: Reporter, cell: Cell) -> Record:
-    return replace(reporter.records[cell.name], command=typed(cell, local_command(cell)), error=None, job_id=None)
+def local_record(reporter: Reporter, cell: Cell) -> Record:
+    return replace(reporter.records[cell.name], command=as_typed(cell, local_command(cell)), error=None, job_id=None)
 
 
 def next_cell(waiting: Sequence[Cell], running: Sequence[Running], devices: Sequence[str]) -> Cell | None:

@@ -59,7 +59,7 @@ def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float
 
 
 def assumed(device: str | None) -> str:
-    """Returns the assumption behind estimates where no cell ran."""
+    """Returns how times are estimated if no cell ran."""
     if device is None:
         return f"estimated at {HOST_FLOPS_PER_SECOND / 1e9:.0f} GFLOP/s of a CPU (for a GPU: --device)"
     return f"estimated at {SHARE_OF_PEAK:.0%} of the peak of {device}"

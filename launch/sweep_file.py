@@ -131,7 +131,7 @@ def flag_of(word: str) -> str:
 
 
 def in_tokens(text: str) -> str:
-    """Returns 4K as 4096. Leaves what is not a number for the trainer to refuse."""
+    """Returns 4K as 4096; any other text is left for the trainer to refuse."""
     try:
         return str(tokens(text))
     except ValueError:

@@ -73,7 +73,7 @@ def write_records(directory: Path, records: Iterable[Record]) -> None:
     os.replace(beside, directory / FILE)
 
 
-def now(cell: Cell, record: Record | None, command: str) -> Record:
+def current_record(cell: Cell, record: Record | None, command: str) -> Record:
     """Returns a cell's present record: by its files, else by an earlier record with the same flags and ranks."""
     fresh = pending(cell, command)
     noted = record if record is not None and (record.flags, record.ranks) == (fresh.flags, fresh.ranks) else None

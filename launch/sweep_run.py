@@ -1,4 +1,4 @@
-"""Execution of cells, as processes on this host, none of which is left behind, or as Slurm jobs."""
+"""Execution of cells as Slurm jobs, or as processes on this host that are always ended with the sweep."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
     return ["sbatch", *options, minutes, f"launch/slurm/{script}.sbatch", cell.family, *cell.words]
 
 
-def typed(cell: Cell, command: Sequence[str]) -> str:
+def as_typed(cell: Cell, command: Sequence[str]) -> str:
     """Returns a command as typed in a shell."""
     return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
 
@@ -196,11 +196,11 @@ def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
     job = re.search(r"Submitted batch job (\d+)", done.stdout)
     if done.returncode or job is None:
         error = cause(done.stderr) or f"sbatch gave exit status {done.returncode}"
-        return replace(record, status="failed", error=error, command=typed(cell, words))
-    return replace(record, status="submitted", error=None, job_id=job[1], command=typed(cell, words))
+        return replace(record, status="failed", error=error, command=as_typed(cell, words))
+    return replace(record, status="submitted", error=None, job_id=job[1], command=as_typed(cell, words))
 
 
-def followed(records: Mapping[str, Record]) -> dict[str, Record]:
+def with_job_status(records: Mapping[str, Record]) -> dict[str, Record]:
     """Returns the records; a submitted cell has failed if Slurm no longer has its job."""
     jobs = [record.job_id for record in records.values() if record.status == "submitted" and record.job_id]
     squeue = shutil.which("squeue")

@@ -102,7 +102,7 @@ def failures(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[str]:
 
 
 def doing(running: Sequence[tuple[Cell, int]], width: int) -> str:
-    """Formats running cells and their steps within `width`. Of long names the end is shown, in which they differ."""
+    """Formats running cells and their steps within `width`. Long names lose their front: they differ at the end."""
     counts = [f"  step {done}/{cell.config.max_steps or '?'}" for cell, done in running]
     room = (width - sum(len(count) + len(" | ") for count in counts)) // max(1, len(running))
     return " | ".join(f"{ending(cell.name, room)}{count}" for (cell, _), count in zip(running, counts, strict=True))

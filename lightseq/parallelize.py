@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightseq.utils import quiet_transformers  # noqa: F401  before what follows imports transformers
+from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
 # isort: split
 from transformers import PreTrainedModel

@@ -260,12 +260,12 @@ def test_data_of_ones_own_takes_the_place_of_what_the_file_makes(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("sed=7", "--set sed=7: sed is no setting; did you mean seed"),
-        ("foo=1", "--set foo=1: foo is no setting; there are model, length, .* and the flags of llama3/train.py"),
+        ("sed=7", "--set sed=7: sed is not a setting; did you mean seed"),
+        ("foo=1", "--set foo=1: foo is not a setting; there are model, length, .* and the flags of llama3/train.py"),
         ("resume_from_checkpoint=auto", "every cell gets its own resume_from_checkpoint; leave it out"),
         ("seed", "KEY=VALUE"),
         ("=7", "KEY=VALUE"),
-        ("seed=[7", "no word"),
+        ("seed=[7", "neither a word"),
         ("seed=", "whole number"),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_verdict_names_who_is_to_blame() -> None:
     behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
     assert verdict(beats, []) == f"{behind}: others are at step 5, backward"
     assert verdict(beats, [beats[0]]).startswith("no sign of life from rank 0 on node (step 5, backward, for 12 s)")
-    assert "no rank makes progress, and all are in one phase, like rank 0" in verdict(
+    assert "no rank makes progress, and all are in the same phase as rank 0" in verdict(
         [beat(0, 5, "update"), beat(1, 5, "update")], []
     )
     assert verdict([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")

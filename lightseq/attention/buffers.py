@@ -28,7 +28,7 @@ class BufferLayout:
 
     tensors: int
     heads: int  # of one tensor in one group
-    groups: int  # fewer than the schedule's where several groups of queries share key/value heads
+    groups: int  # fewer than the schedule's if groups of queries share key/value heads
     chunks: int  # on one rank
     rows: int  # tokens of a chunk
     batch: int

@@ -107,7 +107,7 @@ MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compi
 
 
 def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
-    """Packs documents into a sequence of `length` tokens (default: where the last document ends).
+    """Packs documents into a sequence of `length` tokens (default: the end of the last document).
 
     `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`, and
     further if the schedule needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.

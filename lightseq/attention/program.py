@@ -159,7 +159,7 @@ class Reduction:
 
     @cached_property
     def key(self) -> Hashable:
-        """Identifies where the parts lie in memory."""
+        """Key of the addresses of the parts."""
         return tuple((slot, addresses(buffer)) for slot, buffers in self.parts.items() for buffer in buffers)
 
 
@@ -198,7 +198,7 @@ class StepProgram(NamedTuple):
     fetches: tuple[Fetch, ...]
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
-    reduced_items: tuple[str, ...]  # items of which results are reduced here
+    reduced_items: tuple[str, ...]  # items whose results are reduced here
     # For a transport that reads in place. None: some parts are not in an outbox.
     reductions: tuple[Reduction, ...] | None
     tiles: tuple[TileProgram, ...]

@@ -30,7 +30,7 @@ V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
-    """Returns the machine's memory, or the limit of a container or batch job, beyond which the kernel kills."""
+    """Returns the machine's memory, or the lower limit of a container or batch job, beyond which Linux kills."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, taken in _limits(membership, cgroups):

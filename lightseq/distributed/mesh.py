@@ -64,7 +64,7 @@ def make_deterministic() -> None:
 
 
 def use_host_cores(world: World) -> None:
-    """Gives CPU work beside the GPUs, such as AdamW, this rank's share of the host's cores.
+    """Gives CPU work of GPU runs, such as AdamW, this rank's share of the host's cores.
 
     torch's launcher allows one thread if OMP_NUM_THREADS is unset; a larger number set by the user stays. CPU runs are
     left alone, because the number of threads changes the last bits of sums.
@@ -258,5 +258,5 @@ def _check_hosts(world: World) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned as it is."""
+    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

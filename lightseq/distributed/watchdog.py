@@ -251,7 +251,7 @@ def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     last = min(beats, key=lambda beat: beat.position)
     ahead = [beat for beat in beats if beat.position > last.position]
     if not ahead:
-        return f"no rank makes progress, and all are in one phase, like {last}: a collective or a kernel does not end"
+        return f"no rank makes progress, and all are in the same phase as {last}: a collective or a kernel does not end"
     behind = [beat for beat in beats if beat.position == last.position]
     furthest = max(ahead, key=lambda beat: beat.position)
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"

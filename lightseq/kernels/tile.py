@@ -182,7 +182,7 @@ def _forward_segments(
 def _forward_part(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of one part; q, k and v hold its rows and keys alone."""
+    """Returns (out, lse) of one part; q, k and v hold only its rows and keys."""
     if len(part.sizes) == 1:
         return forward_tile(kernel, q, k, v, part.mask, scale, into)
     if isinstance(kernel, VarlenKernel):

@@ -16,7 +16,7 @@ CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
-    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
+    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target. The
     sum over no valid label is 0, with zero gradients. The caller divides the sum.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -16,7 +16,7 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
 
-TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles leave the last wave of a GPU empty
+TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 

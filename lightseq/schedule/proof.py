@@ -18,7 +18,7 @@ class InvalidSchedule(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
 
-    A schedule of packed documents has to compute it over each document by itself.
+    A schedule of packed documents must compute it within each document.
     """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"

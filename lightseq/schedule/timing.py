@@ -25,7 +25,7 @@ class Rates:
     exchange_seconds: float  # latency of an exchange: barriers, launches
     overlap_loss: float  # slowdown of kernels by communication beside them, as a share of its time
     message_seconds: float  # fixed cost of every item received
-    memory_bytes_per_second: float  # for packing what is sent and adding up results
+    memory_bytes_per_second: float  # for packing sent data and adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
 
 
