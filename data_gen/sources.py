@@ -22,7 +22,7 @@ from lightseq.data.sources import (
 from lightseq.data.targets import EMPTY
 from lightseq.utils.formatting import first_line, plural
 
-TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
+TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document per row
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 

@@ -21,8 +21,8 @@ def gpus_here() -> HostGPUs:
     if program is None:
         return HostGPUs()
     try:
-        asked = [program, "--query-gpu=index,name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+        command = [program, "--query-gpu=index,name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return HostGPUs()
     rows = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
@@ -32,5 +32,5 @@ def gpus_here() -> HostGPUs:
     devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
     # CUDA ignores everything from the first invalid entry on, such as -1.
     known = {index for index, _ in rows}
-    there = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
-    return HostGPUs(rows[0][1].strip(), tuple(there))
+    present = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
+    return HostGPUs(rows[0][1].strip(), tuple(present))

@@ -87,9 +87,9 @@ def current_record(cell: Cell, record: Record | None, command: str) -> Record:
 
 def finished(cell: Cell) -> bool:
     """Returns whether the cell's directory holds a finished run of exactly these flags."""
-    about = _read_json(cell.output_dir / "run.json")
-    config, total = about.get("config"), about.get("total_steps")
-    if not isinstance(config, dict) or not isinstance(total, int) or about.get("world_size") != cell.ranks:
+    run = _read_json(cell.output_dir / "run.json")
+    config, total = run.get("config"), run.get("total_steps")
+    if not isinstance(config, dict) or not isinstance(total, int) or run.get("world_size") != cell.ranks:
         return False
     if comparable(config) != comparable(cell.config.to_json()):
         return False

@@ -99,12 +99,12 @@ def check_data(output: Path, flags: Settings) -> None:
     """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
     remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
     try:
-        there = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
+        recorded = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        said = first_line(error)
-        raise ValueError(f"data.output {output}: its meta.json cannot be read ({said}); {remedy}") from error
-    asked = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
-    wrong = [f"{key} {word} (not {flags[key]})" for key, word in there.items() if word != asked[key]]
+        reason = first_line(error)
+        raise ValueError(f"data.output {output}: its meta.json cannot be read ({reason}); {remedy}") from error
+    wanted = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
+    wrong = [f"{key} {word} (not {flags[key]})" for key, word in recorded.items() if word != wanted[key]]
     if wrong:
         raise ValueError(f"data.output {output} was made with {', '.join(wrong)}; {remedy}")
 
@@ -153,8 +153,8 @@ def ended(running: Running, timeout_seconds: float) -> Ended | None:
         end(process)
         return Ended("timeout", seconds, f"ran past {timeout_seconds:g} s; raise timeout_seconds or --timeout")
     if process.returncode:
-        said = (cell.output_dir / LOG).read_text(errors="replace")
-        return Ended("failed", seconds, cause(said) or f"exit status {process.returncode}")
+        log = (cell.output_dir / LOG).read_text(errors="replace")
+        return Ended("failed", seconds, cause(log) or f"exit status {process.returncode}")
     if not finished(cell):
         return Ended("failed", seconds, "ended without an error, but run.json or steps of metrics.jsonl are missing")
     return Ended("done", seconds)
@@ -206,8 +206,8 @@ def with_job_status(records: Mapping[str, Record]) -> dict[str, Record]:
     squeue = shutil.which("squeue")
     if not jobs or squeue is None:
         return dict(records)
-    asked = [squeue, "--noheader", "--me", "--format=%i"]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    command = [squeue, "--noheader", "--me", "--format=%i"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:  # Slurm does not answer: nothing is known
         return dict(records)
     alive = set(done.stdout.split())

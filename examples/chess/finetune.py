@@ -87,13 +87,13 @@ def main() -> int:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         arguments, more = flags_of(sys.argv[1:])
-        data, said = rows(arguments)
+        data, summary = rows(arguments)
         command, note = words(arguments, more, data, world)
     except (ValueError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in (said, f"note: {note}" if note else None):
+    for line in (summary, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
     return train(BOTH, command, "examples/chess/finetune.py")

@@ -37,8 +37,8 @@ def launcher_shutdown_seconds() -> float | None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    told = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
-    return float(told) if told.isdecimal() else LAUNCHER_SECONDS
+    setting = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
+    return float(setting) if setting.isdecimal() else LAUNCHER_SECONDS
 
 
 def launcher_note() -> tuple[str, ...]:
@@ -46,17 +46,17 @@ def launcher_note() -> tuple[str, ...]:
     patience = launcher_shutdown_seconds()
     if patience is None:
         return ()
-    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
+    forwarded = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
     missing, why = [], []
     if patience <= LAUNCHER_SECONDS:
         missing.append(SHUTDOWN_TIMEOUT)
         why.append(f"{patience:.0f} s after SIGTERM, saved or not")
-    if "SIGUSR1" not in passed_on.split(","):
+    if "SIGUSR1" not in forwarded.split(","):
         missing.append(SIGNALS)
         why.append("at once on SIGUSR1, without a checkpoint")
     remedy = " ".join(f"{name}={LAUNCHER_SETTINGS[name]}" for name in missing)
-    said = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
-    return (said,) if missing else ()
+    warning = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
+    return (warning,) if missing else ()
 
 
 def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
@@ -71,10 +71,10 @@ def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> No
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     if path.exists():
         return
-    about = {"timestamp": str(int(time.time() - seconds_ago - prints))}
+    extra = {"timestamp": str(int(time.time() - seconds_ago - prints))}
     with suppress(OSError):
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": about}}))
+        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}))
         partial.replace(path)
 
 
@@ -134,6 +134,6 @@ def cache_compiled_kernels() -> None:
 
 def _is_ours_alone(folder: Path) -> bool:
     """Returns whether no other user can write to the directory or replace it."""
-    about, parent = folder.lstat(), folder.parent.stat()
-    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    status, parent = folder.lstat(), folder.parent.stat()
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))

@@ -21,7 +21,7 @@ class CgroupFiles(NamedTuple):
     """File names of a group's limit, its usage, and the reclaimable page cache, for one version of cgroups."""
 
     limit: str
-    taken: str
+    usage: str
     cache: str  # a line of memory.stat
 
 
@@ -33,8 +33,8 @@ def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Memor
     """Returns the machine's memory, or the lower limit of a container or batch job, beyond which Linux kills."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
-    for limit, taken in _limits(membership, cgroups):
-        total, free = min(total, limit), min(free, limit - taken)
+    for limit, used in _limits(membership, cgroups):
+        total, free = min(total, limit), min(free, limit - used)
     return MemoryBytes(total, max(0, free))
 
 
@@ -43,11 +43,11 @@ def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     for directory, names in _groups(membership, cgroups):
         try:
             limit = int((directory / names.limit).read_text())
-            taken = int((directory / names.taken).read_text())
+            used = int((directory / names.usage).read_text())
             lines = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        yield limit, taken - sum(int(size) for name, size in lines if name == names.cache)
+        yield limit, used - sum(int(size) for name, size in lines if name == names.cache)
 
 
 def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:

@@ -82,7 +82,7 @@ class Watchdog:
         self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
-        self._asked: float | None = None  # when the unanswered request to the store began
+        self._request_began: float | None = None  # when the unanswered request to the store began
         self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
@@ -138,7 +138,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
-            self._asked = time.monotonic()
+            self._request_began = time.monotonic()
             try:
                 text = self._judge(self._here(0))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -146,13 +146,13 @@ class Watchdog:
             if text and not self._closed.is_set():
                 self._end(text)
                 return
-            self._asked = None
+            self._request_began = None
 
     def _guard(self) -> None:
         """Ends the process if the store stops answering, for example after a network failure."""
         while not self._closed.wait(self._interval):
-            asked = self._asked
-            if asked is not None and time.monotonic() - asked > self._timeout:
+            began = self._request_began
+            if began is not None and time.monotonic() - began > self._timeout:
                 self._store = None  # do not ask it again
                 waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
                 self._end(f"{STORE} {waited}: rank 0 or the launcher that hosts it is frozen, "

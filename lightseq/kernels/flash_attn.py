@@ -50,8 +50,8 @@ class _FlashAttention:
         try:
             self._load()
         except Exception as error:  # a broken installation raises any error: fa4 a RuntimeError, others an OSError
-            said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            return f"{self.package} cannot be imported ({textwrap.shorten(reason, 160, placeholder=' ...')})"
         return None
 
     def _load(self) -> ModuleType:

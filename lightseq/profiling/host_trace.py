@@ -38,22 +38,22 @@ class OperatorInterval:
 
 def host_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     """Returns the breakdown of a trace. Raises ValueError for one without a step."""
-    said = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
-    steps = [e for e in said if STEP.fullmatch(e["name"])]
+    annotations = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
+    steps = [e for e in annotations if STEP.fullmatch(e["name"])]
     if not steps:
         raise ValueError("the trace has no training step; train with --profile_steps 10:12")
-    account = StepBreakdown(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
+    breakdown = StepBreakdown(len(steps), sum(e["dur"] for e in steps) / len(steps) / 1e3)
     own = [e for e in events if e.get("ph") == "X" and e.get("tid") == steps[0].get("tid") and _counts(e)]
     for moment in operator_intervals(own):
         if not moment.path or not STEP.fullmatch(moment.path[0]):
             continue
         phase = next((name for name in moment.path if name in PHASES), "")
         kind = kind_of(moment.path[1:])
-        ms = moment.us / account.steps / 1e3
-        account.spent[kind, phase] += ms
-        account.launches[kind] += moment.begins
-        account.names[moment.path[-1]] += ms if kind != IDLE else 0.0
-    return account
+        ms = moment.us / breakdown.steps / 1e3
+        breakdown.spent[kind, phase] += ms
+        breakdown.launches[kind] += moment.begins
+        breakdown.names[moment.path[-1]] += ms if kind != IDLE else 0.0
+    return breakdown
 
 
 def _counts(event: Mapping[str, Any]) -> bool:

@@ -80,18 +80,18 @@ def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     if not spans:
         raise ValueError("the trace has no GPU events; open a CPU trace in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
-    account = StepBreakdown(steps, (end - begin) / steps / 1e3)
+    breakdown = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
         ms = (span.end - span.start) / steps / 1e3
-        account.launches[KINDS[span.kind][0]] += 1
-        account.hidden[KINDS[span.kind][0]] += ms
-        account.names[span.name] += ms
+        breakdown.launches[KINDS[span.kind][0]] += 1
+        breakdown.hidden[KINDS[span.kind][0]] += ms
+        breakdown.names[span.name] += ms
     for us, busy, phase in busy_intervals(spans):
         kind = KINDS[busy.kind][0] if busy else IDLE
-        account.spent[kind, phase] += us / steps / 1e3
+        breakdown.spent[kind, phase] += us / steps / 1e3
         if busy:
-            account.hidden[kind] -= us / steps / 1e3
-    return account
+            breakdown.hidden[kind] -= us / steps / 1e3
+    return breakdown
 
 
 def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
@@ -153,33 +153,33 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A CPU trace gives only the phases.
     """
     try:
-        account = gpu_breakdown(events)
+        breakdown = gpu_breakdown(events)
     except ValueError:
-        account = phase_breakdown(events)
-    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
-    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
+        breakdown = phase_breakdown(events)
+    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in breakdown.spent.items()]
+    longest = sorted(breakdown.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
     moved = [
         {
-            "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
-            "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
+            "kind": name, "calls": len(kind.sizes) / breakdown.steps, "bytes": sum(kind.sizes) / breakdown.steps,
+            "seconds": sum(kind.seconds) / breakdown.steps, "gb_per_second": median(kind.rates) / 1e9,
             "highest_gb_per_second": max(kind.rates) / 1e9,
         }
         for name, kind in transfers_by_kind(events).items()
     ]  # fmt: skip
     return {
-        "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
-        "launches": {kind: count / account.steps for kind, count in account.launches.items()},
+        "steps": breakdown.steps, "step_ms": breakdown.step_ms, "spent": spent, "hidden_ms": dict(breakdown.hidden),
+        "launches": {kind: count / breakdown.steps for kind, count in breakdown.launches.items()},
         "kernels": [{"name": name, "ms": ms} for name, ms in longest], "moved": moved,
     }  # fmt: skip
 
 
 def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     """Returns the breakdown by the phases that the program annotates."""
-    said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
-    steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
+    annotations = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
+    steps = [e for e in annotations if re.fullmatch(r"step \d+", e["name"])]
     count = max(1, len({e["name"] for e in steps}))
-    account = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
-    for e in said:
+    breakdown = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
+    for e in annotations:
         if e["name"] in PHASES:
-            account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
-    return account
+            breakdown.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
+    return breakdown

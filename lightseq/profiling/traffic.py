@@ -51,12 +51,12 @@ def _copy(event: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _collective(event: Mapping[str, Any]) -> tuple[str, float] | None:
-    about = event.get("args", {})
-    if event.get("cat") != "kernel" or about.get("dtype") not in BYTES or "Collective name" not in about:
+    arguments = event.get("args", {})
+    if event.get("cat") != "kernel" or arguments.get("dtype") not in BYTES or "Collective name" not in arguments:
         return None
-    name = about["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
-    name, ranks = name.replace("allreduce", "all_reduce"), int(about["Group size"])
-    elements = max(int(about["In msg nelems"]), int(about["Out msg nelems"]))
+    name = arguments["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
+    name, ranks = name.replace("allreduce", "all_reduce"), int(arguments["Group size"])
+    elements = max(int(arguments["In msg nelems"]), int(arguments["Out msg nelems"]))
     share = BUS_SHARES[name] * (ranks - 1) / ranks if name in BUS_SHARES else 1.0
-    label = f"{name.replace('_', '-')}, {about['dtype'].lower()}, {ranks} ranks"
-    return label, elements * BYTES[about["dtype"]] * share
+    label = f"{name.replace('_', '-')}, {arguments['dtype'].lower()}, {ranks} ranks"
+    return label, elements * BYTES[arguments["dtype"]] * share

@@ -47,10 +47,10 @@ class Layout:
         if self.kind == "zigzag":
             assert self.chunks_per_rank == 2, "zigzag pairs a chunk with its mirror image"
         if self.kind == "striped":
-            assert self.chunks_per_rank == 1, "striped has one chunk a rank"
+            assert self.chunks_per_rank == 1, "striped has one chunk per rank"
         if self.kind == "balanced":
             held = [self.homes.count(group) for group in range(self.world // self.ulysses)]
-            assert {*held} == {self.chunks_per_rank}, f"{held} chunks a rank, not {self.chunks_per_rank} each"
+            assert {*held} == {self.chunks_per_rank}, f"{held} chunks per rank, not {self.chunks_per_rank} each"
 
     @property
     def chunk_count(self) -> int:
