@@ -26,7 +26,7 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
-.PHONY: help train test test-all test-compat test-gpu faults check clean
+.PHONY: help train test test-all test-compat test-gpu check clean
 
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
@@ -35,7 +35,6 @@ help:
 	@echo "make test-all   the slow ones too"
 	@echo "make test-compat  a few, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-gpu   those that need GPUs"
-	@echo "make faults     breaks runs in every way that docs/reliability.md lists; may take an hour"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
@@ -102,9 +101,6 @@ endef
 
 test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
-
-faults: $(TESTS)
-	@$(RUN) -m benchmarks.faults $(ARGS)
 
 check: $(TESTS)
 	@echo "check: format"; $(RUN) -m ruff format --check .

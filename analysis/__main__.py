@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 
-from . import attention, cluster, compare, curves, evaluate, faults, largest, plots, profile, report, step, watch
+from . import attention, cluster, compare, curves, evaluate, largest, plots, profile, report, step, watch
 from .drawing import STYLE
 
 
@@ -18,9 +17,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "attention": Command(attention.main, "FILE...", "draws what benchmarks/attention.py measured"),
-    "step": Command(step.main, "FILE...", "draws what benchmarks/step.py measured"),
-    "largest": Command(largest.main, "FILE...", "draws what benchmarks/largest.py found"),
+    "attention": Command(attention.BENCHMARK.main, "FILE...", "draws what benchmarks/attention.py measured"),
+    "step": Command(step.BENCHMARK.main, "FILE...", "draws what benchmarks/step.py measured"),
+    "largest": Command(largest.BENCHMARK.main, "FILE...", "draws what benchmarks/largest.py found"),
     "cluster": Command(cluster.main, "FILE", "draws what lightseq plan --attention predicted"),
     "evaluate": Command(evaluate.main, "OUT...", "draws what lightseq evaluate measured"),
     "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file asks of runs"),
@@ -28,14 +27,13 @@ COMMANDS: Mapping[str, Command] = {
     "profile": Command(profile.main, "OUTPUT_DIR", "says where the time of profiled steps went"),
     "watch": Command(watch.main, "OUTPUT_DIR", "shows a run while it trains"),
     "report": Command(report.main, "DIR", "writes an HTML page of all results below it"),
-    "faults": Command(faults.main, "FILE...", "prints what `make faults` did"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or draws the curves of runs; refused input is one line and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words and words[0] in COMMANDS and not is_run(words) else None
+    name = words[0] if words and words[0] in COMMANDS else None
     try:
         with matplotlib.rc_context(dict(STYLE)):
             return COMMANDS[name].main(words[1:]) if name else curves.main(words, command_help())
@@ -47,11 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_help() -> str:
     lines = [f"  {f'{name} {command.operands}':<22} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(("with a command (python3 -m analysis COMMAND -h has its flags):", *lines))
-
-
-def is_run(words: Sequence[str]) -> bool:
-    """Returns whether the first word is a run's directory that only happens to be called like a command."""
-    return len(words) == 1 and (Path(words[0]) / "metrics.jsonl").is_file()
 
 
 if __name__ == "__main__":

@@ -1,36 +1,38 @@
 """Attention benchmark: `python3 -m analysis attention FILE...` draws TFLOP/s over the length and prints a table."""
 
-import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .benchmark import Benchmark
 from .drawing import (
-    GIB,
     GREY,
-    add_drawing_flags,
     length_axis,
-    markdown_table,
     new_figure,
-    output_dir,
-    print_lines,
-    save_each,
     short_length,
     subtitle,
 )
-from .records import Record, print_notes, read_each, read_lines
+from .records import Record, read_lines
 
 CEILING = "single-gpu"  # the kernel alone, which no split can beat
 OURS = "lightseq"
-SETTING = ("heads", "kv_heads", "head_dim", "dtype", "batch", "world", "documents")  # must be equal in one table
+SETTING = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "batch",
+    "world",
+    "documents",
+    "device",
+)  # must be equal in one table
 KEYS = (
     *("implementation", "request", "kernel", "transport", "length", "skipped", "seconds_min", "seconds_median"),
-    *("seconds_max", "peak_memory_bytes", "exposed_communication_seconds"),
+    *("seconds_max", "tflops_per_gpu"),
 )
 # A colour per family and a marker for each line in it. Our lines are strong, the ceiling is black and dashed.
 FAMILY_COLORS: Mapping[str, str] = {
@@ -49,7 +51,6 @@ class LengthTable:
     """Comparable lines by their label, each a record per length: the ceiling first, then the fastest."""
 
     setting: Mapping[str, Any]
-    device: str
     lines: Mapping[str, Mapping[int, Record]]
 
     @property
@@ -68,37 +69,7 @@ class LengthTable:
         batch = f", batch {s['batch']}" if s["batch"] > 1 else ""
         documents = f", documents {s['documents']}" if s["documents"] else ""
         heads = f"{s['heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-        return f"{s['world']} × {self.device}, {heads}, {s['dtype']}{batch}{documents}"
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis attention",
-        usage="python3 -m analysis attention FILE... [--only LINE...] [--value NAME] [--output DIR] [--format FORMAT]",
-        description="Draws TFLOP/s per GPU against the length from records of benchmarks/attention.py, and prints a "
-        "Markdown table of them: one picture and one table for every number of heads, ranks and so on.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    parser.add_argument("--only", metavar="LINE", nargs="+", help="lines by their labels, in this order (default: all)")
-    parser.add_argument("--value", choices=VALUES, default="tflops", help="what the table shows (default: %(default)s)")
-    add_drawing_flags(parser, "beside FILE")
-    arguments = parser.parse_args(argv)
-    notes: list[str] = []
-    files = read_each(arguments.files, lambda path: read_points(path, notes), notes)
-    tables = tables_of(chain(*files.values()))
-    if not tables:
-        raise ValueError(f"no points in {', '.join(map(str, arguments.files))}; the benchmark has measured nothing yet")
-    if arguments.only:
-        tables = [select_lines(table, arguments.only) for table in tables]
-    output = output_dir(arguments.output, [path.parent for path in files])
-    pictures = save_each("attention", tables, figure, output, arguments.format)
-    print_notes(notes)
-    for table in tables:
-        unit = VALUES[arguments.value][0]
-        rows = markdown_table(table_rows(table, arguments.value))
-        print_lines([f"{unit}; {table.title}", "", *rows, "", *remarks(table), ""])
-    print_lines(pictures)
-    return 0
+        return f"{s['world']} × {s['device']}, {heads}, {s['dtype']}{batch}{documents}"
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -113,11 +84,11 @@ def read_points(path: Path, notes: list[str]) -> list[Record]:
         if "benchmark" in record:
             device = str(record.get("hardware", {}).get("device", device))
             return None
+        if "relative_error_out" in record:
+            raise ValueError("holds errors, not times; give files written without --check")
         record = {**record, "device": device, "documents": record.get("documents") or ""}  # "": one whole text
         if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
             raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/attention.py")
-        if "tflops_per_gpu" not in record:
-            raise ValueError("holds errors, not times; give files written without --check")
         return record
 
     return [record for record in read_lines(path, parse, notes) if record]
@@ -133,7 +104,6 @@ def tables_of(records: Iterable[Record]) -> list[LengthTable]:
     The ceiling, on one GPU, is in the tables of every number of ranks.
     """
     records = list(records)
-    device = " and ".join(dict.fromkeys(record["device"] for record in records))
     settings = {setting_of(record) for record in records if record["implementation"] != CEILING}
     tables = []
     for setting in sorted(settings or set(map(setting_of, records))):
@@ -144,7 +114,7 @@ def tables_of(records: Iterable[Record]) -> list[LengthTable]:
             for record in records
             if setting_of(record) == (alone if record["implementation"] == CEILING else setting)
         ]
-        tables.append(LengthTable(named, device, numbered_lines(mine)))
+        tables.append(LengthTable(named, numbered_lines(mine)))
     return tables
 
 
@@ -181,14 +151,6 @@ def label_of(record: Record, records: Sequence[Record]) -> str:
     return ", ".join(words)
 
 
-def select_lines(table: LengthTable, labels: Sequence[str]) -> LengthTable:
-    """Returns the table with the lines of those labels; raises ValueError for a label that no line has."""
-    for label in labels:
-        if label not in table.lines:
-            raise ValueError(f"--only {label!r} is none of: {', '.join(table.lines)}")
-    return replace(table, lines={label: table.lines[label] for label in labels})
-
-
 def spread(record: Record) -> float:
     """Returns the highest minus the lowest time, as a share of the median."""
     return float((record["seconds_max"] - record["seconds_min"]) / record["seconds_median"])
@@ -208,30 +170,15 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-VALUES: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
-    "tflops": ("TFLOP/s per GPU", "tflops_per_gpu", number),
-    "milliseconds": ("milliseconds, median", "seconds_median", lambda seconds: f"{1e3 * seconds:,.2f}"),
-    "memory": ("peak GiB per GPU", "peak_memory_bytes", lambda size: f"{size / GIB:.2f}"),
-    "exposed": (
-        "exposed communication, milliseconds",
-        "exposed_communication_seconds",
-        lambda seconds: f"{1e3 * seconds:.2f}",
-    ),
-}
-
-
-def table_rows(table: LengthTable, value: str) -> list[list[str]]:
+def table_rows(table: LengthTable) -> list[list[str]]:
     """Returns a head and one row per line, with a column per length."""
-    _, key, form = VALUES[value]
 
     def cell(record: Record | None) -> str:
         if record is None:
             return ""
-        if record["skipped"]:
-            return "–"
-        return "" if record[key] is None else form(record[key])
+        return "–" if record["skipped"] else number(record["tflops_per_gpu"])
 
-    rows = [["", *map(short_length, table.lengths)]]
+    rows = [["TFLOP/s per GPU", *map(short_length, table.lengths)]]
     return rows + [[label, *(cell(line.get(n)) for n in table.lengths)] for label, line in table.lines.items()]
 
 
@@ -257,10 +204,12 @@ def remarks(table: LengthTable) -> list[str]:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def figure(table: LengthTable) -> Figure:
-    """Draws lines over the length, or bars if there is only one."""
+def figure(table: LengthTable) -> Figure | None:
+    """Draws lines over the length, or bars if there is only one. Returns None if nothing was measured."""
     lines = table.measured
-    if lines and len(table.lengths) == 1:
+    if not lines:
+        return None
+    if len(table.lengths) == 1:
         return bar_figure(table)
     out = new_figure(11, max(7.5, 2.5 + 0.26 * len(lines)))
     axes = out.subplots()
@@ -270,8 +219,7 @@ def figure(table: LengthTable) -> Figure:
     axes.set_ylabel("TFLOP/s per GPU, the causal half counted")
     length_axis(axes, table.lengths)
     axes.set_ylim(bottom=0)
-    if lines:
-        out.legend(loc="outside right upper", labelspacing=0.7)
+    out.legend(loc="outside right upper", labelspacing=0.7)
     subtitle(out, table.title)
     return out
 
@@ -323,3 +271,15 @@ def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
             color = FAMILY_COLORS.get(family, OTHER_COLOR)
             out.append({"color": color, "marker": marker, "linewidth": 1.3, "markersize": 6, "zorder": 2})
     return out
+
+
+BENCHMARK = Benchmark(
+    name="attention",
+    title="Attention layer, forward and backward",
+    description="Draws TFLOP/s per GPU against the length",
+    read=read_points,
+    group=tables_of,
+    figure=figure,
+    table_rows=table_rows,
+    remarks=remarks,
+)

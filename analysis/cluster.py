@@ -11,11 +11,10 @@ from matplotlib.ticker import PercentFormatter
 from .drawing import (
     COLORS,
     GREY,
-    add_drawing_flags,
+    add_output_flag,
     log2_axis,
     new_figure,
     output_dir,
-    print_lines,
     save,
     short_length,
     subtitle,
@@ -29,18 +28,18 @@ KEYS = ("gpus", "schedule", "head_groups", "ulysses_size", "efficiency", "fastes
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis cluster",
-        usage="python3 -m analysis cluster FILE [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis cluster FILE [--output DIR]",
         description="Draws predicted efficiency of attention against the number of GPUs.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="JSONL of python3 -m lightseq plan --attention")
-    add_drawing_flags(parser, "beside FILE")
+    add_output_flag(parser, "beside FILE")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
     header, records = read(arguments.file, notes)
     output = output_dir(arguments.output, [arguments.file.parent])
-    pictures = save(figure(header, records), output, "cluster", arguments.format)
+    picture = save(figure(header, records), output, "cluster")
     print_notes(notes)
-    print_lines(pictures)
+    print(picture)
     return 0
 
 

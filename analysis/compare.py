@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,12 +21,12 @@ from .drawing import (
     GIB,
     GREY,
     SMALL_TITLE,
-    add_drawing_flags,
+    add_output_flag,
     format_number,
     marker,
     new_figure,
     output_dir,
-    print_lines,
+    print_rich,
     save,
 )
 from .records import print_notes
@@ -75,31 +74,30 @@ class LossDifference:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis compare",
-        usage="python3 -m analysis compare A B [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis compare A B [--output DIR]",
         description="Compares two runs that should have the same losses, as with and without FSDP: the largest "
         "difference of the loss, both runs' means past the warm-up, what else differs, and compare.png.",
     )
     parser.add_argument("first", metavar="A", type=Path, help="the --output_dir of a training run")
     parser.add_argument("second", metavar="B", type=Path, help="another, which is measured against it")
-    add_drawing_flags(parser, None)
+    add_output_flag(parser, None)
     arguments = parser.parse_args(argv)
     directories = [arguments.first, arguments.second]
     first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
     runs = (first, second)
     difference = loss_difference(runs)
     output = output_dir(arguments.output, directories)
-    pictures = save(figure(runs, difference), output, "compare", arguments.format)
+    picture = save(figure(runs, difference), output, "compare")
     print_notes([*first.notes, *second.notes])
-    console = Console(highlight=False)
     for letter, run in zip("AB", runs, strict=True):
-        console.print(f"{letter}  {run.label}: {describe(run) or 'no run.json'}", markup=False)
+        print(f"{letter}  {run.label}: {describe(run) or 'no run.json'}")
     for setting in differences(runs):
-        console.print(f"differs  {setting}", markup=False)
-    console.print(str(difference), markup=False)
-    console.print(table(runs))
+        print(f"differs  {setting}")
+    print(difference)
+    print_rich(table(runs))
     for warning in warnings(runs):
         print(f"analysis: warning: {warning}", file=sys.stderr)
-    print_lines(pictures)
+    print(picture)
     return 0
 
 

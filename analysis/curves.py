@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,13 +20,14 @@ from .drawing import (
     GIB,
     GREY,
     SMALL_TITLE,
-    add_drawing_flags,
+    add_output_flag,
     colors,
     format_number,
     marker,
     new_figure,
     output_dir,
     print_lines,
+    print_rich,
     save,
     subtitle,
 )
@@ -86,12 +86,12 @@ def main(argv: Sequence[str], commands: str) -> int:
     notes: list[str] = []
     runs = read_runs(arguments.runs, notes)
     output = output_dir(arguments.output, [run.directory for run in runs])
-    pictures = [path for name, figure in figures(runs).items() for path in save(figure, output, name, arguments.format)]
+    pictures = [save(figure, output, name) for name, figure in figures(runs).items()]
     print_notes([*notes, *(note for run in runs for note in run.notes)])
     for run in runs:
         if text := describe(run):
             print(f"{run.label}: {text}")
-    Console().print(*tables(runs))
+    print_rich(*tables(runs))
     print_lines(pictures)
     return 0
 
@@ -99,13 +99,13 @@ def main(argv: Sequence[str], commands: str) -> int:
 def parser(commands: str) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="analysis",
-        usage="python3 -m analysis OUTPUT_DIR... [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
         description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
         epilog=commands,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
-    add_drawing_flags(out, "OUTPUT_DIR")
+    add_output_flag(out, "OUTPUT_DIR")
     return out
 
 

@@ -2,15 +2,16 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from rich.console import Console, RenderableType
 
 from lightseq.config.lengths import shown as short_length
 
@@ -41,17 +42,15 @@ SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight":
 LETTERS_PER_INCH = 12  # of a figure's subtitle
 
 SHARED_OUTPUT = Path("outputs/compare")  # for pictures of several results
-FORMATS: Mapping[str, tuple[str, ...]] = {"png": ("png",), "svg": ("svg",), "both": ("png", "svg")}
 
 
 # ---- flags and files ------------------------------------------------------------------------------------------------
 
 
-def add_drawing_flags(parser: argparse.ArgumentParser, beside: str | None) -> None:
+def add_output_flag(parser: argparse.ArgumentParser, beside: str | None) -> None:
     default = f"{beside}; of several, {SHARED_OUTPUT}" if beside else f"{SHARED_OUTPUT}"
     text = f"where the pictures go (default: {default})"
     parser.add_argument("--output", metavar="DIR", type=Path, help=text)
-    parser.add_argument("--format", choices=FORMATS, default="png", help="of the pictures (default: %(default)s)")
 
 
 def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
@@ -61,34 +60,12 @@ def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
     return results[0] if len(results) == 1 else SHARED_OUTPUT
 
 
-def save(figure: Figure, output: Path, name: str, form: str) -> list[Path]:
-    """Writes a figure into a directory, once for each format."""
+def save(figure: Figure, output: Path, name: str) -> Path:
+    """Writes a figure into a directory as PNG."""
     output.mkdir(parents=True, exist_ok=True)
-    paths = [output / f"{name}.{suffix}" for suffix in FORMATS[form]]  # names may have dots, as llama3.2-1b does
-    for path in paths:
-        figure.savefig(path)
-    return paths
-
-
-class Measured(Protocol):
-    """Measurements under one setting: what must be equal to compare them."""
-
-    @property
-    def setting(self) -> Mapping[str, Any]: ...
-
-
-M = TypeVar("M", bound=Measured)
-
-
-def save_each(kind: str, items: Sequence[M], draw: Callable[[M], Figure], output: Path, form: str) -> list[Path]:
-    """Writes one picture per setting, named by what differs between the settings."""
-    settings = [item.setting for item in items]
-    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    paths: list[Path] = []
-    for item, setting in zip(items, settings, strict=True):
-        parts = [kind, *(f"{key}-{setting[key]}".replace("/", "-").replace(" ", "-") for key in varying)]
-        paths += save(draw(item), output, "-".join(parts), form)
-    return paths
+    path = output / f"{name}.png"
+    figure.savefig(path)
+    return path
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
@@ -145,6 +122,14 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 def print_lines(lines: Iterable[object]) -> None:
     for line in lines:
         print(line)
+
+
+def print_rich(*parts: RenderableType) -> None:
+    """Prints tables as wide as the terminal, without the spaces that fill their lines."""
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(*parts)
+    print_lines(line.rstrip() for line in capture.get().splitlines())
 
 
 def format_number(form: str, value: float) -> str:

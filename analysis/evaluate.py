@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMeth
 from .drawing import (
     GREY,
     SMALL_TITLE,
-    add_drawing_flags,
+    add_output_flag,
     colors,
     markdown_table,
     new_figure,
@@ -67,11 +67,11 @@ class Evaluation:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis evaluate",
-        usage="python3 -m analysis evaluate OUT... [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis evaluate OUT... [--output DIR]",
         description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
     )
     parser.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
-    add_drawing_flags(parser, "OUT")
+    add_output_flag(parser, "OUT")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
     named = zip(arguments.paths, labels(arguments.paths), strict=True)
@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
     output = output_dir(arguments.output, [path for path, _ in found])
     losses = [one for one in found.values() if one.kind == "loss"]
     needles = [one for one in found.values() if one.kind == "needle"]
-    pictures = save(perplexity_figure(losses), output, "perplexity", arguments.format) if losses else []
-    pictures += save(needle_figure(needles), output, "needle", arguments.format) if needles else []
+    pictures = [save(perplexity_figure(losses), output, "perplexity")] if losses else []
+    pictures += [save(needle_figure(needles), output, "needle")] if needles else []
     print_notes(notes)
     if losses:
         print_lines([*markdown_table(position_rows(losses)), ""])

@@ -1,30 +1,24 @@
 """Largest models that fit: `python3 -m analysis largest FILE...` draws the records of benchmarks/largest.py."""
 
-import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .benchmark import Benchmark
 from .drawing import (
     COLORS,
     GIB,
     GREY,
-    add_drawing_flags,
     colors,
     log2_axis,
-    markdown_table,
     new_figure,
-    output_dir,
-    print_lines,
-    save_each,
     short_length,
     subtitle,
 )
-from .records import Record, print_notes, read_each, read_lines
+from .records import Record, read_lines
 from .run_settings import hardware_and_versions
 
 SEARCHED = {"weights": "weights alone", "training": "whole steps"}
@@ -45,32 +39,9 @@ class Limits:
     found: tuple[Record, ...]
     unfinished: tuple[tuple[Record, ...], ...]
 
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis largest",
-        usage="python3 -m analysis largest FILE... [--output DIR] [--format png|svg|both]",
-        description="Draws the parameters of the largest models that fit, from records of benchmarks/largest.py, and "
-        "prints a Markdown table of them.",
-    )
-    parser.add_argument(
-        "files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where searches repeat"
-    )
-    add_drawing_flags(parser, "beside FILE")
-    arguments = parser.parse_args(argv)
-    notes: list[str] = []
-    files = read_each(arguments.files, lambda path: read_searches(path, notes), notes)
-    limits = limits_of(chain(*files.values()))
-    if not limits:
-        raise ValueError(f"no records in {', '.join(map(str, arguments.files))}; the search has tried nothing yet")
-    output = output_dir(arguments.output, [path.parent for path in files])
-    finished = [one for one in limits if one.found]
-    pictures = save_each("largest", finished, figure, output, arguments.format) if finished else []
-    print_notes(notes)
-    for one in limits:
-        print_lines([one.setting["device"], "", *markdown_table(table_rows(one)), "", *remarks(one), ""])
-    print_lines(pictures)
-    return 0
+    @property
+    def title(self) -> str:
+        return self.setting["device"]
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -151,9 +122,11 @@ def remarks(limits: Limits) -> list[str]:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def figure(limits: Limits) -> Figure:
+def figure(limits: Limits) -> Figure | None:
     """Draws lines over the number of GPUs, or a bar per search if all used the same number."""
     found = limits.found
+    if not found:
+        return None
     over_gpus = len({r["gpus"] for r in found}) > 1
     out = new_figure(9, 5 if over_gpus else 1.5 + 0.9 * len(found))
     axes = out.subplots()
@@ -196,3 +169,15 @@ def draw_bars(axes: Axes, found: Sequence[Record]) -> None:
     axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # with room for the words beside the longest bar
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("billions of parameters; pale: up to the next size, which is too large")
+
+
+BENCHMARK = Benchmark(
+    name="largest",
+    title="The largest model that fits",
+    description="Draws the parameters of the largest models that fit",
+    read=read_searches,
+    group=limits_of,
+    figure=figure,
+    table_rows=table_rows,
+    remarks=remarks,
+)

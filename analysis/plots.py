@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from .drawing import add_drawing_flags, new_figure, output_dir, print_lines, save, subtitle
+from .drawing import add_output_flag, new_figure, output_dir, print_lines, save, subtitle
 from .plots_figure import (
     HOST_MEMORY,
     Metric,
@@ -49,14 +49,14 @@ class NothingToDraw(ValueError):
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis plots",
-        usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR] [--format png|svg|both]",
+        usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR]",
         description="Draws the figures that a YAML file asks for, from the runs below a directory.",
     )
     parser.add_argument(
         "--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml"
     )
     parser.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
-    add_drawing_flags(parser, "DIR")
+    add_output_flag(parser, "DIR")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
     file = read_plots(arguments.config)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     left_out: list[str] = []
     for plot in file.plots:
         try:
-            pictures += save(figure(plot, runs), output, plot.name, arguments.format)
+            pictures.append(save(figure(plot, runs), output, plot.name))
         except NothingToDraw as reason:
             left_out.append(str(reason))
     if not pictures:

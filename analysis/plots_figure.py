@@ -207,8 +207,7 @@ def set_vertical_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarra
     """
     positive = values[values > 0]
     wide = positive.size == values.size > 0 and values.max() >= LOG_FROM * values.min()
-    chosen = metric.logarithmic and wide and plot.x != STEP
-    if positive.size and (plot.scale == "log" or (plot.scale is None and chosen)):
+    if metric.logarithmic and wide and plot.x != STEP:
         axes.set_yscale("log")
         if axes.patches:  # bars have no foot on a logarithmic axis
             axes.set_ylim(positive.min() / 3, 2 * positive.max())

@@ -9,8 +9,7 @@ import yaml
 
 STEP: Final = "step"  # the horizontal axis of curves
 KEYS: Final = ("runs", "figures")
-FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title", "scale")
-SCALES: Final = ("linear", "log")
+FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title")
 # Short names of settings, as in files of sweeps.
 SHORT_NAMES: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
@@ -22,11 +21,7 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure.
-
-    `series` are the settings that tell lines apart; None means all that differ, except `x`. `scale` is that of the
-    vertical axis; None means logarithmic if speed or time spread far over a setting.
-    """
+    """One figure. `series` are the settings that tell lines apart; None means all that differ, except `x`."""
 
     name: str
     metric: str
@@ -34,7 +29,6 @@ class Plot:
     series: tuple[str, ...] | None
     where: Mapping[str, tuple[str, ...]]
     title: str | None
-    scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,6 @@ def _plot(path: Path, name: str, spec: Any) -> Plot:
     for key in ("metric", "x"):
         if not isinstance(spec.get(key), str):
             raise ValueError(f"{path}: {where}.{key}: {'is missing' if key not in spec else 'give one word'}")
-    if spec.get("scale") not in (None, *SCALES):
-        raise ValueError(f"{path}: {where}.scale: {spec['scale']} is no scale; give {' or '.join(SCALES)}")
     only = spec.get("where", {})
     if not isinstance(only, dict):
         raise ValueError(f"{path}: {where}.where: give `setting: [value, …]` lines")
@@ -87,7 +79,6 @@ def _plot(path: Path, name: str, spec: Any) -> Plot:
         series=None if series is None else tuple(map(setting, series)),
         where={setting(key): _words(path, f"{where}.where.{key}", values) for key, values in only.items()},
         title=spec.get("title"),
-        scale=spec.get("scale"),
     )
 
 

@@ -7,14 +7,19 @@ from pathlib import Path
 from statistics import median
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from lightseq.profiling.host_trace import host_breakdown
-from lightseq.profiling.trace import IDLE, PHASES, StepBreakdown, device_spans, gpu_breakdown, read_trace
+from lightseq.profiling.trace import (
+    PHASES,
+    StepBreakdown,
+    device_spans,
+    gpu_breakdown,
+    phase_breakdown,
+    read_trace,
+)
 from lightseq.profiling.traffic import Transfers, transfers_by_kind
 
-from .drawing import FORMATS, GIB, print_lines, save
+from .drawing import GIB, print_rich, save
 from .records import Record
 from .runs import read_json_object, section
 from .timeline import figure
@@ -27,16 +32,13 @@ def main(argv: Sequence[str]) -> int:
         prog="analysis profile",
         usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
         description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
-        "name of what the device was busy with; communication where it was not hidden. On a CPU by operator.",
+        "name of what the device was busy with; communication where it was not hidden. On a CPU by phase.",
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
     parser.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
-    parser.add_argument(
-        "--kernels", type=int, default=0, metavar="N", help="list the N kernels (CPU: operators) that took longest"
-    )
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N kernels that took longest")
     parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
     parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
-    parser.add_argument("--format", choices=FORMATS, default="png", help="of the picture (default: %(default)s)")
     arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
@@ -45,19 +47,18 @@ def main(argv: Sequence[str]) -> int:
     spans, moved = device_spans(events)[0], transfers_by_kind(events)
     if arguments.timeline and not spans:
         raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
-    account = gpu_breakdown(events) if spans else host_breakdown(events)
+    account = gpu_breakdown(events) if spans else phase_breakdown(events)
     picture = figure(spans, str(path)) if arguments.timeline else None
-    console = Console()
-    console.print(time_table(account))
+    print_rich(time_table(account))
     if moved:
-        console.print(traffic_table(moved, account.steps))
+        print_rich(traffic_table(moved, account.steps))
     if arguments.kernels:
-        console.print(kernel_table(account, arguments.kernels))
+        print_rich(kernel_table(account, arguments.kernels))
     summary = read_json_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
     if memory := section(summary, "memory"):
-        console.print(memory_table(memory))
+        print_rich(memory_table(memory))
     if picture is not None:
-        print_lines(save(picture, arguments.output or path.parent, "timeline", arguments.format))
+        print(save(picture, arguments.output or path.parent, "timeline"))
     return 0
 
 
@@ -71,13 +72,11 @@ def new_table(headings: Sequence[str], **options: object) -> Table:
 
 
 def time_table(account: StepBreakdown) -> Table:
-    """Returns a row per kind of work, the longest first. On a CPU, one thread's work hides nothing."""
+    """Returns a row per kind of work, the longest first."""
     hides = bool(account.hidden)
     found = {phase for _, phase in account.spent}
     phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # some traces have none
-    caption = "ms a step; hidden: beside something of another row"
-    if not hides:
-        caption = "ms a step of the thread that trains, with its waits for other ranks in exchange and collectives"
+    caption = "ms a step" + ("; hidden: beside something of another row" if hides else "")
     out = new_table(
         [*(phase or "between" for phase in phases), "total", "%", *(["hidden"] if hides else []), "calls"],
         padding=0,  # to fit 80 columns
@@ -90,9 +89,8 @@ def time_table(account: StepBreakdown) -> Table:
     for kind, ms in longest_first(totals):
         cells = [f"{account.spent.get((kind, phase), 0):.1f}" for phase in phases]
         hidden = [f"{account.hidden[kind]:.1f}" if account.hidden[kind] > 0.05 else ""] if hides else []
-        calls = f"{account.launches[kind] / account.steps:.0f}" if kind != IDLE else ""
-        name = "Python between operators" if kind == IDLE and not hides else kind
-        out.add_row(name, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", *hidden, calls)
+        calls = f"{account.launches[kind] / account.steps:.0f}" if account.launches[kind] else ""
+        out.add_row(kind, *cells, f"{ms:.1f}", f"{100 * ms / account.step_ms:.1f}", *hidden, calls)
     sums = [f"{sum(ms for (_, p), ms in account.spent.items() if p == phase):.1f}" for phase in phases]
     out.add_section()
     out.add_row("all", *sums, f"{sum(totals.values()):.1f}", *[""] * (2 + hides))
@@ -132,7 +130,7 @@ def memory_table(memory: Record) -> Table:
 def kernel_table(account: StepBreakdown, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("ms a step", justify="right", min_width=9)
-    out.add_column("kernel or operator", overflow="ellipsis", no_wrap=True, max_width=64)
+    out.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=64)
     for name, ms in longest_first(account.names)[:count]:
         out.add_row(f"{ms:.2f}", name)
     return out

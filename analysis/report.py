@@ -2,30 +2,22 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .attention import read_points
-from .largest import KEYS as LARGEST_KINDS
-from .largest import read_searches
+from . import attention, largest, step
+from .benchmark import Benchmark
 from .records import Record, json_object, print_notes, read_lines
 from .runs import Run, read_run
-from .step import read_steps
 
 SHOWN = "runs, sweeps, and what benchmarks/attention.py, step.py and largest.py write"
 TITLE = "Results: "  # begins the title of every page
-WORST_ERROR = "worst_error_over_single_gpu"
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
 SKIPPED = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
-READERS: Mapping[str, Callable[[Path, list[str]], list[Record]]] = {
-    "attention": read_points,
-    "errors": lambda path, notes: read_lines(path, dict, notes),
-    "step": read_steps,
-    "largest": read_searches,
-}
+BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
 
 
 @dataclass
@@ -78,7 +70,10 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{output} is there and was not written by analysis report; name another with --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render(found, f"{TITLE}{directory.resolve().name}"), encoding="utf-8")
-    print_notes([*(f"not shown: {line}" for line in found.left_out), *found.notes])
+    notes = [f"not shown: {line}" for line in found.left_out]
+    if count := len(found.others):
+        notes.append(f"not shown: {count} file{'s' * (count > 1)} of other kinds than {SHOWN}; the page names them")
+    print_notes([*notes, *found.notes])
     print(f"{found.summary}\n{output}")
     return 0
 
@@ -98,10 +93,6 @@ def find(root: Path) -> Found:
             add(path, found)
         except (ValueError, OSError, KeyError, TypeError) as error:
             found.left_out.append(str(error) if isinstance(error, ValueError | OSError) else f"{path}: {error!r}")
-    if found.others:
-        names = ", ".join(map(found.name, found.others))
-        are = "is" if len(found.others) == 1 else "are"
-        found.left_out.append(f"{names} {are} of another kind than this page shows ({SHOWN})")
     found.notes += [note for run in found.runs for note in run.notes]
     return found
 
@@ -128,35 +119,27 @@ def add(path: Path, found: Found) -> None:
         found.runs.append(read_run(folder, found.name(folder)))
     elif path.name == "sweep.jsonl":
         found.sweeps[path] = not_empty(path, read_lines(path, check_cell, found.notes))
-    elif (kind := benchmark_kind(path)) is not None:
-        records = (lambda p, r: r)(path, READERS[kind](path, found.notes))
-        found.benchmarks.setdefault(kind, {})[path] = records
+    elif (benchmark := benchmark_of(path)) is not None:
+        records = not_empty(path, benchmark.read(path, found.notes))
+        found.benchmarks.setdefault(benchmark.name, {})[path] = records
     else:
         found.others.append(path)
 
 
-def benchmark_kind(path: Path) -> str | None:
-    """Returns the kind of a file of records, which its first objects tell."""
-    first, second = first_objects(path)
-    benchmark = first.get("benchmark")
-    if benchmark == "step":
-        return "step"
-    if benchmark in LARGEST_KINDS:
-        return "largest"
-    if WORST_ERROR in first or WORST_ERROR in second:
-        return "errors"
-    return "attention" if benchmark == "attention" or "tflops_per_gpu" in first else None
+def benchmark_of(path: Path) -> Benchmark[Any] | None:
+    """Returns the benchmark that wrote a file, which its first object tells."""
+    first = first_object(path)
+    kind = first.get("benchmark") or ("attention" if "tflops_per_gpu" in first else None)
+    return next((b for b in BENCHMARKS if kind in (b.name, f"{b.name}-probe")), None)
 
 
-def first_objects(path: Path) -> tuple[Record, Record]:
-    """Returns the first two objects of a file, which tell its kind."""
+def first_object(path: Path) -> Record:
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = [file.readline(LINE_LIMIT) for _ in range(FIRST_LINES)]
-    objects: list[Record] = []
     for line in lines:
         with suppress(ValueError):
-            objects.append(json_object(line))
-    return (*objects, {}, {})[:2]  # type: ignore[return-value]
+            return json_object(line)
+    return {}
 
 
 def not_empty(path: Path, records: list[Any]) -> list[Any]:

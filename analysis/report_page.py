@@ -2,9 +2,11 @@
 
 import html
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,25 @@ import plotly.graph_objects as go
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from . import attention, largest, step
+from .benchmark import Benchmark
 from .curves import PANELS, TFLOPS, table_cells, usual_top
 from .drawing import (
     COLORS,
     FEW,
-    GIB,
     short_length,
 )
 from .records import Record, read_lines
-from .report import WORST_ERROR, Found
+from .report import BENCHMARKS, Found
 from .run_settings import setting_text
-from .runs import Run, column, describe, median, peak_memory, section, smooth
+from .runs import Run, column, describe, section, smooth
 
 POINTS = 1000  # of a curve at most, so that a page of many long runs stays small
 DASHES = ("solid", "dash", "dot", "dashdot")
-# The symbols of matplotlib's markers.
-SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down"}
-SYMBOLS |= {"<": "triangle-left", ">": "triangle-right", "P": "cross", "X": "x"}
 NUMBER = re.compile(r"[-+\d.,→ ]+(e[-+]\d+)?(K|M|%|s|GiB GPU|GiB host)?|–?")
-ERRORS = ("relative_error_out", "relative_error_dq", "relative_error_dk", "relative_error_dv")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Details:
 
 
 Files = Mapping[Path, Sequence[Record]]
-Block = Any  # a heading, a plotly figure, a Table or Details
+Block = Any  # a heading, a plotly or matplotlib figure, a Table or Details
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,25 @@ def render(found: Found, title: str) -> str:
         return Markup(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=options))
 
     environment.filters["chart"] = chart_html
+    environment.filters["png"] = png
     environment.tests["chart"] = lambda block: isinstance(block, go.Figure)
+    environment.tests["picture"] = lambda block: isinstance(block, Figure)
     environment.tests["table"] = lambda block: isinstance(block, Table)
     return environment.get_template("report.html").render(
         title=title,
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         sections=sections_of(found),
-        left_out=found.left_out,
+        left_out=[*found.left_out, *(f"{found.name(path)} is of another kind" for path in found.others)],
         notes=found.notes,
         plotlyjs=Markup(get_plotlyjs()),
     )
+
+
+def png(figure: Figure) -> str:
+    """Returns the address of a picture that is inside the page."""
+    file = BytesIO()
+    figure.savefig(file)
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def sections_of(found: Found) -> list[Section]:
@@ -102,13 +109,11 @@ def sections_of(found: Found) -> list[Section]:
     alone = [run for run in found.runs if run.directory not in in_sweeps]
     out = [runs_section(alone)] if alone else []
     out += [sweep_section(found.name(path.parent), found.sweeps[path], runs) for path, runs in sweeps.items()]
-    sections: Mapping[str, Callable[[Files, Found], Section]] = {
-        "attention": attention_section,
-        "errors": errors_section,
-        "step": step_section,
-        "largest": largest_section,
-    }
-    return out + [make(found.benchmarks[kind], found) for kind, make in sections.items() if kind in found.benchmarks]
+    return out + [
+        benchmark_section(benchmark, found.benchmarks[benchmark.name], found)
+        for benchmark in BENCHMARKS
+        if benchmark.name in found.benchmarks
+    ]
 
 
 # ---- training runs --------------------------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -> Section:
-    """Returns a table of the cells with the flags that vary, bars of throughput and memory, and the runs' curves."""
+    """Returns a table of the cells with the flags that vary, and the runs' curves."""
     flags = list(dict.fromkeys(flag for cell in cells for flag in cell["flags"]))
     varying = [flag for flag in flags if len({cell["flags"].get(flag) for cell in cells}) > 1 and flag != "output_dir"]
     measured = list(table_cells(next(iter(runs.values())))) if runs else []
@@ -220,7 +225,7 @@ def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -
     rows = [cell_row(cell, varying, runs.get(cell["name"]), len(measured)) for cell in cells]
     blocks: list[Block] = [Table([head, *rows])]
     if runs:
-        blocks += [sweep_bars(runs), curves(list(runs.values()))]
+        blocks.append(curves(list(runs.values())))
     commands = Details("Commands", [str(cell.get("command") or "") for cell in cells])
     blocks += [commands, *map(run_details, runs.values())]
     return Section(f"Sweep: {name}", blocks)
@@ -248,127 +253,18 @@ def text(form: str, value: float | None) -> str:
     return "" if value is None else form.format(value)
 
 
-def sweep_bars(runs: Mapping[str, Run]) -> go.Figure:
-    out = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("Throughput", "Peak memory"))
-    names = list(map(html.escape, runs))
-    speeds = [median(run.unprofiled("tokens_per_second")) for run in runs.values()]
-    sizes = [peak_memory(run)[0] / GIB for run in runs.values()]
-    look = {"orientation": "h", "showlegend": False}
-    out.add_trace(go.Bar(y=names, x=numbers(speeds), marker_color=COLORS[0], texttemplate="%{x:,.0f}", **look), 1, 1)
-    out.add_trace(go.Bar(y=names, x=numbers(sizes), marker_color=COLORS[1], texttemplate="%{x:.1f}", **look), 1, 2)
-    out.update_yaxes(autorange="reversed", automargin=True)
-    out.update_xaxes(title_text="tokens per second, median", col=1).update_xaxes(title_text="GiB", col=2)
-    return styled(out, height=140 + 26 * len(names))
-
-
 # ---- benchmarks -----------------------------------------------------------------------------------------------------
 
 
-def attention_section(files: Files, found: Found) -> Section:
-    """Returns a chart and a table per setting; measurements on different devices are never joined."""
+def benchmark_section(benchmark: Benchmark[Any], files: Files, found: Found) -> Section:
+    """Returns the pictures and tables of the benchmark's command, and the commands that measured them."""
     records = [record for path in by_date(files) for record in files[path]]
     blocks: list[Block] = []
-    for device in dict.fromkeys(record["device"] for record in records):
-        for table in attention.tables_of(record for record in records if record["device"] == device):
-            blocks.append(table.title)
-            if table.measured and len(table.lengths) > 1:
-                blocks.append(attention_chart(table))
-            head, *rows = attention.table_rows(table, "tflops")
-            blocks.append(Table([["TFLOP/s per GPU", *head[1:]], *rows], attention.remarks(table)))
-    notes = ["Forward and backward of one layer, the causal half counted. A later measurement replaces an earlier one."]
-    return Section("Attention layer", [*blocks, *sources(files, found)], notes)
-
-
-def attention_chart(table: attention.LengthTable) -> go.Figure:
-    out = go.Figure()
-    lines = table.measured
-    for (label, records), look in zip(lines.items(), attention.looks(lines.values()), strict=True):
-        below, above = attention.error_bars(records)
-        out.add_scatter(
-            x=[record["length"] for record in records],
-            y=numbers(record["tflops_per_gpu"] for record in records),
-            error_y={"array": numbers(above), "arrayminus": numbers(below), "thickness": 1},
-            name=html.escape(label),
-            mode="lines+markers",
-            line={"color": look["color"], "dash": "dash" if "linestyle" in look else "solid"},
-            marker={"symbol": SYMBOLS[look["marker"]], "size": 8},
-        )
-    ticks = [short_length(length) for length in table.lengths]
-    out.update_xaxes(type="log", tickvals=table.lengths, ticktext=ticks, title_text="tokens in the sequence")
-    out.update_yaxes(title_text="TFLOP/s per GPU", rangemode="tozero")
-    return styled(out, height=420)
-
-
-def errors_section(files: Files, found: Found) -> Section:
-    """Returns a table of relative errors per file."""
-    head = ["", "kernel", "transport", "tokens", "out", "dq", "dk", "dv", "worst ÷ one GPU", "note"]
-    blocks: list[Block] = []
-    for path, records in files.items():
-        rows = [error_row(record) for record in records if "benchmark" not in record and "length" in record]
-        blocks += [found.name(path), Table([head, *rows])]
-    notes = ["Relative errors of the output and the gradients against float64."]
-    return Section("Errors of the attention layer", [*blocks, *sources(files, found)], notes)
-
-
-def error_row(record: Record) -> list[str]:
-    name = " ".join(str(record[key]) for key in ("implementation", "request") if record.get(key))
-    facts = [str(record.get(key) or "") for key in ("kernel", "transport")]
-    errors = [text("{:.2e}", record.get(key)) for key in ERRORS]
-    worst = text("{:.3f}", record.get(WORST_ERROR))
-    return [name, *facts, short_length(record["length"]), *errors, worst, str(record.get("skipped") or "")]
-
-
-def step_section(files: Files, found: Found) -> Section:
-    records = [record for path in by_date(files) for record in files[path]]
-    blocks: list[Block] = []
-    for comparison in step.compare(records):
-        table = Table(step.table_rows(comparison), step.remarks(comparison))
-        blocks += [comparison.title, step_chart(comparison), table]
-    return Section("Whole training steps", [*blocks, *sources(files, found)])
-
-
-def step_chart(comparison: step.Comparison) -> go.Figure:
-    out = make_subplots(1, 2, subplot_titles=("Throughput", "Peak memory"))
-    for label, rgb in zip(comparison.labels, step.colors(comparison), strict=True):
-        found = [record for length in comparison.lengths if (record := comparison.at(length, label))]
-        bars = [record for record in found if record["tokens_per_second"]]
-        x = [f"{short_length(record['length'])} tokens" for record in bars]
-        color = "rgb({:.0f}, {:.0f}, {:.0f})".format(*(255 * part for part in rgb))
-        look = {"name": html.escape(label), "legendgroup": label, "marker_color": color}
-        below, above = zip(*map(step.error_bar, bars), strict=True) if bars else ((), ())
-        errors = {"array": numbers(above), "arrayminus": numbers(below)}
-        rates = numbers(record["tokens_per_second"] for record in bars)
-        out.add_trace(go.Bar(x=x, y=rates, error_y=errors, **look), 1, 1)
-        out.add_trace(go.Bar(x=x, y=numbers(map(step.memory_gib, bars)), showlegend=False, **look), 1, 2)
-    order = [f"{short_length(length)} tokens" for length in comparison.lengths]
-    out.update_xaxes(categoryorder="array", categoryarray=order)
-    out.update_yaxes(title_text="tokens per second, all GPUs", col=1).update_yaxes(title_text="GiB per GPU", col=2)
-    return styled(out, height=420)
-
-
-def largest_section(files: Files, found: Found) -> Section:
-    """Returns a chart and a table per device; bars end where models fit, pale ones where they are too large."""
-    records = [record for path in by_date(files) for record in files[path]]
-    blocks: list[Block] = []
-    for limits in largest.limits_of(records):
-        blocks.append(limits.setting["device"])
-        if limits.found:
-            blocks.append(largest_chart(limits))
-        blocks.append(Table(largest.table_rows(limits), largest.remarks(limits)))
-    return Section("The largest model that fits", [*blocks, *sources(files, found)])
-
-
-def largest_chart(limits: largest.Limits) -> go.Figure:
-    names = [html.escape(f"{largest.name(r)}, {largest.gpus(r)}") for r in limits.found]
-    sizes = numbers(r["parameters"] / largest.BILLION for r in limits.found)
-    above = numbers(map(largest.too_large, limits.found))
-    out = go.Figure()
-    out.add_trace(go.Bar(y=names, x=above, name="too large", orientation="h", marker_color=COLORS[0], opacity=0.25))
-    out.add_trace(go.Bar(y=names, x=sizes, name="fits", orientation="h", marker_color=COLORS[0]))
-    out.update_yaxes(autorange="reversed", automargin=True)
-    out.update_xaxes(title_text="billions of parameters")
-    out.update_layout(barmode="overlay")
-    return styled(out, height=220 + 40 * len(names))
+    for group in benchmark.group(records):
+        picture = benchmark.figure(group)
+        blocks += [group.title, *([picture] if picture is not None else [])]
+        blocks.append(Table(benchmark.table_rows(group), benchmark.remarks(group)))
+    return Section(benchmark.title, [*blocks, *sources(files, found)])
 
 
 def by_date(files: Files) -> list[Path]:

@@ -1,9 +1,7 @@
 """Benchmark of whole steps: `python3 -m analysis step FILE...` draws tokens/s and memory by length, and a table."""
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,15 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from .benchmark import Benchmark
 from .drawing import (
     GIB,
     GREY,
-    add_drawing_flags,
-    markdown_table,
     new_figure,
-    output_dir,
-    print_lines,
-    save_each,
     short_length,
     subtitle,
 )
-from .records import Record, print_notes, read_each, read_lines
+from .records import Record, read_lines
 
 OURS = "lightseq"
 BASELINE = "plain"
@@ -71,30 +65,6 @@ class Comparison:
         baseline = self.at(step["length"], BASELINE)
         rate, reference = step["tokens_per_second"], baseline["tokens_per_second"] if baseline else None
         return rate / reference if rate and reference else None
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis step",
-        usage="python3 -m analysis step FILE... [--output DIR] [--format png|svg|both]",
-        description="Draws tokens per second and peak memory by length from records of benchmarks/step.py, and prints "
-        "a Markdown table of them: one picture and one table for every model, number of layers and of ranks.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat")
-    add_drawing_flags(parser, "beside FILE")
-    arguments = parser.parse_args(argv)
-    notes: list[str] = []
-    files = read_each(arguments.files, lambda path: read_steps(path, notes), notes)
-    comparisons = compare(chain(*files.values()))
-    if not comparisons:
-        raise ValueError(f"no points in {', '.join(map(str, arguments.files))}; the benchmark has measured nothing yet")
-    output = output_dir(arguments.output, [path.parent for path in files])
-    pictures = save_each("step", comparisons, figure, output, arguments.format)
-    print_notes(notes)
-    for comparison in comparisons:
-        print_lines([comparison.title, "", *markdown_table(table_rows(comparison)), "", *remarks(comparison), ""])
-    print_lines(pictures)
-    return 0
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -278,3 +248,15 @@ def colors(comparison: Comparison) -> list[tuple[float, float, float]]:
         red, green, blue = (x + (1 - x) * (1 - 0.7**i) for x in to_rgb(COLORS.get(implementation, OTHER_COLOR)))
         out.append((red, green, blue))
     return out
+
+
+BENCHMARK = Benchmark(
+    name="step",
+    title="Whole training steps",
+    description="Draws tokens per second and peak memory by length",
+    read=read_steps,
+    group=compare,
+    figure=figure,
+    table_rows=table_rows,
+    remarks=remarks,
+)

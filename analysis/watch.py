@@ -20,11 +20,13 @@ from rich.text import Text
 from .drawing import (
     GIB,
     format_number,
+    print_rich,
     short_length,
 )
 from .records import Record, json_object
 from .runs import check_record, column, latest, median, read_json_object, section
 
+LOOK_SECONDS = 1.0  # between looks
 RECENT = 50  # steps that tell the pace
 QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # a run is quiet after five usual logging intervals, and never before 20 s
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -41,16 +43,15 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
     parser.add_argument("--once", action="store_true", help="print how it stands now, once")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
     arguments = parser.parse_args(argv)
     console = Console(highlight=False)
     try:
         progress = read_progress(arguments.run, time.time())
         check_watchable(progress, waits=console.is_terminal and not arguments.once)
         if arguments.once:
-            console.print(frame(progress))
+            print_rich(frame(progress))
             return 0
-        return 0 if follow(progress, console, max(0.05, arguments.every)).is_done else 1
+        return 0 if follow(progress, console).is_done else 1
     except KeyboardInterrupt:  # the usual way to stop watching; the last frame stays
         return 0
 
@@ -69,7 +70,6 @@ class Progress:
     checkpoints: tuple[int, ...]  # by their step
     saving: int | None  # step of a checkpoint that is being written
     silent_seconds: float | None  # since the run last wrote; None if it wrote nothing yet
-    left_out: int  # lines that are no records
     dead_process: str | None  # the process that wrote here, if it is known to exist no more
 
     @property
@@ -116,7 +116,7 @@ class Progress:
 def read_progress(directory: Path, now: float) -> Progress:
     """Raises ValueError for a file that no run wrote. `now` is a time in seconds, as files have."""
     metrics, info = directory / "metrics.jsonl", directory / "run.json"
-    records, left_out = read_growing(metrics)
+    records = read_growing(metrics)
     steps, _ = latest([record for record in records if "eval_loss" not in record])
     evaluations, _ = latest([record for record in records if "eval_loss" in record])
     written = [path.stat().st_mtime for path in (metrics, info) if path.is_file()]
@@ -128,21 +128,20 @@ def read_progress(directory: Path, now: float) -> Progress:
         checkpoints=checkpoints(directory, ""),
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=now - max(written) if written else None,
-        left_out=left_out,
         dead_process=dead_process(directory / "lock"),  # the name in lightseq's output_directory.py
     )
 
 
-def read_growing(path: Path) -> tuple[list[Record], int]:
-    """Returns the records on whole lines, and the number of lines that are no records."""
+def read_growing(path: Path) -> list[Record]:
+    """Returns the records on whole lines. Raises ValueError if there are lines but no record."""
     if not path.is_file():
-        return [], 0
+        return []
     whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
     parsed = [parse(line) for line in whole.splitlines() if line.strip()]
     records = [record for record in parsed if not isinstance(record, str)]
     if parsed and not records:
         raise ValueError(f"{path} holds a line that is no record ({parsed[0]}); remove the line")
-    return records, len(parsed) - len(records)
+    return records
 
 
 @cache  # every look reads the file whole, but parses no line again
@@ -187,11 +186,11 @@ def check_watchable(progress: Progress, waits: bool) -> None:
         )
 
 
-def follow(progress: Progress, console: Console, every: float) -> Progress:
+def follow(progress: Progress, console: Console) -> Progress:
     """Shows a run until its last step, or, if the output is no terminal, until its process is gone."""
     with Live(frame(progress), console=console, auto_refresh=False) as live:
         while not (progress.is_done or (progress.is_dead and not console.is_terminal)):
-            time.sleep(every)
+            time.sleep(LOOK_SECONDS)
             progress = read_progress(progress.directory, time.time())
             live.update(frame(progress), refresh=True)
     return progress
@@ -300,11 +299,6 @@ def state(progress: Progress) -> Group:
         lines.append(Text(f"checkpoint  {progress.directory}/checkpoint-{progress.checkpoints[-1]}", overflow="fold"))
     if progress.saving is not None:
         lines.append(Text(f"checkpoint-{progress.saving} is being written"))
-    if progress.left_out:
-        are = (
-            "line of metrics.jsonl is no record" if progress.left_out == 1 else "lines of metrics.jsonl are no records"
-        )
-        lines.append(Text(f"{progress.left_out} {are} and left out", style="yellow"))
     return Group(*lines, health(progress))
 
 

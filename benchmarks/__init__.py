@@ -1,8 +1,7 @@
 """Measurements of lightseq beside its peers; each program writes JSONL that `python3 -m analysis` reads.
 
 attention.py times an attention layer, host.py its host time, step.py whole training steps, plan_points.py the steps
-that the plan is held to, saving.py checkpoints. longest.py and largest.py search for limits of memory,
-architectures.py trains every model class, and faults/ breaks training runs.
+that the plan is held to. largest.py searches for the largest model, architectures.py trains every model class.
 """
 
 from lightseq.distributed.environment import set_up_process

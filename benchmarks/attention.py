@@ -115,17 +115,19 @@ def parser() -> Parser:
     what("--heads", type=positive, default=32, metavar="N", help="query heads")
     what("--kv_heads", type=positive, default=8, metavar="N", help="key/value heads")
     what("--head_dim", type=positive, default=128, metavar="N", help="head dimension")
-    what("--batch", type=positive, default=1, metavar="N", help="sequences")
     what("--dtype", type=one_of(*dtypes), metavar="D", help=f"{', '.join(dtypes)}; bfloat16 on GPUs, float32 on CPU")
     how = out.add_argument_group("how").add_argument
     how("--warmup", type=positive, default=2, metavar="N", help="runs before the clock starts")
     how("--repeats", type=positive, default=20, metavar="N", help="timed runs at most")
-    how("--least_repeats", type=positive, default=3, metavar="N", help="timed runs at least")
-    how("--seconds", type=seconds, default=10.0, metavar="S", help="for the timed runs of a point, within those bounds")
-    how("--seed", type=int, default=0, metavar="N", help="of the random inputs")
+    how(
+        "--seconds",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="for the timed runs of a point, of which there are at least 3",
+    )
     how("--exposed", action="store_true", help="time lightseq's tiles with transport none too: the rest is exposed")
     how("--check", action="store_true", help="errors against float64, not times; quadratic memory, so keep to 2K or so")
-    how("--append", action="store_true", help="add to the output file where it exists")
     out.add_output("outputs/attention.jsonl")
     return out
 
@@ -135,10 +137,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser().parse_args(words)
     if flags.heads % flags.kv_heads:
         raise ValueError(f"--heads {flags.heads} does not divide among --kv_heads {flags.kv_heads}")
-    if flags.documents and flags.batch != 1:
-        raise ValueError(f"--documents {flags.documents} packs one sequence; leave --batch {flags.batch} out")
-    if flags.least_repeats > flags.repeats:
-        raise ValueError(f"--least_repeats {flags.least_repeats} is more than --repeats {flags.repeats}")
     if not flags.schedules and not flags.peers:
         raise ValueError("--schedules none and --peers none leave nothing to measure")
     check_output(flags)
@@ -228,7 +226,7 @@ def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
     dtype = getattr(torch, flags.dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
     assert dist.group.WORLD is not None
     return Case(
-        length, flags.heads, flags.kv_heads, flags.head_dim, flags.batch, dtype, world.device, dist.group.WORLD,
+        length, flags.heads, flags.kv_heads, flags.head_dim, dtype, world.device, dist.group.WORLD,
         boundaries(flags.documents, length) if flags.documents else (),
     )  # fmt: skip
 
@@ -242,7 +240,7 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "batch": case.batch,
+        "batch": 1,
         "implementation": point.implementation,
         "request": point.request,
         **dict.fromkeys(Choice.__dataclass_fields__),
@@ -276,11 +274,11 @@ def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]
 def errors(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
     """Returns errors against float64, and the worst of them as a multiple of the same kernel's on one GPU."""
     with set_up(point.set_up, case) as layer:
-        facts, own = dict(layer.facts), check_layer(layer, case, flags.seed)
+        facts, own = dict(layer.facts), check_layer(layer, case)
     if facts["kernel"] not in KERNELS:
         return {**facts, **own}
     with set_up(partial(single_gpu_layer, kernel=facts["kernel"]), case) as layer:
-        alone = check_layer(layer, case, flags.seed)
+        alone = check_layer(layer, case)
     return {**facts, **own, "worst_error_over_single_gpu": max(own[name] / alone[name] for name in own)}
 
 

@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_output(flags: argparse.Namespace) -> None:
-    if flags.output.exists() and not flags.append:
-        raise ValueError(f"--output {flags.output} exists; name another file, or give --append")
+    if flags.output.exists():
+        raise ValueError(f"--output {flags.output} exists; name another file")
 
 
 def length(text: str) -> int:

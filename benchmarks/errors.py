@@ -16,10 +16,10 @@ from lightseq.kernels.reference import ReferenceKernel
 RESULTS = ("out", "dq", "dk", "dv")
 
 
-def check_layer(layer: Layer, case: Case, seed: int) -> dict[str, float]:
+def check_layer(layer: Layer, case: Case) -> dict[str, float]:
     """Returns the relative L2 error of output and gradients; every rank computes with the same inputs."""
     clear(case.device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(s, generator=generator).to(case.device, case.dtype) for s in case.shapes(case.length)]
     missing = len(layer.positions) * layer.ranks - case.length  # padding
     parts = [F.pad(x, (0, 0, 0, 0, 0, missing))[:, layer.positions.to(x.device)] for x in whole]

@@ -9,7 +9,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
 
-import argparse
 import shlex
 import statistics
 import time
@@ -32,7 +31,6 @@ from lightseq.attention.operator import attention
 from lightseq.comm import symmetric
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
-from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import shown
 from lightseq.config.parser import refused
 from lightseq.distributed.stopwatch import DeviceTimestamp
@@ -40,6 +38,8 @@ from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training.loop import collected_together
 
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
+REPEATS = 60
 WARMUP = 6  # with the two after which a pass is recorded
 AHEAD_CYCLES = 20_000_000  # some ten milliseconds in which the device waits and the host runs ahead of it
 
@@ -59,12 +59,10 @@ def main(words: Sequence[str]) -> int:
     about = {"world": 1, **provenance(flags.commit, device), "flops": FLOPS.format("length^2")}
     append(flags.output, {"benchmark": "host", "command": command, **about})
     for tokens in flags.lengths:
-        case = Case(
-            tokens, flags.heads, flags.kv_heads, flags.head_dim, 1, torch.bfloat16, device, dist.group.WORLD
-        )  # fmt: skip
+        case = Case(tokens, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, device, dist.group.WORLD)
         for schedule in flags.schedules:
             for transport in ("symmetric", "symmetric-unrecorded"):
-                record = measure(case, schedule, transport, flags)
+                record = measure(case, schedule, transport)
                 append(flags.output, record)
                 print(line(record), flush=True)
     dist.destroy_process_group()
@@ -77,35 +75,30 @@ def parser() -> Parser:
     out.add_argument("--ranks", type=positive, default=4, help="of which the first one's part is run")
     out.add_argument("--lengths", type=listed(length), default="8K,16K", help="of the whole sequence")
     out.add_argument("--schedules", type=listed(one_of(*SCHEDULES)), default="ulysses,prefix", help="by name")
-    out.add_argument("--kernel", type=one_of(*CHOICES["kernel"]), default="auto", help="of a tile")
-    out.add_argument("--heads", type=positive, default=32, help="query heads")
-    out.add_argument("--kv_heads", type=positive, default=8, help="key/value heads")
-    out.add_argument("--head_dim", type=positive, default=128, help="head dimension")
-    out.add_argument("--repeats", type=positive, default=60, help="timed runs")
     out.add_output("outputs/host.jsonl")
     return out
 
 
-def measure(case: Case, schedule: str, transport: str, flags: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, schedule: str, transport: str) -> dict[str, Any]:
     """Times the host while it runs ahead, the device alone, and both where neither is ahead."""
-    with one_rank(case, schedule, transport, flags.kernel) as layer, collected_together():
-        step = make_step(layer, case, seed=0)
+    with one_rank(case, schedule, transport) as layer, collected_together():
+        step = make_step(layer, case)
         for _ in range(WARMUP):
             step()
-        host, alone = ahead(step, flags.repeats, case.device)
-        both = [until_done(step) for _ in range(flags.repeats)]
+        host, alone = ahead(step, case.device)
+        both = [until_done(step) for _ in range(REPEATS)]
     seconds = statistics.median(alone)
     return {
-        "length": case.length, "ranks": flags.ranks, "heads": case.heads, "kv_heads": case.kv_heads,
-        "head_dim": case.head_dim, "schedule": schedule, **layer.facts, "repeats": flags.repeats,
+        "length": case.length, "ranks": case.world, "heads": case.heads, "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim, "schedule": schedule, **layer.facts, "repeats": REPEATS,
         "host_seconds_median": statistics.median(host), "host_seconds_min": min(host), "host_seconds_max": max(host),
         "device_seconds_median": seconds, "both_seconds_median": statistics.median(both),
-        "tflops_per_gpu_of_device": case.tflops_per_gpu(flags.ranks, seconds),
+        "tflops_per_gpu_of_device": case.tflops_per_gpu(case.world, seconds),
     }  # fmt: skip
 
 
 @contextmanager
-def one_rank(case: Case, schedule: str, transport: str, kernel: str) -> Iterator[Layer]:
+def one_rank(case: Case, schedule: str, transport: str) -> Iterator[Layer]:
     """Sets up the first rank's part of a layer."""
     shape = AttentionShape(case.length, case.heads, case.kv_heads, case.head_dim)
 
@@ -114,7 +107,7 @@ def one_rank(case: Case, schedule: str, transport: str, kernel: str) -> Iterator
         return Unrecorded(made) if transport.endswith("-unrecorded") else made
 
     with patch.object(symmetric, "symmetric_memory", OwnMemory), patch.object(contexts, "make_transport", carrier):
-        config = contexts.AttentionConfig(schedule, kernel, dtype=case.dtype, device=case.device, head_groups=1)
+        config = contexts.AttentionConfig(schedule, dtype=case.dtype, device=case.device, head_groups=1)
         context = contexts.make_context(case.group, shape, config)
         positions = context.layout.positions(0, context.layout.padded_length(case.length))
         # The other ranks are not there to be asked for their shapes.
@@ -140,10 +133,10 @@ class OwnMemory:
         return SimpleNamespace(get_buffer=lambda *_: memory, barrier=token.zero_)
 
 
-def ahead(step: Callable[[], None], repeats: int, device: torch.device) -> tuple[list[float], list[float]]:
+def ahead(step: Callable[[], None], device: torch.device) -> tuple[list[float], list[float]]:
     """Returns seconds of the host, and of the device where all was launched before it began."""
     host, alone = [], []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         start, began = DeviceTimestamp(device), time.perf_counter()
         step()

@@ -18,29 +18,62 @@ import json
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
+import psutil
 import torch
 
 import llama3
 from benchmarks.command_line import Parser, length, listed, one_of, positive
-from benchmarks.processes import Failed, run
-from benchmarks.search import Probe, add_flags, hardware_of, next_size, rehearse, run_searches
+from benchmarks.processes import Failed, run, torchrun
+from benchmarks.records import append, provenance, read_lines
 from benchmarks.step import NEEDED
 from lightseq.config.command_line import parse
+from lightseq.config.parser import answered
 from lightseq.memory.planner.plan import make_plan
-from lightseq.memory.planner.rates import GIB
-from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
+from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import with_layers
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.weights import build_on_meta
+from lightseq.tools.plan.rehearsal import RECORD
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16
 HOLD = "--hold"  # begins the words of a process that holds one model
+MOST = 512  # the scale at which searches end, beyond any GPU
+ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too large; anything else is an error
+FIRST_STEP = 0.05  # of the first guess, about as far as a plan is off; steps double until the limit lies between two
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One scale that was tried. Bytes are those of the rank that took most; None where it ended for lack of them."""
+
+    length: int  # the scale, by its name in the records
+    fits: bool
+    reason: str | None = None
+    peak_bytes: int | None = None
+    offloaded_bytes: int | None = None
+    seconds: float | None = None
+
+
+def next_scale(known: Mapping[int, bool], guess: int) -> int | None:
+    """Returns the scale to try next; None once the largest that fits is known."""
+    if not known:
+        return guess
+    low = max((n for n, fits in known.items() if fits), default=0)
+    high = min((n for n, fits in known.items() if not fits), default=None)
+    stride = int(max(1, FIRST_STEP * max(known), 2 * (max(known) - min(known))))
+    if high is None:
+        return low + stride
+    if high - low <= 1:
+        return None
+    middle = (low + high) // 2
+    return max(middle, high - stride) if low == 0 else middle
 
 
 @lru_cache
@@ -54,10 +87,6 @@ def parameters(name: str) -> int:
 @dataclass(frozen=True)
 class LargestSearch:
     """The largest scale. `gpu_memory` in GiB; None is what there is."""
-
-    benchmark: ClassVar[str] = "largest"
-    probe: ClassVar[str] = "largest-probe"
-    most: ClassVar[int] = 512  # beyond any GPU
 
     what: str
     strategy: str
@@ -77,7 +106,9 @@ class LargestSearch:
 
     def planned(self, hardware: Mapping[str, Any]) -> int:
         """Returns the largest scale that should fit, by the same search with the plan for an answer."""
-        host = hardware_of(hardware, self.gpus, self.gpu_memory)
+        chip = chip_of_device(hardware.get("device") or "") or CHIPS["h200"]
+        gpu_memory = chip.memory_bytes if self.gpu_memory is None else self.gpu_memory * GIB
+        host = Hardware(chip, self.gpus, self.gpus, gpu_memory, psutil.virtual_memory().total)
 
         def fits(scale: int) -> bool:
             if self.what == "weights":
@@ -86,30 +117,50 @@ class LargestSearch:
             return make_plan(PlannedRun(preset_config(llama3.FAMILY, self.name(scale)), config, host)).fits
 
         known: dict[int, bool] = {}
-        while (scale := next_size(known, 8, 0.0, 1)) is not None and scale <= self.most:
+        while (scale := next_scale(known, 8)) is not None and scale <= MOST:
             known[scale] = fits(scale)
         return max((scale for scale, fitting in known.items() if fitting), default=1)
 
-    def attempt(self, size: int, timeout: float) -> Probe:
-        if self.what == "training":
-            return rehearse(self.words(size), size, self.describe(size), self.gpus, self.gpu_memory, timeout)
-        taken = WEIGHT_BYTES * parameters(self.name(size))
-        if self.gpu_memory is not None and taken > self.gpu_memory * GIB:
-            return Probe(size, False, f"takes more than {self.gpu_memory:g} GiB")
+    def attempt(self, scale: int, timeout: float) -> Probe:
+        return self.rehearse(scale, timeout) if self.what == "training" else self.hold_weights(scale, timeout)
+
+    def rehearse(self, scale: int, timeout: float) -> Probe:
+        """Rehearses a step. Raises ValueError where it ended for anything but its size."""
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*torchrun(self.gpus), "-m", "lightseq", "rehearse", *self.words(scale), "--output_dir", folder]
+            try:
+                run(command, timeout, Path(folder) / "log.txt")
+            except Failed as why:
+                if not any(end in str(why).lower() for end in ENDS):
+                    raise ValueError(f"{self.describe(scale)}: {why}") from None
+                return Probe(scale, False, str(why))
+            record = json.loads((Path(folder) / RECORD).read_text())
+        peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, what can be counted
+        too_much = self.takes_too_much(peak)
+        return Probe(scale, too_much is None, too_much, peak, record["offloaded_bytes"], record["seconds"])
+
+    def hold_weights(self, scale: int, timeout: float) -> Probe:
+        taken = WEIGHT_BYTES * parameters(self.name(scale))
+        if too_much := self.takes_too_much(taken):
+            return Probe(scale, False, too_much)
         if not torch.cuda.is_available():
-            return Probe(size, True, None, taken)  # what can be counted
+            return Probe(scale, True, None, taken)  # what can be counted
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run([str(Path(__file__).resolve()), HOLD, self.name(size)], timeout, Path(folder) / "log.txt")
+                run([str(Path(__file__).resolve()), HOLD, self.name(scale)], timeout, Path(folder) / "log.txt")
             except Failed as why:
                 if "out of memory" not in str(why).lower():
-                    raise ValueError(f"{self.describe(size)}: {why}") from None
-                return Probe(size, False, "out of memory")
-            return Probe(size, True, None, json.loads((Path(folder) / "log.txt").read_text().splitlines()[-1]))
+                    raise ValueError(f"{self.describe(scale)}: {why}") from None
+                return Probe(scale, False, "out of memory")
+            return Probe(scale, True, None, json.loads((Path(folder) / "log.txt").read_text().splitlines()[-1]))
 
-    def describe(self, size: int) -> str:
-        run = f"{self.what} of {self.name(size)} {self.flags}".strip()
-        return f"{run}, {parameters(self.name(size)):,} parameters"
+    def takes_too_much(self, size: float) -> str | None:
+        within = self.gpu_memory is None or size <= self.gpu_memory * GIB
+        return None if within else f"takes more than {self.gpu_memory:g} GiB"
+
+    def describe(self, scale: int) -> str:
+        run = f"{self.what} of {self.name(scale)} {self.flags}".strip()
+        return f"{run}, {parameters(self.name(scale)):,} parameters"
 
     def limit(self, best: Probe | None, worst: Probe | None, probes: int) -> dict[str, Any]:
         return {
@@ -122,8 +173,30 @@ class LargestSearch:
             "probes": probes,
         }
 
-    def summary(self, record: Mapping[str, Any]) -> str:
-        return f"largest that fits: {self.describe(record['largest']) if record['largest'] else 'none'}"
+
+def find(search: LargestSearch, flags: argparse.Namespace, about: Mapping[str, Any]) -> None:
+    """Continues with what the file holds of this search, and writes each scale that it tries, then the limit."""
+    key = asdict(search)
+    old = [r for r in read_lines(flags.output) if all(r.get(name) == value for name, value in key.items())]
+    found = [r for r in old if r["benchmark"] == "largest"]
+    if not found:
+        probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]
+        first = search.planned(about["hardware"])
+        while (scale := next_scale({p.length: p.fits for p in probes}, first)) is not None and scale <= MOST:
+            probes.append(search.attempt(scale, flags.timeout))
+            append(flags.output, {"benchmark": "largest-probe", **key, **asdict(probes[-1]), **about})
+            print(line(search, probes[-1]), flush=True)
+        best = max((p for p in probes if p.fits), key=lambda p: p.length, default=None)
+        worst = min((p for p in probes if not p.fits), key=lambda p: p.length, default=None)
+        found = [{"benchmark": "largest", **key, **search.limit(best, worst, len(probes)), **about}]
+        append(flags.output, found[0])
+    scale = found[-1]["largest"]
+    print(f"largest that fits: {search.describe(scale) if scale else 'none'}", flush=True)
+
+
+def line(search: LargestSearch, probe: Probe) -> str:
+    ending = f"fits, {probe.peak_bytes / GIB:.2f} GiB a GPU" if probe.fits and probe.peak_bytes else probe.reason
+    return f"{search.describe(probe.length)}: {ending}"
 
 
 def hold(name: str) -> int:
@@ -137,7 +210,15 @@ def hold(name: str) -> int:
 def main(words: Sequence[str]) -> int:
     if list(words[:1]) == [HOLD]:
         return hold(words[1])
-    return run_searches(lambda: parser().parse_args(words), searches_of)
+    return answered(lambda: run_searches(words))
+
+
+def run_searches(words: Sequence[str]) -> None:
+    flags = parser().parse_args(words)
+    about = provenance(flags.commit)
+    for search in searches_of(flags):
+        find(search, flags, about)
+    print(f"records  {flags.output}")
 
 
 def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
@@ -153,13 +234,14 @@ def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
 def parser() -> Parser:
     out = Parser("benchmarks/largest.py", __doc__)
     out.add_argument("--what", type=listed(one_of(*WHAT), WHAT), default="all", help="weights, training or both")
-    out.add_argument(
-        "--strategies", type=listed(one_of(*STRATEGIES), STRATEGIES), default="all,n_layers", help="what grows"
-    )
+    out.add_argument("--strategies", type=listed(one_of(*STRATEGIES)), default="all,n_layers", help="what grows")
     out.add_argument("--length", type=length, default="4K", metavar="N", help="tokens of the sequence")
     out.add_argument("--flags", default="--torch_compile True", metavar="WORDS", help="training flags")
-    out.add_argument("--first", type=positive, metavar="S", help="scale to begin with; the plan's unless given")
-    add_flags(out, "outputs/largest.jsonl")
+    gpus = torch.cuda.device_count() or 2
+    out.add_argument("--nproc_per_node", type=positive, default=gpus, metavar="N", help="GPUs of this host")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="take a GPU to have no more")
+    out.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one scale")
+    out.add_output("outputs/largest.jsonl")
     return out
 
 

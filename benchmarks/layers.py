@@ -45,7 +45,7 @@ def without_exchange(layer: Layer) -> Choice:
 @contextmanager
 def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     shape = AttentionShape(
-        case.length, case.heads, case.kv_heads, case.head_dim, case.batch, torch.empty(0, dtype=case.dtype).itemsize
+        case.length, case.heads, case.kv_heads, case.head_dim, element_bytes=torch.empty(0, dtype=case.dtype).itemsize
     )
     config = AttentionConfig(
         choice.schedule, choice.kernel, choice.transport, choice.ulysses_size, choice.head_groups, case.dtype,

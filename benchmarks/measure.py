@@ -21,7 +21,8 @@ from lightseq.schedule.layout import Layout
 from lightseq.training.loop import collected_together
 
 T = TypeVar("T")
-FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 * batch / world: the causal half once, the backward 2.5 forwards"
+LEAST_REPEATS = 3
+FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 / world: the causal half once, the backward 2.5 forwards"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Case:
     heads: int
     kv_heads: int
     head_dim: int
-    batch: int
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
@@ -57,7 +57,7 @@ class Case:
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
         """Returns (B, S, heads, D) of q, k, v and the output's gradient."""
-        return [(self.batch, tokens, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        return [(1, tokens, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
 
     def positions(self, layout: Any) -> Tensor:
         """Returns this rank's positions in the sequence, padded to what every peer's layout divides."""
@@ -73,7 +73,7 @@ class Case:
     def tflops_per_gpu(self, ranks: int, seconds: float) -> float:
         """Counts forward and backward, the causal half once, the backward as 2.5 forwards."""
         area = sum((b - a) ** 2 for a, b in pairwise(self.boundaries or (0, self.length))) / 2
-        return 3.5 * 4 * area * self.heads * self.head_dim * self.batch / ranks / seconds / 1e12
+        return 3.5 * 4 * area * self.heads * self.head_dim / ranks / seconds / 1e12
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def clear(device: torch.device) -> None:
 def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
     """Returns times and memory: the slowest rank's time of each repeat, the largest rank's memory."""
     clear(case.device)
-    step = together(case, lambda: make_step(layer, case, flags.seed))
+    step = together(case, lambda: make_step(layer, case))
     together(case, step, fatal_if_split=True)  # only launched: out of memory is known before anyone waits
 
     def warm_up() -> float:
@@ -154,7 +154,7 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
 
     with collected_together():  # as in training; one rank that looks for cycles of objects makes all others wait
         each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
-        repeats = max(flags.least_repeats, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
+        repeats = max(LEAST_REPEATS, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
         mine = together(case, lambda: run(step, repeats, case), fatal_if_split=True)
     seconds = [max(repeat) for repeat in zip(*gathered(case, mine), strict=True)]
     peak = torch.cuda.max_memory_allocated(case.device) + layer.buffer_bytes() if case.on_gpu else 0
@@ -169,9 +169,9 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
     }
 
 
-def make_step(layer: Layer, case: Case, seed: int) -> Callable[[], None]:
+def make_step(layer: Layer, case: Case) -> Callable[[], None]:
     """Returns forward and backward over random inputs of this rank's shape, as autograd runs them."""
-    generator = torch.Generator(case.device).manual_seed(seed + case.rank)
+    generator = torch.Generator(case.device).manual_seed(case.rank)
     q, k, v, dout = (
         torch.randn(
             (b, h, s, d) if layer.heads_first else (b, s, h, d),

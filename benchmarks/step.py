@@ -18,6 +18,7 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from os.path import relpath
 from typing import Any
 
@@ -29,6 +30,7 @@ import llama3
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance
+from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.lengths import shown
@@ -66,9 +68,10 @@ def compare(words: Sequence[str]) -> None:
     setting = setting_of(flags, about["hardware"]["device"] != "cpu")
     write_inputs(setting)
     for trial in trials(setting):
+        print(f"{trial.head}: started at {datetime.now():%H:%M:%S}, log {trial.log}", flush=True)
         record = take(trial, about)
         append(flags.output, record)
-        print(line(record) + (f" ({trial.log})" if record["skipped"] else ""), flush=True)
+        print(line(record), flush=True)
     print(f"records  {flags.output}")
 
 
@@ -94,12 +97,8 @@ def parser() -> Parser:
     how("--warmup", type=positive, default=3, metavar="N", help="steps before those that count")
     how("--steps", type=positive, default=7, metavar="N", help="steps that count")
     how("--timeout", type=seconds, default=900.0, metavar="S", help="for one implementation at one length")
-    how("--learning_rate", type=float, default=1e-5, metavar="R", help="constant")
-    how("--seed", type=int, default=0, metavar="N", help="of weights and data")
     more = "one more row of lightseq with these flags of llama3/train.py; may be given several times"
     how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
-    how("--no_compile", action="store_true", help="lightseq and plain run without torch.compile")
-    how("--append", action="store_true", help="add to the output file where it exists")
     out.add_output("outputs/step.jsonl")
     return out
 
@@ -166,6 +165,10 @@ class Trial:
         return self.implementation + (f" ({asked})" if asked else "")
 
     @property
+    def head(self) -> str:
+        return f"{shown(self.length):>6}  {self.label}"
+
+    @property
     def directory(self) -> Path:
         """Returns where its log is, and what lightseq's trainer leaves behind."""
         return self.setting.workspace / re.sub(r"[^\w.]+", "-", f"{self.label} {shown(self.length)}").strip("-")
@@ -188,17 +191,16 @@ class Trial:
     @property
     def trainer_words(self) -> list[str]:
         """Returns lightseq's trainer as README tells people to run it: what is not here is its default."""
-        s, flags = self.setting, self.setting.flags
+        s = self.setting
         return [
             relpath(ROOT / s.family.name / "train.py"),
             *("--model_name_or_path", str(s.model_directory), "--random_init"),
             *("--data_path", str(s.data_directory(self.length)), "--model_max_length", str(self.length)),
             *("--output_dir", str(self.directory), "--overwrite_output_dir"),
             *("--max_steps", str(s.all_steps), "--logging_steps", "1", "--save_strategy", "no"),
-            *("--learning_rate", str(flags.learning_rate), "--lr_scheduler_type", "constant"),
-            *("--seed", str(flags.seed)),
-            *(["--bf16"] if s.on_gpu else []),
-            *("--torch_compile", str(not flags.no_compile)),
+            *("--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
+            *("--seed", str(SEED)),
+            *(["--bf16", "--torch_compile"] if s.on_gpu else []),
             *self.words,  # the last of two equal flags counts
         ]
 
@@ -208,9 +210,8 @@ class Trial:
         return [
             relpath(ROOT / "benchmarks" / "step_peers" / "worker.py"),
             *(self.implementation, "--model", str(s.model_directory), "--data", str(s.data_directory(self.length))),
-            *("--length", str(self.length), "--steps", str(s.all_steps), "--learning_rate", str(flags.learning_rate)),
-            *("--seed", str(flags.seed), "--timeout", str(flags.timeout), "--result", str(self.result)),
-            *(["--no_compile"] if flags.no_compile else []),
+            *("--length", str(self.length), "--steps", str(s.all_steps)),
+            *("--timeout", str(flags.timeout), "--result", str(self.result)),
         ]
 
 
@@ -243,7 +244,7 @@ def write_inputs(setting: Setting) -> None:
     """
     setting.config.save_pretrained(setting.model_directory)
     for tokens in setting.flags.lengths:
-        spec = Synthetic("zipf", setting.all_steps, tokens + 1, setting.config.vocab_size, setting.flags.seed)
+        spec = Synthetic("zipf", setting.all_steps, tokens + 1, setting.config.vocab_size, SEED)
         documents = [draw_document(spec, index) for index in range(spec.documents)]
         about: dict[str, object] = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
         write_token_directory(setting.data_directory(tokens), documents, spec.vocab_size, about.copy, force=True)

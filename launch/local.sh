@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Runs a family's training command on every GPU of this host, or in two CPU processes if it has none:
+# Runs a command on every GPU of this host, or in two CPU processes if it has none. The first word is a model family, which
+# trains, or a command of lightseq:
 #   launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init --data_path data/stdlib --output_dir outputs/tiny
+#   launch/local.sh verify --model_name_or_path tiny-llama3
 # NPROC=4 sets the number of processes, PYTHON=/path/to/python the interpreter (default: .venv's, else python3).
 set -euo pipefail
 
@@ -8,14 +10,18 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 refuse() {
     echo "launch/local.sh: error: $1" >&2
-    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3 TRAINING_FLAG..." >&2
+    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..." >&2
     exit 2
 }
 
 case "${1:-}" in
-llama2 | llama3) family=$1 && shift ;;
-"") refuse "name the model family first" ;;
-*) refuse "unknown model family '$1'" ;;
+llama2 | llama3) program=("$root/$1/train.py") && shift ;;
+train | verify | rehearse | evaluate)
+    program=(-m lightseq "$1") && shift
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    ;;
+"") refuse "name a model family or a command first" ;;
+*) refuse "'$1' is no model family and no command" ;;
 esac
 
 python=${PYTHON:-}
@@ -39,6 +45,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 
-command=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$processes" "$root/$family/train.py" "$@")
+command=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$processes" "${program[@]}" "$@")
 printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" >&2
 exec "${command[@]}"

@@ -126,18 +126,20 @@ def show(
     sweep: Sweep, chosen: Sequence[Cell], cells: Sequence[Cell], records: Mapping[str, Record], device: str | None
 ) -> None:
     """Prints the table of the chosen cells. Estimates are based on all cells that ran, chosen or not."""
-    console = Console(highlight=False)
     todo = [cell for cell in chosen if records[cell.name].status != "done"]
     ran = measured(cells, records) if todo else []
     device = check_device(device) if device else gpus_here().name
     times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
     source = "estimated from the cells that ran" if ran else assumed(device)
-    console.print(sweep_table.describe(sweep), markup=False)
-    console.print(f"in every cell: {sweep_table.fixed_line(chosen)}", markup=False)
-    console.print(sweep_table.table(chosen, records, times))
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(sweep_table.table(chosen, records, times))
+    print(sweep_table.describe(sweep))
+    print(f"in every cell: {sweep_table.fixed_line(chosen)}")
+    print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")
     for line in sweep_table.failures(chosen, records):
-        console.print(f"failed: {line}", markup=False)
-    console.print(sweep_table.total(chosen, records, times, source), markup=False)
+        print(f"failed: {line}")
+    print(sweep_table.total(chosen, records, times, source))
 
 
 def run_or_submit(

@@ -43,22 +43,16 @@ def shown_value(setting: str, value: str | None) -> str:
 
 
 def table(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[str, float | None]) -> Table:
-    """Returns the table: one row per cell, one column per setting that differs."""
-    settings = varying(cells)
+    """Returns a table with one row per cell, named as `--only` takes it."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("#", justify="right", style="dim", no_wrap=True)
-    for setting in settings:
-        numbers = all((cell.settings.get(setting) or "0").isdecimal() for cell in cells)
-        heading = label(setting).replace("_", "_\n")  # the names of flags are wider than their values
-        whole = setting == "model_name_or_path"  # a name cut in two is hard to read
-        out.add_column(heading, justify="right" if numbers else "left", overflow="fold", no_wrap=whole)
+    out.add_column("cell", overflow="fold")
     out.add_column("status", no_wrap=True)
     out.add_column("time", justify="right", no_wrap=True)
     for number, cell in enumerate(cells, 1):
         record = records[cell.name]
-        values = [shown_value(setting, cell.settings.get(setting)) for setting in settings]
         status = Text(record.status, style=STYLES.get(record.status, ""))
-        out.add_row(str(number), *values, status, shown_time(record, times[cell.name]))
+        out.add_row(str(number), Text(cell.name), status, shown_time(record, times[cell.name]))
     return out
 
 

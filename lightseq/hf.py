@@ -77,7 +77,7 @@ def enable(
         raise ValueError(
             f"{config.length} tokens, padded to {padded} here, exceed the model's window of {window}; use fewer"
         )
-    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name == "reference"
+    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
         warnings.warn(
             f"attention runs with quadratic memory on kernel {context.selection}; pass dtype=torch.bfloat16 if the "

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
-    "train_cli", "parity", "sweep", "hf", "verify", "refusals", "evaluate", "faults", "attention", "deepspeed",
-    "examples", "watchdog", "meeting", "saving", "checkpoint", "tiled", "optim_8bit", "rehearsal", "packing", "corpus",
+    "train_cli", "goldens", "parity", "plan", "rendezvous", "sweep", "deepspeed", "hf", "streams", "saving", "refusals",
+    "verify", "benchmark_attention", "watchdog", "faults", "attention", "tiled", "checkpoint", "plan_training",
+    "input_checks", "buckets", "schedule", "evaluate", "examples", "optim_8bit", "documents", "rehearsal",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [name for name in LONGEST if not Path(__file__).with_name(f"test_{name}.py").is_file()]
+    assert not missing, f"LONGEST names files that are not here: {missing}"
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
 
@@ -38,3 +42,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     from lightseq.distributed.environment import cache_compiled_kernels
 
     cache_compiled_kernels()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Joins a process group of this process alone."""
+    from worlds import one_process
+
+    with one_process():
+        yield

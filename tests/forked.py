@@ -1,5 +1,6 @@
 """Programs as from a command line, in processes forked from a server that has imported torch: no import to wait for."""
 
+import gc
 import os
 import runpy
 import shlex
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Done(NamedTuple):
-    """How a process ended; one that had to be killed has no status."""
+    """The end of a process; one that had to be killed has no status."""
 
     returncode: int | None
     stdout: str
@@ -41,11 +42,21 @@ class Running(NamedTuple):
 
 
 class World:
-    """The ranks of a program under what a launcher would tell them; the store in which they meet is held here."""
+    """The ranks of a program under what a launcher would tell them; the store in which they meet is held here.
 
-    def __init__(self, ranks: int, words: str, folder: Path, environment: dict[str, str] | None = None) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+    A launcher that restarts its ranks keeps its `store`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        words: str,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        store: dist.TCPStore | None = None,
+    ) -> None:
+        self.store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.ranks = [
             start(words, folder, f"rank{r}", {**meeting, "RANK": str(r), "LOCAL_RANK": str(r), **(environment or {})})
@@ -71,6 +82,7 @@ def run(words: str, folder: Path, seconds: float = 120.0) -> Done:
 
 
 def _enter(words: str, out: str, err: str, environment: dict[str, str]) -> None:
+    gc.freeze()  # a collection would look at all that the server has imported, and copy its memory
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ.update(environment)

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # conftest.py does the same for pytest
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     os.environ["OMP_NUM_THREADS"] = "1"
 
-from programs import Ended, program
+from programs import Ended, programs
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -82,11 +82,6 @@ def words_of(folder: Path, output: str, *more: str) -> str:
     ])  # fmt: skip
 
 
-def run_programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
-    """Runs command lines one after the other on one rank of a world."""
-    return [program(rank, family, words) for words in runs]
-
-
 def every_case(world: int) -> list[tuple[str, str]]:
     pairs = [(schedule, variant) for schedule in SCHEDULES[world] for variant in VARIANTS]
     return [pair for pair in pairs if pair != ("usp", "data")]  # which needs four ranks of one sequence
@@ -101,7 +96,7 @@ def numbers(world: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
         runs = [
             words_of(folder, f"{s}-{v}", f"--schedule {s}", VARIANTS[v].replace("SHARED", shared)) for s, v in cases
         ]
-        check_ended(runs, spawn(world, run_programs, "llama3", runs))
+        check_ended(runs, spawn(world, programs, "llama3", runs))
         return {f"{world}/{s}/{v}": numbers_of_run(folder / f"{s}-{v}") for s, v in cases}
 
 
@@ -124,7 +119,7 @@ def keys() -> dict[str, Any]:
         folder = Path(name)
         write_inputs(folder)
         run = words_of(folder, "out", f"--eval_data_path {folder}/data.pkl --eval_strategy steps --eval_steps 1")
-        check_ended([run], spawn(2, run_programs, "llama3", [run]))
+        check_ended([run], spawn(2, programs, "llama3", [run]))
         facts = json.loads((folder / "out/run.json").read_text())
         lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
         given = {word[2:] for word in run.split() if word.startswith("--")}
@@ -176,7 +171,7 @@ def make_checkpoints() -> None:
         for kind in CHECKPOINTS:
             save = f"--max_steps {SAVED_STEP} --save_strategy steps --save_steps {SAVED_STEP}"
             runs = [resumable(folder, kind, kind, save), resumable(folder, f"{kind}-whole", kind)]
-            check_ended(runs, spawn(2, run_programs, "llama3", runs))
+            check_ended(runs, spawn(2, programs, "llama3", runs))
             shutil.make_archive(str(place / kind), "gztar", folder / kind, f"checkpoint-{SAVED_STEP}")
             write(place / f"{kind}.json", numbers_of_run(folder / f"{kind}-whole"))
 

@@ -4,9 +4,11 @@ Every stream of every rank has a clock of what it knows of all of them, which wa
 at once; two of them race if they touch the same words, one writes, and neither clock knows of the other.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -58,9 +60,9 @@ class Streams(TorchDispatchMode):
         return dict(self.clock(stream))
 
     def look_for_freed(self) -> None:
-        """What is freed goes back to the stream that it was made on, which must know of all that others did there."""
+        """Returns freed memory to the stream that made it, which must have waited for every other stream's use."""
         for address, (storage, stream, number) in list(self._alive.items()):
-            if storage.expired():
+            if torch.UntypedStorage._expired(storage.cdata):  # as storage.expired(), which takes three times as long
                 del self._alive[address]
                 clock = self.clock(stream)
                 for touch in self.touches.get(("local", self.rank, number), []):
@@ -117,7 +119,8 @@ class Streams(TorchDispatchMode):
         for x in found if isinstance(found, list | tuple) else [found]:
             if isinstance(x, Tensor) and x.numel():
                 key, start = self._place(x)
-                touch = Touch((self.rank, self.now), dict(self.clock(self.now)), start + _words(x), writes, operator)
+                words = start + _words(x.storage_offset(), x.shape, x.stride(), x.element_size())
+                touch = Touch((self.rank, self.now), dict(self.clock(self.now)), words, writes, operator)
                 self.touches.setdefault(key, []).append(touch)
 
     def _place(self, x: Tensor) -> tuple[Key, int]:
@@ -150,12 +153,12 @@ class Stream(NamedTuple):
         return self.streams.tick(self.name)
 
 
-def _words(x: Tensor) -> np.ndarray:
-    places = np.array([x.storage_offset()])
-    for size, stride in zip(x.shape, x.stride(), strict=True):
+@lru_cache
+def _words(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> np.ndarray:
+    places = np.array([offset])
+    for size, stride in zip(shape, strides, strict=True):
         places = (places[:, None] + np.arange(size) * stride).ravel()
-    first = places * x.element_size() // WORD
-    return np.unique([first, (places * x.element_size() + x.element_size() - 1) // WORD])
+    return np.unique([places * element // WORD, (places * element + element - 1) // WORD])
 
 
 def races(touches: dict[Key, list[Touch]]) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a test sees of the operators that torch runs."""
+"""Dispatch modes that watch the operators that torch runs."""
 
 from typing import Any
 

@@ -1,12 +1,15 @@
 """One of the training programs, run inside a test's process group as a command line would run it."""
 
 import contextlib
+import gc
 import io
 import shlex
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from worlds import one_process
 
 import llama2
 import llama3
@@ -19,7 +22,7 @@ ENTRIES = {**FAMILIES, "any": BOTH}
 
 
 class Ended(NamedTuple):
-    """How a program ended on one rank."""
+    """The end of a program on one rank."""
 
     status: int
     out: str
@@ -32,14 +35,32 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
     return run_in(World(rank, size, rank, size, torch.device("cpu"), restarts, launch), family, words)
 
 
+def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
+    """Runs programs one after the other on this rank."""
+    return [program(rank, family, words) for words in runs]
+
+
+def alone(words: str, family: str = "llama3") -> Ended:
+    """Runs a program on a process group of this process alone."""
+    with one_process():
+        return program(0, family, words)
+
+
 def run_in(world: World, family: str, words: str) -> Ended:
     """The same in a world of its own making."""
     train.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    status, out, err = 0, io.StringIO(), io.StringIO()
+    gc.freeze()  # a run unfreezes at its end, and the collection of the next would look at every module again
+    end = captured(lambda: command.main(ENTRIES[family], shlex.split(words)))
+    dist.barrier()
+    return end
+
+
+def captured(main: Callable[[], int | None]) -> Ended:
+    """Returns the output of a call, and the status that it returns or exits with."""
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            command.main(ENTRIES[family], shlex.split(words))
+            status = main()
         except SystemExit as end:
-            status = int(end.code or 0)
-    dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
+            status = end.code  # type: ignore[assignment]
+    return Ended(int(status or 0), out.getvalue(), err.getvalue())

@@ -1,4 +1,4 @@
-"""Which schedules a test of some ranks and heads can run: all that fit, and never none."""
+"""The schedules that a test can run on some ranks and heads: all that fit, and never none."""
 
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, why_impossible

@@ -74,7 +74,7 @@ else:
 
 
 class Job(NamedTuple):
-    """What became of a submission: sbatch's own words, the job's exit status and what the batch script said."""
+    """The outcome of a submission: sbatch's own words, the job's exit status and the output of the batch script."""
 
     submitted: str
     status: int

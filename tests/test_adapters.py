@@ -26,7 +26,7 @@ from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
 from lightseq.models import adapters
 from lightseq.models.flops import model_flops
-from lightseq.tools.merge import merge
+from lightseq.tools.merged_weights import merge
 from lightseq.training import loop
 from lightseq.training.metrics import read_records
 

@@ -24,7 +24,7 @@ def pair(tmp_path: Path, changes: dict[int, dict[str, Any]] | None = None, **oth
 
 
 def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
-    """What the command prints of both runs, and its warnings."""
+    """Returns what the command prints of both runs, and its warnings."""
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")]) == 0
     out, err = capsys.readouterr()
     return out, [line.removeprefix("analysis: warning: ") for line in err.splitlines()]

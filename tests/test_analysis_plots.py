@@ -168,18 +168,13 @@ def test_profiled_steps_and_their_neighbours_do_not_count(tmp_path: Path, every:
     ("spec", "scale"),
     [
         ("{metric: speed, x: length}", "log"),  # 4096 to 131072
-        ("{metric: speed, x: length, scale: linear}", "linear"),
         ("{metric: speed, x: length, where: {length: [4096, 8192]}}", "linear"),
         ("{metric: speed, x: step, where: {kernel: fa4, length: 4096}}", "linear"),
-        ("{metric: speed, x: step, where: {kernel: fa4, length: 4096}, scale: log}", "log"),
-        ("{metric: memory, x: length, scale: log}", "log"),
         ("{metric: latency, x: length}", "linear"),
         ("{metric: speed, x: dtype, series: [kernel, length]}", "log"),  # of bars, with a foot below the lowest
     ],
 )
-def test_an_axis_is_logarithmic_if_values_spread_unless_the_file_says_otherwise(
-    results: Path, spec: str, scale: str
-) -> None:
+def test_an_axis_is_logarithmic_if_values_spread_over_a_setting(results: Path, spec: str, scale: str) -> None:
     axes = axes_of(results, spec)
     low, _ = axes.get_ylim()
     assert axes.get_yscale() == scale and (low == 0) == (scale == "linear")
@@ -294,8 +289,8 @@ def test_the_command_writes_every_figure_and_notes_unreadable_runs(
     path = results / "runs" / "fa4-8192" / "metrics.jsonl"
     path.write_text("garbled\n" + path.read_text())
     write_config(results, "{metric: speed, x: length}\n  two: {metric: memory, x: kernel, where: {length: 4096}}")
-    status, names, err = plots(results, capsys, "--format", "both")
-    assert (status, names) == (0, ["one.png", "one.svg", "two.png", "two.svg"])
+    status, names, err = plots(results, capsys)
+    assert (status, names) == (0, ["one.png", "two.png"])
     assert all((results / name).stat().st_size for name in names)
     notes = err.splitlines()
     assert len(notes) == 3 and "broken/metrics.jsonl is empty" in notes[0] and "torn/run.json is not JSON" in notes[1]
@@ -314,7 +309,6 @@ def test_the_command_writes_every_figure_and_notes_unreadable_runs(
         ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
         ("{x: length}", "figures.one.metric: is missing"),
         ("{metric: speed, x: length, serie: kernel}", "figures.one.serie: unknown; keys are metric, x, series"),
-        ("{metric: speed, x: length, scale: logarithmic}", "figures.one.scale: logarithmic is no scale; give linear"),
         ("speed", "figures.one: give {metric: …, x: …}"),
     ],
 )

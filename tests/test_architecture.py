@@ -97,7 +97,7 @@ def test_a_model_that_raises_in_its_own_code_is_one_line(model_type: str) -> Non
     ("model_type", "line"),
     [("olmo2", "needs it in the backward pass"), ("exaone4", "needs it"), ("phi3", "has another")],
 )
-def test_what_a_layer_needs_of_its_mlp_again_is_not_left_out(model_type: str, line: str) -> None:
+def test_storing_the_mlp_is_refused_for_layers_that_cannot(model_type: str, line: str) -> None:
     found = inspect_architecture(config_of(model_type))
     for policy in STORES_MLP:
         asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", remat=policy)

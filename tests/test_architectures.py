@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import transformers
 
 from benchmarks import architectures
@@ -57,7 +56,7 @@ def test_every_class_is_exact_or_refused_and_the_page_says_which(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("fault", "line"), [("labels", "loss"), ("positions", "loss"), ("documents", "loss")])
-def test_the_sweep_notices_a_planted_fault(monkeypatch: pytest.MonkeyPatch, fault: str, line: str) -> None:
+def test_the_sweep_notices_a_planted_fault(alone: None, monkeypatch: pytest.MonkeyPatch, fault: str, line: str) -> None:
     def broken(context: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         batch = shard_batch(context, *args, **kwargs)
         if fault == "labels":
@@ -70,10 +69,8 @@ def test_the_sweep_notices_a_planted_fault(monkeypatch: pytest.MonkeyPatch, faul
             batch["position_ids"] = batch["position_ids"] * 3
         return batch
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     shard_batch = hf.shard_batch
     monkeypatch.setattr(hf, "shard_batch", broken)
     found = {x.way: x for x in architectures.tried("llama")}
-    dist.destroy_process_group()
     way = "loop packed" if fault == "documents" else "loop"
     assert found[way].kind == "wrong" and found[way].line.startswith(line)

@@ -48,7 +48,7 @@ def save_model(path: Path, tied: bool) -> Path:
 
 
 def flags(model: Path, tmp_path: Path, more: str = "") -> list[str]:
-    words = f"--model {model} --lengths {LENGTH} --nproc_per_node 2 --warmup 1 --steps {STEPS - 1} --no_compile"
+    words = f"--model {model} --lengths {LENGTH} --nproc_per_node 2 --warmup 1 --steps {STEPS - 1}"
     return [*words.split(), "--output", str(tmp_path / "out" / "s.jsonl"), *more.split()]
 
 
@@ -86,7 +86,7 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, 
     CpuKernel.forward = lambda *args: calls.append(1) or forward(*args)  # type: ignore[assignment, method-assign]
     config = LlamaConfig.from_pretrained(model)
     world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
-    job = Job(config, LENGTH, world, 1e-3, 0, compile=False)
+    job = Job(config, LENGTH, world, learning_rate=1e-3)
     module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
     prepared = module.fsdp2(job, context_ranks=1) if peer == "fsdp2" else module.prepare(job)
     batches = stream(tmp_path, config)
@@ -107,7 +107,7 @@ def first_by_hand(model: Path, tmp_path: Path) -> tuple[float, float]:
     """Returns loss and gradient norm of the first step by transformers, in this process."""
     config = LlamaConfig.from_pretrained(model)
     batch = stream(tmp_path, config).batch(0)
-    net = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu")), 1e-3, 0, compile=False).whole_model()
+    net = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu"))).whole_model()
     loss = net(input_ids=batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
     loss.backward()
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
@@ -166,18 +166,20 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
     )  # fmt: skip
     assert plain["mfu"] == pytest.approx(plain["model_tflops_per_gpu"] / 989)
     assert (plain["losses_finite"], plain["peak_memory_allocated_bytes"], plain["kernel"]) == (False, 5, "k")
-    assert "skipped: no end within 1 s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "started at" in out and "skipped: no end within 1 s" in out
 
 
 def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
-    words = flags(model, tmp_path, "--timeout 60 --implementations plain --append")
+    words = flags(model, tmp_path, "--timeout 60 --implementations plain")
     for script, skipped in ((WRITES, None), ("pass", "ended without its numbers (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
         assert step.main(words) == 0
         assert read(tmp_path)[-1]["skipped"] == skipped
+        (tmp_path / "out" / "s.jsonl").unlink()
         for log in tmp_path.rglob("log.txt"):
             if skipped is None:
                 log.with_name("notes.txt").touch()
@@ -221,7 +223,7 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
     assert [(row.length, row.label) for row in rows] == [(n, label) for n in (2048, 4096) for label in labels]
     command = " ".join(rows[1].command)
     assert command.startswith("-m torch.distributed.run --standalone --nproc_per_node=2 ")
-    assert "llama3/train.py" in command and command.endswith("--torch_compile False --remat none --schedule ulysses")
+    assert "llama3/train.py" in command and command.endswith("--bf16 --torch_compile --remat none --schedule ulysses")
     assert "--bf16" in command and "--random_init" in command
     assert len({row.directory for row in rows}) == len(rows)
     assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
@@ -255,7 +257,7 @@ def test_bad_flags_are_refused_in_one_line(
 
 def test_an_output_file_that_exists_is_kept(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").touch()
-    with pytest.raises(ValueError, match="exists; name another file, or give --append"):
+    with pytest.raises(ValueError, match="exists; name another file"):
         parse(["--output", str(tmp_path / "s.jsonl")])
     with pytest.raises(ValueError, match=r"has no suffix; name it steps.jsonl"):
         parse(["--output", "steps"])

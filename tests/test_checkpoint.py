@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Ended, program, run_in
+from programs import Ended, alone, program, programs, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from worlds import NCCL_WORLDS, gpu_of, spawn
+from worlds import NCCL_WORLDS, gpu_of, one_process, spawn
 
-from benchmarks.saving import costs
 from lightseq.checkpoint import checkpoints, manifest, saver, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
 from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
@@ -43,13 +42,9 @@ from lightseq.training.optimization import LocalAdamW, LossScaler
 SAVED = "--max_steps 4 --save_steps 1"
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "llama3", run) for run in runs]
-
-
-def train(world: int, *runs: str, run: Callable[..., Any] = programs) -> list[Ended]:
-    """Training programs one after the other; how they ended on rank 0."""
-    ends = spawn(world, run, list(runs))
+def train(world: int, *runs: str) -> list[Ended]:
+    """Runs training programs one after the other; returns their ends on rank 0."""
+    ends = spawn(world, programs, "llama3", list(runs))
     assert [end.status for found in ends for end in found] == [0] * world * len(runs), [end.err for end in ends[0]]
     return ends[0]
 
@@ -125,14 +120,14 @@ def test_only_damaged_checkpoints_are_no_reason_to_begin_anew(files: Path, tmp_p
     flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
     named = f"--resume_from_checkpoint {tmp_path}/run/checkpoint-4 --output_dir {tmp_path}/other"
     runs = [words(files, "run", f"--output_dir {tmp_path}/run --resume_from_checkpoint auto"), words(files, "x", named)]
-    for end in map(in_one_process, runs):
+    for end in map(alone, runs):
         assert end.status == 2 and end.err.count("\n") == 1, end
         assert "checkpoint-4" in end.err and "model.safetensors is not what was written" in end.err
 
 
 def test_auto_begins_anew_where_nothing_was_saved(files: Path, tmp_path: Path) -> None:
     flags = f"--max_steps 2 --save_strategy no --output_dir {tmp_path}/run --resume_from_checkpoint auto"
-    assert [in_one_process(words(files, "run", flags)).status for _ in range(2)] == [0, 0]
+    assert [alone(words(files, "run", flags)).status for _ in range(2)] == [0, 0]
     assert losses(tmp_path, "run") == pytest.approx(losses(files, "whole")[:2], abs=1e-5)
 
 
@@ -155,7 +150,7 @@ def test_an_index_of_tensors_runs_no_code(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"(" * 100, b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"."])
-def test_what_is_no_index_of_tensors_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_index_of_tensors_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     """The last of them asks for an eighth of all memory that can be addressed."""
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="is no index of tensors"):
@@ -267,7 +262,7 @@ def test_a_resume_from_a_forged_checkpoint_is_one_line(files: Path, tmp_path: Pa
     (checkpoint / STATE / ".metadata").write_bytes(rewrite(read_index(checkpoint / STATE), swap))
     manifest.write(checkpoint, manifest.describe_all(checkpoint, manifest.files_below(checkpoint)))
     flags = f"{SAVED} --max_steps 5 --output_dir {tmp_path}/run --resume_from_checkpoint auto"
-    end = in_one_process(words(files, "run", flags))
+    end = alone(words(files, "run", flags))
     assert end.status == 2 and end.err.count("\n") == 1 and "cannot be read (rank 0" in end.err, end
 
 
@@ -394,7 +389,7 @@ def with_a_failing_disk(rank: int, failing: str, runs: list[str]) -> list[Ended]
         manifest.describe = read
     else:
         weights.save_file = write
-    return programs(rank, runs)
+    return programs(rank, "llama3", runs)
 
 
 DISKS = {
@@ -407,7 +402,7 @@ DISKS = {
     ("failing", "beside"),
     [("read", "True"), ("write", "True"), pytest.param("read", "False", marks=pytest.mark.slow)],
 )
-def test_what_fails_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
+def test_a_failed_save_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
     files: Path, failing: str, beside: str
 ) -> None:
     output = f"failing-{failing}-{beside}"
@@ -428,7 +423,7 @@ def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
 
     monkeypatch.setattr(staging, "SMALL_BYTES", 0)  # the next update waits for the copies
     monkeypatch.setattr(saver, "_empty", full)
-    end = in_one_process(words(files, "full", SAVED))
+    end = alone(words(files, "full", SAVED))
     assert end.status == 1 and end.err.count("\n") == 1
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 
@@ -438,11 +433,8 @@ def test_much_goes_into_several_files_of_which_each_is_hashed_and_read(
 ) -> None:
     monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 4 * 300)
     tensors = {f"model.{i}": torch.randn(100, i + 1) for i in range(7)}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         hashes = state_files.write(tmp_path, tensors, None)
-    finally:
-        dist.destroy_process_group()
     parts = sorted(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert len(parts) == state_files.THREADS and parts[-1] < 2 * parts[0]
     assert hashes == {path.name: manifest.describe(path).sha256 for path in tmp_path.iterdir()}
@@ -462,12 +454,14 @@ def test_a_disk_that_is_full_for_one_of_several_files_ends_the_run_in_one_line(
 
     monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 1)
     monkeypatch.setattr(state_files._HashingFileSystem, "create_stream", full)
-    end = in_one_process(words(files, "full-for-one", SAVED))
+    end = alone(words(files, "full-for-one", SAVED))
     assert end.status == 1 and end.err.count("\n") == 1
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 
 
-def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_reads_back_differently_ends_the_run_without_a_checkpoint(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = state_files.write
 
     def lying(directory: Path, *args: Any) -> Any:
@@ -476,7 +470,7 @@ def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkey
         return found
 
     monkeypatch.setattr(state_files, "write", lying)
-    end = in_one_process(words(files, "lying", SAVED))
+    end = alone(words(files, "lying", SAVED))
     assert end.status == 1 and "state/__0_0.distcp is not on the disk as it was written" in end.err
     assert not list((files / "lying").glob("checkpoint-*"))
 
@@ -484,7 +478,7 @@ def test_what_the_disk_gives_back_otherwise_is_no_checkpoint(files: Path, monkey
 def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "free_host_memory", lambda world: 1000.0)
     run = words(files, "tight", "--max_steps 2 --save_steps 1")
-    end = in_one_process(run)
+    end = alone(run)
     assert "checkpoints are written while the training waits: copies of" in end.out
     assert find_damage(files / "tight" / "checkpoint-2") is None
 
@@ -504,7 +498,7 @@ def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, m
     monkeypatch.setattr(LossScaler, "unscale", overflows)
     monkeypatch.setattr(saver.CheckpointSaver, "prepare", noted)
     run = words(files, "overflows", "--fp16 --max_steps 4 --save_steps 1")
-    assert in_one_process(run).status == 0
+    assert alone(run).status == 0
     assert prepared == [(3, {"step", "exp_avg", "exp_avg_sq"})]
     assert find_damage(files / "overflows" / "checkpoint-4") is None
 
@@ -513,21 +507,13 @@ def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: py
     unscale = LossScaler.unscale
     infinite = lambda self, grads, norm: unscale(self, grads, norm * torch.inf)  # noqa: E731
     monkeypatch.setattr(LossScaler, "unscale", infinite)
-    assert in_one_process(words(files, "early", "--fp16 --max_steps 1")).status == 0
+    assert alone(words(files, "early", "--fp16 --max_steps 1")).status == 0
     monkeypatch.setattr(LossScaler, "unscale", unscale)
     on = "--fp16 --max_steps 3 --resume_from_checkpoint True"
-    end = in_one_process(words(files, "early", on))
+    end = alone(words(files, "early", on))
     assert end.status == 0 and len(losses(files, "early")) == 3, end.err
-    other = in_one_process(words(files, "early", f"{on.replace('3', '4')} --optim sgd"))
+    other = alone(words(files, "early", f"{on.replace('3', '4')} --optim sgd"))
     assert other.status == 2 and "has the state of --optim adamw_torch_fused, not of sgd; give" in other.err
-
-
-def in_one_process(run: str) -> Ended:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return program(0, "llama3", run)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
@@ -535,7 +521,7 @@ def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(loop, "launcher_shutdown_seconds", lambda: 0.0)
     flags = f"--max_steps 3 --output_dir {tmp_path}/run"
-    ends = [in_one_process(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
+    ends = [alone(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
     assert [out.count("export a higher TORCH_ELASTIC_SHUTDOWN_TIMEOUT") for out in (end.out for end in ends)] == [1, 0]
 
 
@@ -704,17 +690,3 @@ def test_copies_from_gpus_are_of_the_step_that_was_saved(world: int, flags: str,
     assert [end.status for end in spawn(world, on_gpus, str(folder), gpu_words, device="cuda")[0]] == [0, 0]
     for step in (2, 4, 6):
         assert tensors_saved(folder / "gpu-beside", step) == tensors_saved(folder / "gpu-inline", step)
-
-
-def test_a_save_is_charged_with_waiting_and_with_what_it_slows() -> None:
-    seconds = {1: 9.0, 5: 2.0, 6: 1.5, 9: 3.0}  # the first is warm-up
-    records = [
-        {"step": step, "loss": 1.0, "step_seconds": seconds.get(step, 1.0), "saving_seconds": 0.25 * (step in (5, 9))}
-        for step in range(1, 13)
-    ]
-    with pytest.raises(ValueError, match="6 records of 11 steps; train with --logging_steps 1"):
-        costs(records[::2], every=4, skip=1)
-    usual, found = costs(records, every=4, skip=1)
-    assert usual == 1.0 and [cost.after_step for cost in found] == [4, 8]
-    assert [cost.share_of_step_waited for cost in found] == [0.25, 0.25]
-    assert [cost.share_of_step for cost in found] == [1.75, 2.25]

@@ -129,7 +129,7 @@ def test_torch_gives_its_cache_back_where_the_driver_has_no_more(tmp_path: Path)
 
 
 def _without_room(rank: int, folder: Path) -> list[str]:
-    """What is said where the driver refuses a larger outbox, and whether a smaller one still works."""
+    """Returns the errors when the driver refuses a larger outbox; a smaller one must still work."""
     said: list[str] = []
     with _symmetric(folder) as transport:
         for driver in ("CUDA driver error: out of memory", "CUDA driver error: invalid argument"):

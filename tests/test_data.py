@@ -61,20 +61,17 @@ def test_the_last_window_of_a_document_ends_without_a_target(tmp_path: Path) -> 
     assert as_lists(examples, 1) == ([3, 4], [4, IGNORE_INDEX])
 
 
-def test_a_window_never_crosses_a_document(tmp_path: Path) -> None:
-    documents = [[10 * d + i for i in range(n)] for d, n in enumerate([5, 1, 9, 2, 4])]
-    examples = open_examples(token_directory(tmp_path / "t", *documents), length=4, vocab_size=1000)
-    for index in range(len(examples)):
-        ids, labels = as_lists(examples, index)
-        assert len({token // 10 for token in [*ids, *labels] if token != IGNORE_INDEX}) == 1
-
-
-def test_every_target_of_every_document_is_in_exactly_one_window(tmp_path: Path) -> None:
+def test_every_target_of_every_document_is_in_exactly_one_window_and_no_window_crosses_a_document(
+    tmp_path: Path,
+) -> None:
     documents = [[10 * d + i for i in range(n)] for d, n in enumerate([5, 1, 9, 2, 4, 8])]
     for length in (1, 2, 3, 4, 20):
         path = token_directory(tmp_path / f"t{length}", *documents)
         examples = open_examples(path, length, vocab_size=1000)
-        targets = [label for i in range(len(examples)) for label in as_lists(examples, i)[1] if label != IGNORE_INDEX]
+        windows = [as_lists(examples, i) for i in range(len(examples))]
+        for ids, labels in windows:
+            assert len({token // 10 for token in [*ids, *labels] if token != IGNORE_INDEX}) == 1
+        targets = [label for _, labels in windows for label in labels if label != IGNORE_INDEX]
         assert sorted(targets) == sorted(token for ids in documents for token in ids[1:])
         assert examples.notes == (f"{path}: 1 document of fewer than two tokens left out",)
 
@@ -102,7 +99,7 @@ def test_writing_refuses_to_replace_without_force(tmp_path: Path) -> None:
         write_token_directory(path, [np.array([5, 6])], 10, dict, force=True)
 
 
-def test_what_a_killed_process_of_the_same_number_left_stops_no_write(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_with_the_same_pid_do_not_stop_a_write(tmp_path: Path) -> None:
     left = tmp_path / f".t.partial-{os.getpid()}"
     left.mkdir()
     path = token_directory(tmp_path / "t", [1, 2])
@@ -150,9 +147,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     assert "line 1 holds the token id 256" in refusal(text, 4, 256, tokenizer="byte", **cached)
 
 
-@pytest.mark.parametrize(
-    "key", ["dtype", "tokens", "documents", "max_token_id", "longest_prompts", "tokenizer", "targets"]
-)
+@pytest.mark.parametrize("key", ["dtype", "tokens", "documents", "max_token_id", "tokenizer", "targets"])
 @pytest.mark.parametrize("value", [None, True, -1, "x", [], {}, [3], [{"document": []}], {"a": 1}], ids=str)
 def test_a_meta_file_of_odd_types_is_read_or_one_line(tmp_path: Path, key: str, value: object) -> None:
     path = token_directory(tmp_path / "t", range(7))

@@ -333,7 +333,7 @@ command.main(llama3.FAMILY, sys.argv[2:])
 """
 
 
-def test_what_one_rank_cannot_save_under_zero_ends_all_with_its_cause(tmp_path: Path) -> None:
+def test_a_failed_save_of_one_rank_under_zero_ends_all_with_its_cause(tmp_path: Path) -> None:
     cases = {"1": (1, "File too large"), "scripts": (0, "No space left on device")}
     write_inputs(tmp_path)
     (tmp_path / "zero3.json").write_text(json.dumps(FILES["zero3"]))

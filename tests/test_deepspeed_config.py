@@ -15,7 +15,7 @@ HIDDEN, DATA_RANKS = 64, 2
 
 
 def settings(folder: Path, content: Any, **flags: Any) -> dict[str, Any]:
-    """What DeepSpeed would be told."""
+    """Returns the settings that DeepSpeed would get."""
     (folder / "ds.json").write_text(json.dumps(content))
     config = TrainConfig(
         model_name_or_path="m", data_path="d", output_dir="o", deepspeed=str(folder / "ds.json"), **flags
@@ -35,7 +35,7 @@ def test_without_the_flag_there_are_no_settings() -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", None])
-def test_what_the_file_leaves_open_is_what_the_flags_say(tmp_path: Path, value: str | None) -> None:
+def test_auto_values_of_the_deepspeed_file_come_from_the_flags(tmp_path: Path, value: str | None) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     content = zero(3) | (dict.fromkeys(keys, value) | {"bf16": {"enabled": value}} if value else {})
     found = settings(
@@ -48,7 +48,7 @@ def test_what_the_file_leaves_open_is_what_the_flags_say(tmp_path: Path, value: 
     assert found["log_level"] == "error"
 
 
-def test_what_the_file_says_itself_stays(tmp_path: Path) -> None:
+def test_values_in_the_deepspeed_file_stay(tmp_path: Path) -> None:
     content = zero(3, reduce_bucket_size=7, stage3_prefetch_bucket_size="auto", overlap_comm=False)
     content |= {"communication_data_type": "bf16", "steps_per_print": 1, "train_batch_size": 4, "bf16": {"x": 1}}
     found = settings(tmp_path, content, per_device_train_batch_size=2)
@@ -122,7 +122,9 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
         (zero(3), {"torch_compile": True}, ["ZeRO-3 gathers weights inside what --torch_compile compiles; use stage"]),
     ],
 )  # fmt: skip
-def test_what_the_file_cannot_say_is_refused(tmp_path: Path, content: Any, flags: dict, parts: list[str]) -> None:
+def test_unsupported_values_in_the_deepspeed_file_are_refused(
+    tmp_path: Path, content: Any, flags: dict, parts: list[str]
+) -> None:
     with pytest.raises(ValueError) as refusal:
         settings(tmp_path, content, **flags)
     assert str(refusal.value).startswith(f"--deepspeed {tmp_path}/ds.json") and "\n" not in str(refusal.value)

@@ -1,19 +1,36 @@
-"""Every link of the documentation leads somewhere: to a file that is there, and to a heading that it has."""
+"""Links of the documentation lead somewhere, its commands are ones that the programs take, its tables are complete."""
 
+import argparse
+import contextlib
+import io
+import os
 import re
-from collections.abc import Iterator
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from lightseq.config.checks import CHOICES
+from lightseq.config.command_line import parse
+from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.plan import command as plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as they are made from them on the web."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -48,3 +65,300 @@ def test_tables_of_choices_name_those_that_the_program_has() -> None:
     assert {"schedule", "kernel"} <= {flag for _, flag, _ in found}
     for page, flag, names in found:
         assert sorted(names) == sorted(CHOICES[flag]), f"{page.name}: --{flag}"
+
+
+def test_the_page_of_flags_is_what_its_generator_prints() -> None:
+    printed = subprocess.run(
+        [sys.executable, "docs/make_flags.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (ROOT / "docs" / "flags.md").read_text() == printed.stdout, "run docs/make_flags.py > docs/flags.md"
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and not page.name.startswith("log")]
+# Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
+OTHERS = ("pip", "podman", "enroot", "sbatch", "srun", "envsubst", "export", "git", "cd", "printf", "for", "done")
+LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
+TRAINING = ("train", "verify", "rehearse", "plan", "evaluate")
+MOST_TOKENS = 2**15  # of a training run that ends within seconds
+NOWHERE = ("--data_path", "nowhere", "--output_dir", "nowhere")
+MADE_UP = ("--model_name_or_path", "nowhere", *NOWHERE)  # stand for flags that a command takes from elsewhere
+OURS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples", "docs", "tests")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Words of a command without redirections and comments, and the variables in front of them."""
+
+    variables: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The words without a launcher of torch and the interpreter: `launch/sweep.py ...`, `-m lightseq plan ...`."""
+        words = list(self.words)
+        if words[:3] == ["python3", "-m", "torch.distributed.run"]:
+            words = ["torchrun", *words[3:]]
+        if words[0] == "torchrun":
+            launch = accepted_by(get_args_parser().parse_args, words[1:])
+            module = ["-m"] if launch.module else []
+            return (*module, launch.training_script, *launch.training_script_args)
+        if words[0] == "lightseq":
+            return ("-m", *words)
+        return tuple(words[1:] if words[0] in ("python3", "python") else words)
+
+
+class Parsed(BaseException):
+    """Ends a program once its command line has been parsed, with the words that it passes on."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+
+def command_lines(page: Path) -> list[str]:
+    """Returns the lines of blocks without a language, or marked bash; a line that ends with \\ goes on in the next."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
+    shell = "\n".join(block for language, block in blocks if language in ("", "bash"))
+    return [line.strip() for line in re.sub(r"\\\n *", "", shell).splitlines()]
+
+
+def split(line: str) -> Iterator[Command]:
+    """Yields the commands of a line, which `|`, `&&` and `;` divide."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    try:
+        found = [*lexer, ";"]
+    except ValueError as error:
+        raise AssertionError(f"is not a command: {error}") from None
+    for word in found:
+        if not set(word) <= set("|&;"):
+            words.append(word)
+        elif words:
+            if any(set(word) <= set("<>") for word in words):
+                words = words[: next(place for place, word in enumerate(words) if set(word) <= set("<>"))]
+            named = next((place for place, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
+            if words[named : named + 1] == ["do"]:
+                named += 1
+            if words[named:]:
+                yield Command(tuple(words[:named]), tuple(words[named:]))
+            words = []
+
+
+def accepted_by(parse: Callable[[list[str]], Any], words: Sequence[str]) -> Any:
+    """Returns what a parser makes of words. Fails with what it prints if it does not take them."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(list(words))
+    except (ValueError, SystemExit) as error:
+        raise AssertionError(said.getvalue().strip() or str(error)) from None
+
+
+def check_command(command: Command) -> None:
+    """Fails if a program of this repository does not know the command's flags, or one of its files does not exist."""
+    for path in inputs(command.words):
+        assert any(ROOT.glob(path)), f"{path} does not exist"
+    first, *rest = command.words
+    if first in OTHERS:
+        launched = next((place for place, word in enumerate(rest) if LAUNCHER.fullmatch(word)), None)
+        if launched is not None:
+            check_launcher(rest[launched], rest[launched + 1 :], command.variables)
+    elif first == "make":
+        check_make(rest)
+    elif LAUNCHER.fullmatch(first):
+        check_launcher(first, rest, command.variables)
+    else:
+        check_program(command.program)
+
+
+def inputs(words: Sequence[str]) -> Iterator[str]:
+    """Yields the files of the repository that a command reads, some of them patterns."""
+    for before, word in pairwise(("", *words)):
+        name, is_flag, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        output = "--output" in (before if not is_flag else name)
+        if not output and "/" in value and value.partition("/")[0] in OURS:
+            yield value
+
+
+def check_make(words: Sequence[str]) -> None:
+    text = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"^{name} *[?:]?=" if is_variable else rf"^{name}:"
+        assert re.search(pattern, text, flags=re.M), f"the Makefile has no {name}"
+
+
+def check_launcher(script: str, words: Sequence[str], variables: Sequence[str]) -> None:
+    """Checks the flags that follow a launcher. Slurm jobs and extend.sh take some from variables."""
+    if script.endswith("extend.sh"):
+        assert {"MODEL", "DATA", "OUTPUT"} <= {word.partition("=")[0] for word in variables}
+        check_training([*MADE_UP, *words])
+    elif words or script.endswith("local.sh"):
+        name, *rest = words or ("nothing",)
+        if script.endswith("local.sh") and name in ("train", "verify", "rehearse", "evaluate"):
+            check_tool(name, rest)
+        else:
+            assert name in ("llama2", "llama3"), f"{script} knows no {name}"
+            check_training(rest if script.endswith("local.sh") else [*MADE_UP, *rest])
+
+
+def check_training(words: Sequence[str]) -> None:
+    """Fails for flags that training refuses. A file of flags, and `...`, may stand for those that it needs."""
+    if "--help" in words:
+        return
+    if "--config" in words or "..." in words:
+        file = words.index("--config") + 1 if "--config" in words else None
+        words = [word for place, word in enumerate(words) if place != file and word not in ("--config", "...")]
+        words = [*MADE_UP, *words]
+    accepted_by(lambda given: parse(given, "train"), words)
+
+
+def check_program(program: Sequence[str]) -> None:
+    """Checks a Python program; training and its relatives parse their flags after they have joined the ranks."""
+    if program[0] in ("llama2/train.py", "llama3/train.py"):
+        check_training(program[1:])
+    elif program[:2] == ("-m", "lightseq") and program[2:3] and program[2] in TRAINING and "--attention" not in program:
+        check_tool(program[2], program[3:])
+    else:
+        name = program[1].partition(".")[0] if program[0] == "-m" else program[0].partition("/")[0]
+        assert name in OURS, f"{program[0]} is not a known program"
+        run_until_parsed(program)
+
+
+def check_tool(name: str, words: Sequence[str]) -> None:
+    if "--help" in words or name == "train":
+        check_training(words)
+    elif name == "evaluate":
+        accepted_by(evaluate.flags, words)
+    else:
+        if name == "plan":
+            _, words = accepted_by(plan.parser().parse_known_args, words)
+        check_training([*NOWHERE, *words])
+
+
+def run_until_parsed(program: Sequence[str]) -> None:
+    """Runs a program until its parser has accepted the flags. Flags that it leaves to another are those of training."""
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+
+    def stop(parser: argparse.ArgumentParser, given: Sequence[str] | None, passes_on: bool) -> None:
+        with patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args):  # subparsers call it
+            _, rest = parser.parse_known_args(given)
+        if rest and not passes_on:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        raise Parsed(rest)
+
+    stops = {
+        "parse_args": lambda parser, given=None: stop(parser, given, passes_on=False),
+        "parse_known_args": lambda parser, given=None: stop(parser, given, passes_on=True),
+    }
+    is_module = program[0] == "-m"
+    name, *words = program[is_module:]
+    said, left = io.StringIO(), None
+    with patch.multiple(argparse.ArgumentParser, **stops), patch.dict(os.environ):
+        folder = [] if is_module else [str((ROOT / name).parent)]
+        with patch.object(sys, "argv", [name, *words]), patch.object(sys, "path", [*folder, *sys.path]):
+            try:
+                with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                    if is_module:
+                        runpy.run_module(name, run_name="__main__", alter_sys=True)
+                    else:
+                        runpy.run_path(str(ROOT / name), run_name="__main__")
+            except Parsed as parsed:
+                left = parsed.words
+            except (ImportError, ValueError, SystemExit) as error:
+                said.write(f" {error}")
+    assert left is not None or "--help" in words or not words, said.getvalue().strip()
+    if left:
+        check_training([*MADE_UP, *left])
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_commands_of_a_page_are_ones_that_the_programs_take(page: Path) -> None:
+    faults = []
+    for line in command_lines(page):
+        try:
+            for command in split(line):
+                check_command(command)
+        except AssertionError as fault:
+            faults.append(f"{line}\n    {str(fault).splitlines()[0]}")
+    assert not faults, "\n".join(faults)
+
+
+def test_faulty_commands_are_found() -> None:
+    train = "torchrun --nproc_per_node=2 -m lightseq train --data_path a --output_dir b --model_name_or_path c"
+    faulty = (
+        f"{train} --lenght 3", "torchrun --nproc 2 --bogus=1 llama3/train.py", "frobnicate", "make bread", "it is said",
+        "python3 -m analysis compare a", "launch/local.sh llama4 --bf16", "python3 benchmarks/nothing.py",
+        "launch/local.sh verify --steps 3",
+        "python3 launch/sweep.py --config launch/sweeps/nothing.yaml", "lightseq schedule --schedule ring",
+        "python3 -m lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
+    )  # fmt: skip
+    for line in faulty:
+        with pytest.raises(AssertionError):
+            for command in split(line):
+                check_command(command)
+    for line in (
+        train,
+        "make test  # quick",
+        "CONTAINER=a launch/local.sh llama3 ...",
+        "pip install torch && make train",
+    ):
+        for command in split(line):
+            check_command(command)
+
+
+def is_quick(command: Command, folder: Path) -> bool:
+    """Returns whether a command ends within seconds on a CPU, without a network, and finds its inputs in a folder."""
+    first = command.words[0]
+    if first in OTHERS or first == "make" or (LAUNCHER.fullmatch(first) and first != "launch/local.sh"):
+        return False
+    program = command.program
+    value = {before: word for before, word in pairwise(program) if before.startswith("--")}
+    if "--help" in program:
+        return True
+    if "--random_init" in program and "--max_steps" in program and "--data_path" in program:
+        tokens = int(value["--max_steps"]) * int(value.get("--model_max_length", 2048))
+        is_tiny = value["--model_name_or_path"].startswith("tiny") and tokens <= MOST_TOKENS
+        return is_tiny and (folder / value["--data_path"]).exists()
+    match program:
+        case ("-m", "lightseq", "schedule", *_) | ("docs/make_flags.py",):
+            return True
+        case ("-m", "lightseq", "plan", *_):
+            return "/" not in value.get("--model_name_or_path", "")
+        case ("-m", "data_gen", "synthetic", *_):
+            return True
+        case ("-m", "data_gen", "text", *words):
+            sources = list(takewhile(lambda word: not word.startswith("--"), words))
+            made = all(source == "stdlib" or any(folder.glob(source)) for source in sources)
+            return made and value.get("--tokenizer", "byte") == "byte"
+        case ("launch/sweep.py", *_):
+            return "--list" in program
+        case ("-m", "analysis", *words):
+            paths = [x for before, x in pairwise(("", *words)) if ("/" in x or x == "outputs") and before != "--output"]
+            made = bool(paths) and all((folder / path).exists() for path in paths)
+            return made and "watch" not in words and ("plots" not in words or "--runs" in words)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_quick_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    folder, tools = tmp_path / "lightseq", tmp_path / "bin"
+    for name in OURS:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", folder)
+    tools.mkdir()
+    for name, words in {"python3": "", "lightseq": "-m lightseq", "torchrun": "-m torch.distributed.run"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tools / name).chmod(0o755)
+    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
+    environment = {**os.environ, **offline, "PATH": f"{tools}:{os.environ['PATH']}"}
+    for line in command_lines(page):
+        found = list(split(line))
+        if found and all(is_quick(command, folder) for command in found):
+            ended = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
+            unfit = "plan" in found[0].words and ended.returncode == 1  # a plan that does not fit
+            assert ended.returncode == 0 or unfit, f"{line}\n{ended.stdout}{ended.stderr}"

@@ -145,7 +145,7 @@ def test_areas_and_positions_are_those_of_each_document() -> None:
 
 
 def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[float]:
-    """Of a tile's out, dq, dk and dv against float64; the backward has the true out and lse."""
+    """Returns the errors of a tile's out, dq, dk and dv against float64; the backward has the true out and lse."""
     q, k, v, dout = (x.double() for x in tensors)
     want, lse = forward_tile(ReferenceKernel(), q, k, v, mask, 0.2)
     wanted = [want, *backward_tile(ReferenceKernel(), dout, Saved(q, k, v, want, lse), mask, 0.2)]

@@ -1,7 +1,6 @@
 """Evaluations across ranks equal plain transformers on one process: loss by position, and what is found in a text."""
 
 import contextlib
-import io
 import json
 import math
 import pickle
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from programs import Ended
+from programs import Ended, captured
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -27,11 +26,12 @@ from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import ReadOptions, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
 from lightseq.utils.formatting import four_significant_digits
+from lightseq.utils.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, VOCABULARY = 61, 64  # a length that divides by no number of chunks
@@ -47,14 +47,9 @@ def evaluation(rank: int, words: str) -> Ended:
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
     evaluate.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
-    status, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = evaluate.main(BOTH, words.split())
-        except SystemExit as end:
-            status = int(end.code or 0)
+    end = captured(lambda: command.main(BOTH, words.split()))
     dist.barrier()
-    return Ended(status, out.getvalue(), err.getvalue())
+    return end
 
 
 def evaluations(rank: int, runs: list[str]) -> list[Ended]:
@@ -295,7 +290,7 @@ def plain_answers(root: Path, name: str) -> dict[tuple[int, float], list[list[in
     }
 
 
-def test_what_a_finder_is_asked_for_it_finds_at_every_depth_and_length(files: Files, world: int) -> None:
+def test_a_model_built_to_find_needles_finds_them_at_every_depth_and_length(files: Files, world: int) -> None:
     for name in ("found", "said", *(["groups-said"] if world == 4 else [])):
         summary, cells = files.records(f"{name}-{world}")
         assert {(c["length"], c["depth"]) for c in cells} == {(a, b) for a in LENGTHS for b in DEPTHS}
@@ -441,7 +436,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
+def test_an_impossible_evaluation_is_refused_in_one_line(files: Files) -> None:
     root = files.root
     data: dict[str, dict[str, list[list[int]]]] = {
         "targetless": {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]},
@@ -470,13 +465,23 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 
 
+def test_progress_off_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(progress_bar(range(3))) == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # too fast for a line
+    monkeypatch.setattr("lightseq.utils.progress.LINE_SECONDS", -1.0)
+    assert list(progress_bar(range(2), description="needle, 8 tokens")) == list(progress_bar(range(2), progress=False))
+    assert capsys.readouterr().err.splitlines() == ["needle, 8 tokens 1/2, 0 s", "needle, 8 tokens 2/2, 0 s"]
+
+
 OUT_OF_MEMORY = """
 import sys, torch
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import command
 from lightseq.training import loop
 from lightseq.cli import BOTH
 loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
-evaluate.main(BOTH, sys.argv[1:])
+command.main(BOTH, sys.argv[1:])
 """
 
 
@@ -489,7 +494,7 @@ def test_a_host_without_room_for_an_evaluation_ends_it_with_the_remedy(files: Fi
     ], done.stderr
 
 
-def test_what_only_training_does_is_named_and_not_done() -> None:
+def test_flags_for_training_alone_are_named_and_not_applied() -> None:
     flags = "--model_name_or_path m --data_path d --output_dir o --async_save False --lora_rank 2 --lora_target_modules"
     flags += " q_proj --optim adamw_8bit --offload"
     for offload, kept, named in (

@@ -1,65 +1,164 @@
-"""A handful of the faults of `make faults`: every kind of input and some kills, in seconds."""
+"""Runs that lose a rank at any moment, malformed files, host memory over many steps, and slow ranks."""
 
+import pickle
 import random
+import shutil
+import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from forked import World
 from programs import Ended, program
-from small import words, write_inputs
+from small import CONFIG, LENGTH, VOCABULARY, losses, words, write_inputs
+from transformers import LlamaForCausalLM
 from worlds import spawn
 
-from benchmarks.faults import child, fuzz, ranks, trials
-from benchmarks.faults.trials import Bench
+import llama2
 from lightseq import parallelize
+from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, list_checkpoints, read_trainer_state
+from lightseq.checkpoint.manifest import describe, find_damage
+from lightseq.checkpoint.state_files import restore_rng
+from lightseq.checkpoint.tensor_index import read_index
+from lightseq.data.batches import open_examples
+from lightseq.data.token_directory import write_token_directory
+from lightseq.models import weights
+from lightseq.models.family import resolve
 from lightseq.training.metrics import read_records
 
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    ranks.write_inputs(tmp_path)
-    return Bench(tmp_path, random.Random(1))
+STEPS, SAVE_STEPS = 12, 3
 
 
-def test_a_killed_run_comes_to_the_weights_of_one_that_nothing_befell(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def last_step(output: Path) -> int:
+    metrics = output / "metrics.jsonl"
+    return max((r["step"] for r in read_records(metrics)), default=0) if metrics.is_file() else 0
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+def test_a_run_that_loses_a_rank_resumes_to_the_result_of_one_that_does_not(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    write_inputs(tmp_path)
+    flags = f"--max_steps {STEPS} --save_steps {SAVE_STEPS} --step_timeout 20"
+
+    def start(output: str, more: str = "") -> World:
+        return World(2, f"llama2/train.py {words(tmp_path, output, f'{flags} {more}')}", tmp_path)
+
+    assert [end.returncode for end in start("whole").end()] == [0, 0]
+    output = tmp_path / "killed"
+    for least in (4, 8):
+        world = start("killed", "--resume_from_checkpoint auto")
+        deadline = time.monotonic() + 60.0
+        while last_step(output) < least and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(dice.uniform(0.0, 0.1))
+        world.ranks[dice.randrange(2)].send_signal(signal.SIGKILL)
+        ends = world.end()
+        assert all(end.returncode is not None for end in ends), f"a rank hangs: {ends}"
+        assert all(find_damage(checkpoint) is None for checkpoint in list_checkpoints(output))
+    assert [end.returncode for end in start("killed", "--resume_from_checkpoint auto").end()] == [0, 0]
+    assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
+    killed, whole = (tmp_path / name / f"checkpoint-{STEPS}" / "model.safetensors" for name in ("killed", "whole"))
+    assert describe(killed).sha256 == describe(whole).sha256
+
+
+# ---- malformed files ------------------------------------------------------------------------------------------------
+
+
+def read_data(path: Path) -> None:
+    examples = open_examples(path, LENGTH, VOCABULARY + 300, "byte", lazy=False, progress=False)
+    for index in range(len(examples)):
+        examples[index]
+
+
+def read_manifest(path: Path) -> None:
+    if (damage := find_damage(path)) is not None:
+        raise ValueError(damage)
+
+
+# Each well-formed file, and the function that reads its input: the first part of the path.
+READERS: dict[str, Callable[[Path], object]] = {
+    "data/tokens.bin": read_data,
+    "data/documents.bin": read_data,
+    "data/meta.json": read_data,
+    "data.pkl": read_data,
+    "text.jsonl": read_data,
+    "weights/config.json": lambda path: resolve(llama2.FAMILY, str(path), True),
+    "weights/model.safetensors.index.json": lambda path: weights.load_or_refuse(LlamaForCausalLM(CONFIG), path, "--x"),
+    f"checkpoint/{TRAINER_STATE}": read_trainer_state,
+    "checkpoint/manifest.json": read_manifest,
+    f"checkpoint/{STATE}/.metadata": lambda path: read_index(path / STATE),
+    f"checkpoint/{STATE}/random-0.json": lambda path: restore_rng(path / STATE / "random-0.json", torch.device("cpu")),
+}
+
+
+@pytest.fixture(scope="module")
+def well_formed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("well-formed"))
+    run = words(folder, "run", "--max_steps 1 --save_steps 1")
+    assert [end.status for end in spawn(2, program, "llama2", run)] == [0, 0]
+    (folder / "run" / "checkpoint-1").rename(folder / "checkpoint")
+    write_token_directory(folder / "data", [np.arange(20), np.arange(1, 30)], VOCABULARY, dict)
+    (folder / "text.jsonl").write_text('{"text": "some words"}\n{"text": "and others"}\n')
+    LlamaForCausalLM(CONFIG).save_pretrained(folder / "weights", max_shard_size="100KB")
+    return folder
+
+
+class Hostile:
+    """An object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.canary,)
+
+
+def malformed(content: bytes, way: str, dice: random.Random) -> bytes:
+    made = bytearray(content)
+    at = dice.randrange(len(made))
+    match way:
+        case "cut":
+            return bytes(made[:at])
+        case "nested":
+            return dice.choice([b"[", b'{"a":', b"(", b"\x80\x04("]) * 20_000
+        case "flipped":
+            for _ in range(dice.choice([1, 8, 64])):
+                made[dice.randrange(len(made))] ^= 1 << dice.randrange(8)
+        case "repeated":
+            made[at:at] = made[:at]
+        case "another number":
+            digits = [i for i, byte in enumerate(made) if byte in b"0123456789"]
+            place = dice.choice(digits or [at])
+            made[place : place + 1] = dice.choice([b"-1", b"1e400", b"NaN", b"9" * 20, b"null", b"[]", b'"x"', b"2.5"])
+    return bytes(made)
+
+
+@pytest.mark.parametrize("way", ["cut", "nested", "flipped", "repeated", "another number", "hostile"])
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_malformed_file_is_read_or_refused_in_words_and_never_run(
+    name: str, way: str, well_formed: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trials, "STEPS", 9)
-    bench.undisturbed = trials.undisturbed(bench)
-    records = list(trials.kill(bench, 2))
-    assert len(records) == 2 and all(record["steps_lost"] <= 2 * trials.SAVE_STEPS for record in records)
+    source, canary = name.split("/")[0], tmp_path / "ran"
+    if (well_formed / source).is_dir():
+        shutil.copytree(well_formed / source, tmp_path / source)
+    good = (well_formed / name).read_bytes()
+    for seed in range(8 if way in ("flipped", "repeated", "another number") else 2):
+        bad = pickle.dumps({"input_ids": Hostile(canary)}) if way == "hostile" else b""
+        (tmp_path / name).write_bytes(bad or malformed(good, way, random.Random(seed)))
+        try:
+            READERS[name](tmp_path / source)
+        except (ValueError, OSError) as refusal:  # these become one line
+            assert str(refusal)
+        assert not canary.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [trials.full_disk, trials.short_files, trials.freeze, trials.failing, trials.corrupt_data, trials.two_runs]
-)
-def test_a_run_goes_on_after(fault: Any, bench: Bench) -> None:
-    bench.undisturbed = trials.undisturbed(bench)
-    try:
-        assert list(fault(bench))
-    except trials.SkipTrial as why:
-        pytest.skip(str(why))
-
-
-def test_malformed_files_are_taken_or_refused_in_words_and_never_run(bench: Bench) -> None:
-    (record, *more) = list(fuzz.files(bench, 60))
-    assert sum(r["taken"] + r["refused"] for r in (record, *more)) == 60
-
-
-def test_random_flags_are_taken_or_refused_in_one_line(bench: Bench) -> None:
-    (record,) = fuzz.flags(bench, 20)
-    assert sum(record["statuses"].values()) == 20 and record["statuses"].get("status 2")
-
-
-@pytest.mark.slow
-def test_a_planted_fault_that_is_not_survived_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness tells: a run whose step was left out does not pass for an undisturbed one."""
-    monkeypatch.setattr(trials, "STEPS", 6)
-    bench.undisturbed = trials.undisturbed(bench)
-    assert trials.undisturbed(bench, (child.skips, (3,))) != bench.undisturbed
+# ---- long runs and slow ranks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) 
 
 
 def _part(heads: int, dim: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Of random numbers, lying as a kernel makes it, as it travels, as heads before rows, or as some rank's heads."""
+    """Returns random numbers laid out as a kernel makes them, as they travel, heads first, or as some rank's heads."""
     as_made = _random((BATCH, LENGTH, heads, dim), dtype, device, seed)
     as_packed = _random((LENGTH, BATCH, 2 * heads, dim), dtype, device, seed)[:, :, heads:].transpose(0, 1)
     heads_first = _random((BATCH, heads, LENGTH, dim), dtype, device, seed).transpose(1, 2)

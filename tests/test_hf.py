@@ -103,14 +103,6 @@ def check_training(
         assert relative(p.grad, q.grad) < 1e-5, f"{name}: gradient of {parameter} off by {relative(p.grad, q.grad)}"
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # ---- labels, positions and padding ---------------------------------------------------------------------------------
 
 
@@ -377,7 +369,7 @@ def test_without_a_process_group_the_remedy_is_named() -> None:
 
 
 def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
-    """As loaders deal them out that share rows among ranks: losses would fall, of a mixture of rows."""
+    """A loader that gives each rank rows of its own would train on a mixture of rows, and the loss would still fall."""
     spawn(2, rows_dealt_out)
 
 
@@ -416,7 +408,9 @@ def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
         ({"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 9)}, r"attention_mask \(1, 9\)"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_both_shapes(alone: None, words: dict[str, Any], line: str) -> None:
+def test_tensors_of_different_shapes_are_refused_with_both_shapes(
+    alone: None, words: dict[str, Any], line: str
+) -> None:
     with pytest.raises(ValueError, match=line):
         hf.shard_batch(hf.enable(llama()), **words)
 
@@ -544,7 +538,7 @@ def trains_after_inference(rank: int) -> None:
         assert torch.equal(loss, expected) and model.model.embed_tokens.weight.grad.any(), schedule
 
 
-def test_what_an_evaluation_in_inference_mode_leaves_behind_serves_training() -> None:
+def test_training_works_after_an_evaluation_in_inference_mode() -> None:
     spawn(2, trains_after_inference)
 
 
@@ -619,7 +613,7 @@ def test_an_eager_layers_mlp_over_tiles_runs_once() -> None:
 
 
 @pytest.mark.parametrize("policy", ["attention", "full"])
-def test_and_in_a_group_that_runs_again_that_of_all_layers_but_the_last(policy: str) -> None:
+def test_in_a_recomputed_group_the_mlps_of_all_layers_but_the_last_run_twice(policy: str) -> None:
     forward, backward = spawn(1, mlps_made, policy, 3)[0]
     assert len(backward) == len(forward) * 3 // 5
 
@@ -671,7 +665,7 @@ def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
 
 @pytest.mark.parametrize("techniques", [{}, {"tile_layers": True}, {"offload": "activations"}, {"torch_compile": True}])
 @pytest.mark.parametrize(("policy", "again"), [("attention", 5), ("full", 5 + 3)])  # of 5 layers 2 end a group
-def test_of_a_group_that_runs_again_the_last_layer_keeps_what_attention_gives(
+def test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output(
     alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(mlp, "TILE_TOKENS", 16)

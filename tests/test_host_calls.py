@@ -1,4 +1,4 @@
-"""What the host does for a layer of attention, counted in calls: on a GPU it shows where sequences are short."""
+"""Function calls on the host for one attention layer, whose cost shows on a GPU with short sequences."""
 
 import sys
 from collections import Counter

@@ -57,7 +57,7 @@ def _made_where_the_weights_are(rank: int) -> None:
     weights = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((65, 512), (6, 7))]
     expected = [optim.AdamW8bit(weights)._new_buffer(weight, True) for weight in weights]
     optimizer = optim.AdamW8bit(weights)
-    compute_updates_on(torch.device("cpu"), optimizer)
+    compute_updates_on(torch.device("cpu"), optimizer, 1 << 15)  # a piece is filled up to its size
     DTensor.from_local = None  # type: ignore[assignment]  # it moves a tensor to its mesh, whose GPU has no room for it
     for weight in weights:
         weight.grad = torch.ones_like(weight)

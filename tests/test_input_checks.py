@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,6 @@ def refused(call: Callable[[], Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
         call()
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def inputs(model: PreTrainedModel, **packed: Any) -> tuple[SequenceContext, dict[str, Any]]:

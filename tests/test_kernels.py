@@ -100,7 +100,7 @@ def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_prefix_in_two_calls_is_written_where_it_is_wanted(dtype: torch.dtype) -> None:
-    """As a kernel does whose causal masks are square alone: into memory of any strides, and the same to the bit."""
+    """Kernels that know only square causal masks write into memory of any strides, and give the same bits."""
     q, k, v, dout = (x.to(dtype) for x in _inputs((Mask.CAUSAL, 24, 64), (4, 2), 16))
     kernel = select("cpu", KernelSpec("cpu", (0, 0), dtype, 16)).kernel
     assert kernel.causal_alignment == "square"

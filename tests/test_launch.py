@@ -80,7 +80,7 @@ def test_local_leaves_a_run_that_is_asked_to_stop_the_time_to_save(stand_ins: Pa
 
 
 def stopped(command: list[str], output: Path, name: str, **environment: str) -> str:
-    """What a run says whose launcher gets a signal after the first logged step."""
+    """Returns the output of a run whose launcher gets a signal after the first logged step."""
     from data_gen.__main__ import main as data_gen
 
     data = output.parent / "data"
@@ -121,7 +121,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_the_run(name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_torch_s_launcher_saves_a_run_started_as_the_readme_says(name: str, tmp_path: Path) -> None:
-    out = stopped(TORCH_LAUNCHER, tmp_path / "out", name, **exported_by_the_readme())
+    out = stopped(TORCH_LAUNCHER, tmp_path / "out", name, **exported_by_the_page_on_reliability())
     assert f"stopped by {name}; go on with" in out and list((tmp_path / "out").glob("checkpoint-*"))
     assert "torch's launcher" not in out
 
@@ -130,19 +130,19 @@ def test_a_signal_to_torch_s_launcher_saves_a_run_started_as_the_readme_says(nam
 def test_a_run_whose_launcher_would_lose_a_checkpoint_says_so_first(tmp_path: Path) -> None:
     out = stopped(TORCH_LAUNCHER, tmp_path / "out", "SIGTERM")
     before, _, _ = out.partition("step ")
-    assert launcher_words(exported_by_the_readme()) in before
+    assert launcher_words(exported_by_the_page_on_reliability()) in before
 
 
-def exported_by_the_readme() -> dict[str, str]:
-    (line,) = re.findall(r"^export (TORCH_ELASTIC_.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    return dict(word.split("=", 1) for word in line.split())
+def exported_by_the_page_on_reliability() -> dict[str, str]:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    return dict(re.findall(r"^export ((?:TORCH|PET)_\w+)=(.*)$", page, flags=re.MULTILINE))
 
 
 def launcher_words(settings: dict[str, str]) -> str:
     return "before starting it, export " + " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def test_what_a_launcher_was_not_told_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_launcher_settings_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHER_SETTINGS, "PET_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
     assert launcher_note() == () and launcher_shutdown_seconds() is None  # no launcher, or another's
@@ -157,8 +157,8 @@ def test_what_a_launcher_was_not_told_is_said_with_the_remedy(monkeypatch: pytes
     assert launcher_note() == ()
 
 
-def test_the_readme_exports_what_the_scripts_of_launch_do() -> None:
-    assert exported_by_the_readme() == LAUNCHER_SETTINGS
+def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None:
+    assert exported_by_the_page_on_reliability() == LAUNCHER_SETTINGS
     for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm" / "job.sh"):
         for name, value in LAUNCHER_SETTINGS.items():
             assert f'export {name}="${{{name}:-{value}}}"' in script.read_text()
@@ -167,8 +167,8 @@ def test_the_readme_exports_what_the_scripts_of_launch_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ((), {}, "name the model family first"),
-        (("llama4",), {}, "unknown model family 'llama4'"),
+        ((), {}, "name a model family or a command first"),
+        (("llama4",), {}, "'llama4' is no model family and no command"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
         (("llama3",), {"NPROC": "two"}, "NPROC 'two' is not a number of processes"),
         (("llama3",), {"PYTHON": "/nowhere/python"}, "/nowhere/python cannot import torch"),

@@ -104,7 +104,7 @@ def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
     check_equal("cpu", budget)
 
 
-def test_of_layers_that_leave_nothing_is_there_beside_two_that_stay_until_the_first_of_these_runs_backward() -> None:
+def test_offloaded_layers_are_not_fetched_before_a_staying_layer_runs_backward() -> None:
     plain, wrapped, host = make("cpu", staying=1)
     x, everyones = inputs("cpu")
     fetching: list[list[bool]] = []
@@ -171,7 +171,7 @@ def test_the_last_layer_keeps_its_own() -> None:
     assert len(host._layers) == LAYERS - 1
 
 
-def test_of_two_layers_at_most_the_tensors_are_there() -> None:
+def test_tensors_of_at_most_two_layers_are_on_the_device() -> None:
     _, wrapped, host = make("cpu", layers=6)
 
     def there() -> list[int]:
@@ -220,7 +220,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_what_attention_gave_leaves_too() -> None:
+def test_attention_outputs_are_offloaded_too() -> None:
     """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not; under
     `attention+mlp` what gate and up make besides, and under `attention+linears` what the projections do."""
     spawn(1, _kept_by_llama)
@@ -299,7 +299,7 @@ def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     ]
 
 
-def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "Locks") -> None:
+def test_unused_memory_is_unlocked_early_and_the_rest_with_its_owner(locks: "Locks") -> None:
     memory, tensors = PinnedMemory(), [torch.zeros(n) for n in (3, 0, 70)]
     for tensor in tensors:
         memory.lock(tensor)
@@ -310,7 +310,7 @@ def test_what_is_not_used_is_unlocked_early_and_the_rest_with_its_owner(locks: "
     assert not locks.now
 
 
-def test_what_has_no_values_yet_is_zeros_when_it_is_locked(locks: "Locks") -> None:
+def test_memory_without_values_is_zeros_when_it_is_locked(locks: "Locks") -> None:
     """Written before: what is there can be locked at once."""
     memory, written = PinnedMemory(), torch.full((300,), 7.0)
     locks.seen = lambda: written.tolist() == [0.0] * 300
@@ -363,7 +363,7 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
 
 
 @pytest.mark.gpu(1)
-def test_what_is_locked_is_pinned_to_torch_and_can_be_locked_again_later() -> None:
+def test_locked_memory_is_pinned_to_torch_and_can_be_locked_again() -> None:
     tensor = torch.zeros(1000, 1001)
     for _ in range(2):
         memory = PinnedMemory()

@@ -88,7 +88,7 @@ class _UpdatesOfDistributedTensors(TorchDispatchMode):
 
 
 def _local_update(rank: int, kind: type[torch.optim.AdamW], fused: bool | None) -> tuple[int, list[list[float]]]:
-    """How often three steps on a sharded matrix asked the dispatcher of distributed tensors, and what came of it."""
+    """Counts calls of DTensor's dispatcher in three steps on a sharded matrix; returns the count and the weight."""
     mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(20.0).reshape(5, 4)
     weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     optimizer = kind([weight], lr=0.1, fused=fused)

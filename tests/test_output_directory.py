@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from programs import Ended, program
+from programs import Ended, alone
 from small import losses, words, write_inputs
 
 from lightseq.checkpoint.checkpoints import (
@@ -39,14 +38,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("directories"))
     train(words(folder, "whole", SAVED))
     return folder
-
-
-def alone(run: str) -> Ended:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return program(0, "llama3", run)
-    finally:
-        dist.destroy_process_group()
 
 
 def train(run: str) -> Ended:
@@ -211,7 +202,7 @@ DAMAGE: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_what_is_no_record_is_kept_beside_the_metrics_and_said(case: str, tmp_path: Path) -> None:
+def test_damaged_metrics_lines_are_kept_in_a_file_and_reported(case: str, tmp_path: Path) -> None:
     damage, count = DAMAGE[case]
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.0}\n'
     for number in (1, 2):

@@ -85,7 +85,7 @@ def test_every_target_of_every_document_is_kept_once_and_none_is_of_another(tmp_
 
 
 @pytest.mark.parametrize("kind", ["directory", "pickle"])
-def test_what_is_cut_padded_and_left_out_is_counted(tmp_path: Path, kind: str) -> None:
+def test_cut_padded_and_dropped_tokens_are_counted(tmp_path: Path, kind: str) -> None:
     said = " ".join(_opened(tmp_path, kind).notes)
     tokens = sum(SIZES) - 1 - 2  # a document of one token has no target, the last of 301 and 151 are targets alone
     assert "of fewer than two tokens left out" in said and "13 documents packed into 8 sequences" in said
@@ -194,10 +194,6 @@ def _refusals(rank: int) -> None:
     _refused(lambda: model(**missing), "position_ids are missing")
     short = {**batch, "input_ids": batch["input_ids"][:, :4], "position_ids": batch["position_ids"][:, :4]}
     _refused(lambda: model(**short), "not those of the documents")
-    dynamic = _model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    context = hf.enable(dynamic)
-    batch = hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 8])
-    _refused(lambda: dynamic(**batch), "RoPE scales with the length")
 
 
 def test_documents_that_cannot_be_honoured_are_refused() -> None:

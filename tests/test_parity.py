@@ -171,7 +171,7 @@ def _train(rank: int, folder: str, case: Case, steps: int, device: torch.device)
 
 
 def compare(rank: int, folder: str, cases: list[Case], steps: int, device_type: str) -> list[str]:
-    """What differs, as readable lines; empty when all is well."""
+    """Returns the differences as readable lines; empty when all is well."""
     device = gpu_of(rank) if device_type == "cuda" else CPU
     wrong: list[str] = []
     references: dict[tuple[str, int, bool], Result] = {}
@@ -246,7 +246,7 @@ def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Pat
 
 
 def _keeping(world: int) -> list[Case]:
-    """What layers keep, tile, compile and send away, with packed documents and with adapters."""
+    """Cases of storing, tiling, compiling and offloading layers, with packed documents and with adapters."""
     return [
         Case("tiny-llama3", "zigzag", world, 3, remat="full", fsdp="hybrid_shard"),
         Case("tiny-llama2", "balanced", 1, 3, remat="none", fsdp=""),

@@ -56,7 +56,7 @@ def test_tiles_find_their_operands_side_by_side_and_no_arena_lives_longer_than_n
 
 
 def test_tiles_of_a_ring_read_their_own_chunks_in_place() -> None:
-    """Where heads are not split, only what comes from other ranks takes memory."""
+    """Only chunks of other ranks take memory while heads are not split."""
     schedule = make_schedule("zigzag", 4)
     for rank in range(4):
         for arena in arenas(schedule.forward, schedule.layout, rank):
@@ -122,7 +122,7 @@ def _own(shape: tuple[int, ...], dtype: torch.dtype, strided: bool, seed: int) -
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 16), (torch.bfloat16, 20), (torch.float32, 6)], ids=str)
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p[0])
-def test_what_is_staged_comes_out_as_it_went_in(packing: tuple, dtype: torch.dtype, dim: int, strided: bool) -> None:
+def test_staged_tensors_come_out_as_they_went_in(packing: tuple, dtype: torch.dtype, dim: int, strided: bool) -> None:
     name, world, ulysses, groups, heads = packing
     schedule = make_schedule(name, world, groups, ulysses)
     rows, batch, chunks = 3, 2, schedule.layout.chunks_per_rank

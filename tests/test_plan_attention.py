@@ -15,7 +15,7 @@ from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import MAX_SLOWDOWN, choose_by_time
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES, kernel_seconds
-from lightseq.tools.plan.attention import HEADINGS, Cluster, predictions
+from lightseq.tools.plan.attention import HEADINGS, predictions
 
 WORDS = ["plan", "--attention", "--gpus", "1,3,4,64", "--gpus_per_host", "8", "--length", "128K", "--schedules"]
 
@@ -69,10 +69,9 @@ def test_one_row_of_each_number_of_gpus_is_marked_and_it_is_the_fastest(planned:
 
 def test_the_row_that_is_marked_is_what_training_takes() -> None:
     """Also where turns of heads that save memory put another schedule a little ahead."""
-    cluster = Cluster(8, RATES)
     for (gpus, length), (heads, kv_heads) in product([(4, 2**17), (4, 2**18), (8, 2**19)], [(32, 8), (24, 8), (16, 8)]):
         shape = AttentionShape(length, heads, kv_heads, 128)
-        (marked,) = [row for row in predictions(shape, cluster, [gpus], tuple(SCHEDULES)) if row["fastest"]]
+        (marked,) = [row for row in predictions(shape, 8, [gpus], tuple(SCHEDULES)) if row["fastest"]]
         taken = choose_by_time(gpus, shape, RATES["symmetric"], 8)
         assert (marked["schedule"], marked["head_groups"]) == (taken.schedule, taken.head_groups)
 
@@ -88,29 +87,6 @@ def test_the_table_is_aligned_and_shows_what_can_be_had(planned: Path, capsys: p
     assert last == f"records  {planned.parent / 'b.jsonl'}"
 
 
-def test_measured_layers_move_the_prediction(tmp_path: Path) -> None:
-    """A machine half as fast, by its records, is predicted half as fast."""
-    record = {"heads": 32, "kv_heads": 8, "head_dim": 128, "implementation": "single-gpu", "kernel": "fa4", "world": 1}
-    ours = {"implementation": "lightseq", "schedule": "prefix", "head_groups": 1, "ulysses_size": 1, "world": 4}
-    lines = []
-    for length in (2**15, 2**16, 2**17):
-        seconds = 2 * kernel_seconds(AttentionShape(length, 32, 8, 128), H200_SYMMETRIC)
-        lines.append({**record, "length": length, "schedule": None, "head_groups": None, "ulysses_size": None,
-                      "transport": None, "seconds_median": seconds})  # fmt: skip
-        lines.append(
-            {**record, **ours, "length": length, "transport": "symmetric", "seconds_median": seconds / 4 * 1.02}
-        )
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    words = [*WORDS, "prefix", "--calibrate", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "p")]
-    assert main(words) == 0
-    head, first, *_ = _records(tmp_path / "p")
-    assert head["rates_from"] == str(tmp_path / "m.jsonl")
-    assert head["rates"]["symmetric"]["flops_per_second"] == pytest.approx(
-        H200_SYMMETRIC.flops_per_second / 2, rel=0.02
-    )
-    assert first["tflops_per_gpu"] == pytest.approx(308, rel=0.02)
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -120,7 +96,6 @@ def test_measured_layers_move_the_prediction(tmp_path: Path) -> None:
         (["--schedules", "spiral"], "schedule 'spiral' is unknown; choose all or from ring"),
         (["--kv_heads", "5"], "32 query heads of 128 do not divide among 5 key/value heads"),
         (["--gpus_per_host", "0"], "--gpus_per_host 0 must be at least 1"),
-        (["--calibrate", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(

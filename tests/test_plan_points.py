@@ -135,7 +135,6 @@ def test_results_take_memory_when_the_first_part_of_them_comes(request: pytest.F
     request.getfixturevalue("results_from_the_beginning")
     early = attention_memory(*layer)
     assert early.backward - now.backward == 2 * (32 + 2 * 8) * 128
-    assert early.forward - now.forward == 2 * 32 * 128 + 4 * 32  # the output and its log-sum-exp
 
 
 @pytest.mark.usefixtures("results_from_the_beginning")

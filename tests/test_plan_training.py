@@ -115,7 +115,7 @@ def _no_room_for_state(model: LlamaConfig) -> str:
     return f"--offload auto --device_memory_budget {budget / GIB:.12f}"
 
 
-def test_where_the_host_holds_a_step_up_layers_with_state_on_gpu_for_as_many_layers_as_may() -> None:
+def test_as_many_layers_as_fit_keep_their_state_on_the_gpu() -> None:
     model = LlamaConfig.from_dict({**CONFIG.to_dict(), "num_hidden_layers": LAYERS})
     flags = f"--model_max_length {LENGTH} --bf16 {_room_for_state(model, 5, 1, '--bf16')}"
     plan = make_plan(planned_run(model, flags, 1))
@@ -307,7 +307,7 @@ def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total:
     assert len(notes) == len(said) and all(want in note for want, note in zip(said, notes, strict=True)), notes
 
 
-def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=False,
@@ -316,9 +316,16 @@ def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
-    *parts, remedy = out_of_memory(asked, model, here, None)
+    *parts, remedy = out_of_memory(asked, model, here)
     assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    fitting = replace(asked, model_max_length=2**17, offload="activations")
+    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))
+    assert make_plan(_h200(model, fitting)).fits
+    *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
+    assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    deepspeed = replace(asked, deepspeed="d.json")
+    assert "offload_optimizer and offload_param in d.json" in out_of_memory(deepspeed, model, here)[0]
 
 
 def _h200(model: LlamaConfig, config: TrainConfig) -> PlannedRun:

@@ -53,7 +53,7 @@ class _Graph:
 
 
 class _Passes:
-    """Of a transport that counts what it is told of, as a GPU's does."""
+    """Stands in for a GPU transport, and counts its calls."""
 
     def __init__(self) -> None:
         self.bytes_sent, self.launched, self.recorded_while = 0, 0, list[bool]()
@@ -148,7 +148,7 @@ def test_no_more_are_recorded_than_there_is_room_for(passes: _Passes) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_cannot_be_recorded_is_launched_and_rank_0_says_so_once(passes: _Passes, rank: int) -> None:
+def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passes: _Passes, rank: int) -> None:
     _Graph.refuses = True
     with pytest.warns(UserWarning, match="without CUDA graphs") if rank == 0 else nullcontext() as said:
         for _ in range(2 * RUNS_BEFORE_RECORDING + 2):
@@ -259,7 +259,7 @@ def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "auto-blocking", "auto-unrecorded", "auto-blocking-unrecorded"])
-def test_how_a_transport_is_used_is_no_part_of_its_plain_name(name: str) -> None:
+def test_suffixes_are_no_part_of_a_transports_base_name(name: str) -> None:
     assert base_transport_name(name) == "auto"
 
 
@@ -286,7 +286,7 @@ def run_backward(dout: Any, own: Any, out: Any, lse: Any, **executor: Any) -> An
 
 
 def _keys(_: int) -> dict[str, tuple[int, int]]:
-    """What passes are told apart by, where one thing after another is another; results lie where they lay before."""
+    """Changes one input of a pass after the other; results keep their place."""
     from test_attention import _context
 
     found: dict[str, tuple[int, int]] = {}

@@ -23,7 +23,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.offload import HostBufferPool
-from lightseq.memory.planner.breakdown import Breakdown, advice, kept_activations, loss_bytes
+from lightseq.memory.planner.breakdown import kept_activations, loss_bytes
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
 from lightseq.modules.loss import cross_entropy_sum
@@ -33,7 +33,6 @@ from lightseq.tools.plan.rehearsal import (
     MOST_WHOLE_TOKENS,
     STAGES,
     CountedMemory,
-    leave_out_attention,
     rehearsal_patches,
     scaled_down,
 )
@@ -72,8 +71,8 @@ def _elided(rank: int) -> None:
     shape = AttentionShape(64, 4, 2, 8)
     config = AttentionConfig(dtype=torch.float32, device=torch.device("cpu"))
     for schedule in ("zigzag", "prefix", "ulysses"):
-        context = make_context(dist.group.WORLD, shape, dataclasses.replace(config, schedule=schedule))
-        leave_out_attention(context)
+        with rehearsal_patches(64, world):
+            context = make_context(dist.group.WORLD, shape, dataclasses.replace(config, schedule=schedule))
         q, kv = (torch.randn(1, 64 // world, n, 8, requires_grad=True) for n in (4, 2))
         before = context.transport.bytes_sent
         out, _ = attention(q, kv, kv, context)
@@ -86,7 +85,7 @@ def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() ->
     spawn(2, _elided)
 
 
-def test_of_long_sequences_tiled_operations_run_their_first_tile() -> None:
+def test_rehearsals_of_long_sequences_run_only_the_first_tile() -> None:
     x, (gate, up), down = (
         torch.randn(10, 4, dtype=torch.float64),
         torch.randn(2, 6, 4).double(),
@@ -137,26 +136,6 @@ def test_what_layers_keep_by_hand() -> None:
     assert kept_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
     logits, gradients = loss_bytes(model, given("--bf16"), 10_000)
     assert (logits, gradients) == (2048 * 128256 * 2, 128256 * 4096 * 4 + 10_000 * 4096 * 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts", "knob"),
-    [
-        ("--remat none", {"kept_activations": 9}, "--remat attention"),
-        ("", {"kept_activations": 9}, "--offload activations"),
-        ("--offload optimizer", {"kept_activations": 9}, "--offload both"),
-        ("--offload activations", {"kept_activations": 9}, "--layers_per_checkpoint 4"),
-        ("", {"optimizer": 9}, "--offload optimizer"),
-        ("--offload activations", {"optimizer": 9}, "--offload both"),
-        ("--offload both", {"working": 9}, "--sequence_parallel_size"),
-        ("--offload auto", {"kept_activations": 9}, "--device_memory_budget"),
-        ("--deepspeed d.json", {"kept_activations": 9}, "--offload activations"),
-        ("--deepspeed d.json --offload activations", {"working": 9}, "offload_param in d.json"),
-    ],
-)
-def test_the_largest_part_that_a_knob_moves_names_the_knob(words: str, parts: dict[str, int], knob: str) -> None:
-    names = ("parameters", "gradients", "optimizer", "kept_activations", "loss", "attention_buffers", "working")
-    assert knob in advice(Breakdown(**dict.fromkeys(names, 1) | parts), given(words))
 
 
 OUT_OF_MEMORY = """

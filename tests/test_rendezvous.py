@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_never_came_is_named_and_the_others_end(name: str, worlds: dict[str, World]) -> None:
+def test_ranks_that_never_came_are_named_and_the_others_end(name: str, worlds: dict[str, World]) -> None:
     world = worlds[name]
     assert {end.returncode for end in world.ends.values()} == {STATUS}, world.ends
     said = "".join(end.stderr for end in world.ends.values())

@@ -154,7 +154,7 @@ def test_a_name_tells_a_secret(name: str) -> None:
     assert mask_secrets(f"curl --{name} hunter2") == f"curl --{name} ***"
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_values_that_are_no_secret_stay() -> None:
     words = "--model_name_or_path meta-llama/Llama-3.2-1B --tokenizer byte --output_dir outputs/sk-learn --seed 42"
     assert not [name for name in ("BYPASS", "compass", "MONKEY", "tokens") if is_secret_name(name)]
     assert mask_secrets(words) == words and mask_secrets({"valid_tokens": "3", "eos_token": "</s>"}) == {

@@ -54,7 +54,7 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_what_is_kept_does_not_move_again(groups: int) -> None:
+def test_kept_operands_do_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)
         kept = schedule.keeping_gathered
@@ -69,7 +69,7 @@ def test_what_is_kept_does_not_move_again(groups: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"ulysses"}))
-def test_who_reads_own_tensors_in_the_backward_pass_keeps_nothing(name: str) -> None:
+def test_only_ulysses_keeps_gathered_operands(name: str) -> None:
     assert not make_schedule(name, 4).can_keep_gathered
 
 
@@ -207,7 +207,7 @@ def test_heads_that_cannot_be_cut_are_refused(heads: int, kv_heads: int, words: 
         check_heads(make_schedule("ulysses", 4), heads, kv_heads)
 
 
-def test_which_schedules_exist_for_which_ranks() -> None:
+def test_fitting_schedules_are_those_written_out_by_world() -> None:
     """With 8 query and 2 key/value heads: written out, for tests run what fits and must not find nothing."""
     any_world = ["ring", "striped", "zigzag", "balanced", "prefix"]
     ulysses, usp = [*any_world, "ulysses"], [*any_world, "usp"]

@@ -1,97 +1,70 @@
-"""The searches for the longest sequence and the largest model: every size once, an end, and no error hidden."""
+"""The search for the largest model: every scale once, an end, and no error hidden."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import largest, longest, search
-from benchmarks.largest import LargestSearch, parameters
-from benchmarks.longest import LongestSearch
+from benchmarks import largest
+from benchmarks.largest import LargestSearch, Probe, next_scale, parameters
 from benchmarks.processes import Failed
 from benchmarks.records import read_lines
-from benchmarks.search import Probe, next_size
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
+    monkeypatch.setattr(largest, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
 
 
-@pytest.mark.parametrize("limit", [1, 1023, 1024, 5000, 131072, 999_999, 12_345_678])
-@pytest.mark.parametrize("guess", [1024, 100_000, 10_000_000])
-def test_the_limit_is_found_within_the_resolution_from_any_guess(limit: int, guess: int) -> None:
+@pytest.mark.parametrize("limit", [*range(1, 9), 21, 38, 300])
+@pytest.mark.parametrize("guess", [1, 8, 40, 400])
+def test_the_largest_scale_is_found_from_any_guess(limit: int, guess: int) -> None:
     known: dict[int, bool] = {}
-    while (tokens := next_size(known, guess, 0.02, 1024)) is not None and len(known) < 60:
-        assert tokens not in known and tokens % 1024 == 0
-        known[tokens] = tokens <= limit
-    low = max((n for n, fits in known.items() if fits), default=0)
-    high = min(n for n, fits in known.items() if not fits)
-    assert low <= limit < high and high - low <= max(1024, 0.02 * low)
-    assert len(known) <= 12 if 0.8 < guess / limit < 1.25 else len(known) < 60
-
-
-@pytest.mark.parametrize("limit", range(1, 9))
-def test_a_search_of_small_numbers_comes_to_its_end(limit: int) -> None:
-    """A quarter more than 1, 2 or 3 is no whole number more."""
-    known: dict[int, bool] = {}
-    while (scale := next_size(known, 1, 0.0, 1)) is not None and scale not in known:
+    while (scale := next_scale(known, guess)) is not None and scale not in known:
         known[scale] = scale <= limit
     assert scale is None and known[limit] and not known[limit + 1]
+    assert len(known) <= 10 if 0.8 < guess / limit < 1.25 else len(known) < 20
 
 
-def test_a_search_goes_on_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def rehearsed(words: list[str], tokens: int, *_: Any) -> Probe:
-        assert " ".join(words).endswith(f"--host_memory_budget 2.000000000 --model_max_length {tokens}")
-        asked.append(tokens)
+    def rehearsed(search: LargestSearch, scale: int, timeout: float) -> Probe:
+        assert " ".join(search.words(scale)).endswith("--remat full --model_max_length 2048")
+        asked.append(scale)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        if tokens > 50_000:
-            return Probe(tokens, False, "out of memory")
-        return Probe(tokens, True, None, tokens * 2**14, tokens * 2**12, 1.0)
+        return Probe(scale, True, None, scale * GIB) if scale <= 5 else Probe(scale, False, "out of memory")
 
-    monkeypatch.setattr(longest, "rehearse", rehearsed)
-    file = tmp_path / "new" / "longest.jsonl"
-    words = f"--models tiny-llama3 --nproc_per_node 2 --first 40K --host_memory 4 --output {file}".split()
-    words += ["--flags", "--offload activations"]
+    monkeypatch.setattr(LargestSearch, "rehearse", rehearsed)
+    file = tmp_path / "new" / "largest.jsonl"
+    words = f"--what training --strategies n_layers --nproc_per_node 4 --length 2K --output {file}".split()
+    words += ["--flags", "--remat full"]
     with pytest.raises(KeyboardInterrupt):
-        longest.main(words)
-    assert longest.main(words) == longest.main(words) == 0
-    again = [tokens for i, tokens in enumerate(asked) if i != 2]
+        largest.main(words)
+    assert largest.main(words) == largest.main(words) == 0
+    again = [scale for i, scale in enumerate(asked) if i != 2]
     assert len(set(again)) == len(again) and asked[2] == asked[3]
-    found = [r for r in read_lines(file) if r["benchmark"] == "longest"]
-    assert len(found) == 1 and 49_000 < found[0]["longest"] <= 50_000 < found[0]["too_long"]
-    assert found[0]["host_bytes"] == 2 * found[0]["longest"] * 2**12 and found[0]["reason"] == "out of memory"
-    assert found[0]["tokens_per_gpu_gib"] == pytest.approx(GIB / 2**14 / 2)
-
-
-def test_a_limit_on_file_is_shown_and_not_searched_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "longest.jsonl"
-    file.write_text((Path(longest.__file__).parent / "results" / "longest-1b-1xh200.jsonl").read_text())
-    flags = "--torch_compile True --offload activations --remat full --tile_layers True"
-    words = ["--models", "llama3.2-1b", "--nproc_per_node", "1", "--flags", flags, "--output", str(file)]
-    assert longest.main(words) == 0
-    assert "3,080,192 tokens, 22,407 a GiB of GPU memory, 17,476 a GiB of host memory" in capsys.readouterr().out
+    (found,) = [r for r in read_lines(file) if r["benchmark"] == "largest"]
+    assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
 
 
 @pytest.mark.parametrize(
     ("why", "ends"), [("out of memory", True), ("killed: Signal 9 (SIGKILL)", True), ("no such preset", False)]
 )
-def test_only_a_lack_of_memory_counts_as_too_long(why: str, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_lack_of_memory_counts_as_too_large(why: str, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise Failed(why)
 
-    monkeypatch.setattr(search, "run", run)
-    limit = LongestSearch("tiny-llama3", "", 1, None, None)
+    monkeypatch.setattr(largest, "run", run)
+    search = LargestSearch("training", "all", 256, "", 1, None)
     if ends:
-        assert limit.attempt(1024, 1.0) == Probe(1024, False, why)
+        assert search.attempt(1, 1.0) == Probe(1, False, why)
     else:
         with pytest.raises(ValueError, match=why):
-            limit.attempt(1024, 1.0)
+            search.attempt(1, 1.0)
 
 
 def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: Path) -> None:
@@ -111,29 +84,13 @@ def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: P
 
 def test_a_garbled_line_is_named_and_the_search_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "largest.jsonl"
-    words = f"--what weights --strategies all --gpu_memory 2 --first 2 --output {file}".split()
+    words = f"--what weights --strategies all --gpu_memory 2 --output {file}".split()
     assert largest.main(words) == 0
     lines = file.read_text().splitlines()
     file.write_text("\n".join((lines[0][:40], *lines[1:])) + "\n")
     assert largest.main(words) == 0
     assert f"{file} line 1 is not JSON" in capsys.readouterr().err
     assert len(read_lines(file)) == len(lines) - 1, "the limit was found before"
-
-
-def test_training_is_rehearsed_with_the_flags_that_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    def rehearsed(words: list[str], size: int, about: str, gpus: int, memory: float | None, timeout: float) -> Probe:
-        seen.append(words)
-        return Probe(size, size <= 5, None if size <= 5 else "out of memory", size * GIB)
-
-    monkeypatch.setattr(largest, "rehearse", rehearsed)
-    file = tmp_path / "largest.jsonl"
-    words = f"--what training --strategies all --nproc_per_node 4 --first 8 --output {file}".split()
-    assert largest.main([*words, "--flags", "--remat full", "--length", "2K"]) == 0
-    found = read_lines(file)[-1]
-    assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
-    assert all("--remat full --model_max_length 2048" in " ".join(each) for each in seen)
 
 
 def test_a_search_begins_where_the_plan_says_that_memory_ends() -> None:
@@ -146,12 +103,6 @@ def test_a_search_begins_where_the_plan_says_that_memory_ends() -> None:
 
 
 @pytest.mark.slow
-def test_real_rehearsals_count_what_a_given_memory_holds(tmp_path: Path) -> None:
-    file = tmp_path / "longest.jsonl"
-    limits = "--gpu_memory 0.16 --first 8K --step 8K --resolution 0.5 --nproc_per_node 1"
-    assert longest.main(f"--models tiny-llama3 {limits} --output {file}".split()) == 0
-    *probes, found = read_lines(file)
-    assert {probe["fits"] for probe in probes} == {True, False}
-    assert found["peak_bytes"] <= 0.16 * GIB and "more than 0.16 GiB" in found["reason"]
+def test_real_rehearsals_count_what_a_given_memory_holds() -> None:
     assert LargestSearch("training", "all", 256, "", 1, gpu_memory=2.0).attempt(1, 120.0).fits
     assert not LargestSearch("training", "all", 256, "", 1, gpu_memory=0.1).attempt(1, 120.0).fits

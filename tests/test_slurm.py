@@ -49,7 +49,7 @@ def split(job: Job) -> tuple[list[str], list[str], list[str]]:
 
 
 def value(words: list[str], flag: str) -> str:
-    """What a flag is set to; the last one counts."""
+    """Returns the value of a flag; the last one counts."""
     return words[len(words) - 1 - words[::-1].index(flag) + 1]
 
 
@@ -269,7 +269,7 @@ def test_a_job_fails_with_its_program_and_keeps_what_it_said(cluster: Cluster) -
 
 
 def trained(cluster: Cluster, output: str) -> dict[str, Any]:
-    """What a run wrote of itself, if its losses are all there and fell."""
+    """Returns run.json of a run, whose losses must all be there and fall."""
     records = [json.loads(line) for line in (cluster.home / output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     assert records[1]["loss"] < records[0]["loss"] < 7

@@ -1,4 +1,4 @@
-"""What a run says of the source that made it."""
+"""The commit and changes that a run records of its source."""
 
 import subprocess
 from pathlib import Path

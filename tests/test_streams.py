@@ -1,6 +1,6 @@
 """Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
@@ -169,13 +169,6 @@ def test_an_exchange_that_does_not_wait_is_seen(without: str, tmp_path: Path) ->
     assert all(bad[0] for bad in found.values()), found
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def _layers_away(
     group: int, in_flight: int, limit_bytes: float, staying: Sequence[int] = ()
 ) -> tuple[set[str], set[str]]:
@@ -215,7 +208,7 @@ def _layers_away(
         (1, 2, 1e6, (4,)),
     ],
 )  # fmt: skip
-def test_what_layers_hand_over_is_in_order_on_every_stream(
+def test_offloaded_activations_are_ordered_on_every_stream(
     group: int, in_flight: int, limit_bytes: float, staying: Sequence[int]
 ) -> None:
     assert _layers_away(group, in_flight, limit_bytes, staying) == NONE

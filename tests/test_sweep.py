@@ -230,10 +230,11 @@ def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Ca
     assert status == 0
     rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
     assert [row for row in rows if row and row[0].isdecimal()] == [
-        ["1", "1", "failed"],
-        ["2", "4", "done"],
-        ["3", "5", "pending"],
+        ["1", "seed-1", "failed"],
+        ["2", "seed-4", "done"],
+        ["3", "seed-5", "pending"],
     ]
+    assert not [line for line in shown.splitlines() if line.endswith(" ")]
     assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in shown
     assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
 

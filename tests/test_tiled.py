@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
@@ -25,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from worlds import one_process
 
 from lightseq import hf
 from lightseq.memory import offload
@@ -53,11 +53,9 @@ HIDDEN, ATTENTION, KEY_VALUE = 16, 16, 8  # widths of a token
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A world of this process, and tiles of seven tokens."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.MonkeyPatch.context() as patch:
+    with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 7)
         yield
-    dist.destroy_process_group()
 
 
 def build(name: str) -> PreTrainedModel:
@@ -216,7 +214,7 @@ def held_by_backward(
 ) -> float:
     """The most elements of one token that the backward pass of one layer, or of three under one checkpoint, makes."""
     found = []
-    for length in (256, 512):
+    for length in (128, 256):
         model, batch = build("llama"), ids(length=length)
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
@@ -237,7 +235,7 @@ def held_by_backward(
             with live:
                 given.backward(torch.ones_like(given))
         found.append(live.peak)
-    return (found[1] - found[0]) / 256 / 8
+    return (found[1] - found[0]) / 128 / 8
 
 
 def test_gradients_of_weights_add_up_in_float32() -> None:

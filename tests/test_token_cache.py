@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import Ended, program
+from programs import programs
 from worlds import spawn
 
 from lightseq.data import token_cache
@@ -104,7 +104,7 @@ def refusal(source: str | Path, tokenizer: Tokenizer | None = None, **how: Any) 
 # ---- what is learnt -------------------------------------------------------------------------------------------------
 
 
-def test_of_a_chat_the_answers_alone_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+def test_only_the_answers_of_a_chat_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
     sharegpt = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
     for name, row in (("a", {"messages": CHAT}), ("b", {"conversations": sharegpt})):
         examples = opened(lines(tmp_path / f"{name}.jsonl", row), mistral)
@@ -123,7 +123,7 @@ def test_llama3s_own_tokenizer_reads_a_chat_as_its_template_writes_it(tmp_path: 
     assert llama3.vocab_size > 128_000 and examples[0].input_ids[0] == 128_000
 
 
-def test_of_a_prompt_the_answer_alone_is_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+def test_only_the_answer_to_a_prompt_is_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
     for number, row in enumerate(({"prompt": "2+2=", "completion": "4"}, {"instruction": "2+2=", "output": "4"})):
         path = lines(tmp_path / f"{number}.jsonl", row)
         assert learnt(opened(path), ByteTokenizer()) == ["4"]
@@ -195,7 +195,7 @@ def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
         assert targets == sum(m + 1 for _, m in ((3, 10), (30, 1), (1, 1))), length
         barren = sum(not (examples[i].labels != IGNORE_INDEX).any() for i in range(len(examples)))
         assert any(f"{barren} window" in note and "without a target" in note for note in examples.notes) is (barren > 0)
-        assert any(f"({path} line 2: " in note for note in examples.notes) is (barren > 0), "most of them are here"
+        assert any("(document 1: " in note for note in examples.notes) is (barren > 0), "most of them are here"
 
 
 def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
@@ -234,7 +234,9 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     assert meta["source"] == str(path) and meta["kind"] == "text" and meta["skipped"] == {}
 
 
-def test_of_those_who_want_the_same_tokens_one_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_readers_writes_the_tokens_that_all_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lines(tmp_path / "a.jsonl", *({"text": f"text {i}"} for i in range(600)))
     written: list[Path] = []
     write = token_cache._write
@@ -246,13 +248,13 @@ def test_of_those_who_want_the_same_tokens_one_writes_them(tmp_path: Path, monke
     assert len(written) == 1 and found == [[*b"text 599", 256]] * 4
 
 
-def test_what_failed_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+def test_a_failed_tokenization_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(300)), {"body": "x"})
     assert "line 301 has no column 'text'; it has: body" in refusal(path)
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_what_a_killed_process_left_is_cleared_away_and_stops_nobody(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_stop_nobody(tmp_path: Path) -> None:
     path, cache = lines(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "cache"
     directory = opened(path).source.path
     shutil.rmtree(directory)
@@ -323,7 +325,7 @@ def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
 # ---- bad data -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_is_counted_named_and_kept(tmp_path: Path) -> None:
+def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": ""}, {"prompt": "", "completion": None}]
     path = lines(tmp_path / "a.jsonl", *rows, *rows)
     examples = opened(path)
@@ -396,10 +398,6 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
 # ---- in a run -------------------------------------------------------------------------------------------------------
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "llama3", words) for words in runs]
-
-
 @pytest.mark.slow
 def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * (40 if i == 5 else 3), "completion": "answer"[: 1 + i % 6]} for i in range(8)]
@@ -414,14 +412,14 @@ def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path
         f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True",
         f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True --seed 1 --num_train_epochs 2",
     ]
-    ends = spawn(2, programs, runs)[0]
+    ends = spawn(2, programs, "llama3", runs)[0]
     assert [end.status for end in ends] == [0, 0, 0, 2], [end.err for end in ends]
     said = [" ".join(end.out.split()) for end in ends]
     whole, parts = (read_records(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
     targets = sum(2 + i % 6 for i in range(8))
     assert [sum(record["valid_tokens"] for record in records) for records in (whole, parts)] == [targets, targets]
     assert f"left out: 1 without an answer ({path} line 9" in said[0]
-    assert f"2 windows of 10 without a target ({path} line 6: 2)" in said[0]
+    assert "2 windows of 10 without a target (document 5: 2)" in said[0]
     assert "1 a step from example 6 on, none skipped or repeated" in said[2]
     assert len(whole) == 10 and len(parts) == 3 + 4
     assert "was trained with --seed 42, not with --seed 1" in ends[3].err
@@ -440,7 +438,7 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
             ("each", ""), ("all", "--logging_steps 8"), ("ranks", "--logging_steps 4 --sequence_parallel_size 1")
         )
     ]  # fmt: skip
-    ends = spawn(2, programs, runs)[0]
+    ends = spawn(2, programs, "llama3", runs)[0]
     assert [end.status for end in ends] == [0, 0, 0], [end.err for end in ends]
     each, whole, ranks = (read_records(tmp_path / run / "metrics.jsonl") for run in ("each", "all", "ranks"))
     losses = [record["loss"] for record in each if record["loss"] is not None]
@@ -456,15 +454,14 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf::", "hf:a::b", "hf:a:b:c:d"])
-def test_what_names_no_data_set_is_refused_before_the_hub_is_asked(source: str) -> None:
+def test_a_malformed_hub_name_is_refused_before_the_hub_is_asked(source: str) -> None:
     with pytest.raises(ValueError, match=f"{source} names no data set; give hf:NAME"):
         source_identity(source)
 
 
 @pytest.mark.parametrize(
     "odd", [{"kind": 3}, {"kind": None}, {"skipped": []}, {"skipped": {"empty": "1"}}, {"skipped_rows": [3]},
-            {"padding": 1}, {"padding": {"rows": 1}}, {"passed_over": {"files": 1, "first": 2}}, {"tokenizer": [1]},
-            {"longest_prompts": [{"row": "x"}]}],
+            {"padding": 1}, {"padding": {"rows": 1}}, {"passed_over": {"files": 1, "first": 2}}, {"tokenizer": [1]}],
     ids=str,
 )  # fmt: skip
 def test_kept_tokens_whose_meta_file_is_of_odd_types_are_one_line(tmp_path: Path, odd: dict[str, Any]) -> None:

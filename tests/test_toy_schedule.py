@@ -1,7 +1,8 @@
 """A schedule of one's own: ten lines, a row of the table, and training with it."""
 
 import pytest
-from goldens import check_ended, numbers_of_run, run_programs, words_of, write_inputs
+from goldens import check_ended, numbers_of_run, words_of, write_inputs
+from programs import programs
 from worlds import spawn
 
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule
@@ -26,7 +27,7 @@ TOY = Algorithm("contiguous", 1, farthest_first)
 
 def train_with_toy(rank: int, runs: list[str]) -> list:
     SCHEDULES["toy"] = TOY
-    return run_programs(rank, "llama3", runs)
+    return programs(rank, "llama3", runs)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -20,12 +20,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import FAMILIES, Ended, program
+from programs import FAMILIES, Ended, program, programs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import free_port, spawn
 
@@ -71,10 +72,6 @@ ORIGINAL = """--fp16 --num_train_epochs 3 --per_device_train_batch_size 1 --per_
     --tf32 False --model_max_length 2048 --gradient_checkpointing True --lazy_preprocess True"""
 
 
-def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
-    return [program(rank, family, words) for words in runs]
-
-
 def train(world: int, family: str, *runs: str) -> list[Ended]:
     """Training programs one after the other on one world; what rank 0 said."""
     ends = spawn(world, programs, family, list(runs))
@@ -86,7 +83,7 @@ def train(world: int, family: str, *runs: str) -> list[Ended]:
 
 
 class Files(NamedTuple):
-    """What a run reads, and where it may write."""
+    """The inputs of a run, and the folder for its outputs."""
 
     root: Path
 
@@ -226,7 +223,7 @@ def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
     return program(rank, family, words)
 
 
-def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
+def test_a_nonfinite_gradient_skips_its_step_and_is_named(files: Files) -> None:
     words = files.words("llama2", "sick", "--max_steps 4 --lr_scheduler_type constant")
     ends = spawn(2, sick, "llama2", words, (2,))
     assert [end.status for end in ends] == [0, 0]
@@ -240,7 +237,7 @@ def test_a_sick_gradient_skips_its_step_and_is_named(files: Files) -> None:
 
 
 def sums_over_ranks(rank: int, family: str, words: str) -> int:
-    """How many tensors as large as gradients a program sums over its ranks."""
+    """Counts the gradient-sized tensors that a program sums over its ranks."""
     found, all_reduce = [], torch.distributed.all_reduce
 
     def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +257,7 @@ def test_copies_sum_their_gradients_once_an_update(files: Files) -> None:
     assert once == often and all(n > 0 for n in once)
 
 
-def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files: Files) -> None:
     words = files.words("llama2", "sicker", "--max_steps 9 --save_steps 2")
     ends = spawn(2, sick, "llama2", words, tuple(range(3, 10)))
     assert [end.status for end in ends] == [1, 1]
@@ -269,7 +266,7 @@ def test_too_many_sick_steps_in_a_row_end_the_run_and_leave_its_checkpoint(files
     assert ends[1].err == "" and "checkpoint-2" in files.checkpoints("sicker")
 
 
-def test_sick_steps_are_counted_one_by_one_however_seldom_the_log(files: Files) -> None:
+def test_skipped_steps_are_counted_one_by_one_at_any_logging_interval(files: Files) -> None:
     """Windows of four: two in a row across a border end no run, three do."""
     words = files.words("llama2", "seldom", "--max_steps 12 --save_strategy no --logging_steps 4")
     ends = spawn(2, sick, "llama2", words, (2, 4, 5, 8, 9, 10, 11))
@@ -323,7 +320,7 @@ def preempted(rank: int, family: str, words: str, number: int) -> Ended:
 
 
 def asked(rank: int) -> list[tuple[str | None, bool]]:
-    """What the ranks agree on in two steps; the first rank is late, the second gets a signal once it has asked."""
+    """Returns the ranks' agreement in two steps; the first rank is late, the second gets a signal once it has asked."""
     answers = []
     with StopRequest() as stop:
         for step in range(2):
@@ -434,8 +431,7 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
 ) -> None:
     """A launcher makes a SIGTERM of the second; a scheduler may send several."""
     (tmp_path / "told.py").write_text(TOLD_TWICE)
-    words = [sys.executable, str(tmp_path / "told.py"), first, last]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    done = forked.run(f"{tmp_path}/told.py {first} {last}", tmp_path)
     assert done.returncode == (-getattr(signal, last) if ends else 0), done.stderr
     answer = STOP_MESSAGE.format("another" if first == "SIGINT" else "a")
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
@@ -455,7 +451,7 @@ def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
 
 
 def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files) -> None:
-    """What was refused at first would else be overwritten, or gone on with, at the second try."""
+    """A directory that was refused at first must not be overwritten or resumed at the second try."""
     words = files.words("llama2", "others", "--max_steps 2 --save_steps 1")
     train(2, "llama2", words)
     before = files.records("others")
@@ -473,15 +469,28 @@ sys.exit(world.restarts < int(sys.argv[2]))
 """
 
 
-def test_two_launches_differ_and_a_launch_is_the_same_after_a_restart(tmp_path: Path) -> None:
-    """Told nothing else, torch's launcher has one name for all that it ever starts."""
+def test_a_launch_keeps_its_name_after_a_restart_and_another_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    words, store = f"{tmp_path}/launched.py {tmp_path}/launches 0", None
+    for restarts in ("0", "1"):
+        world = forked.World(1, words, tmp_path, {"TORCHELASTIC_RESTART_COUNT": restarts}, store)
+        store = world.store
+        assert [end.returncode for end in world.end()] == [0]
+    forked.World(1, words, tmp_path).end()
+    first, again, other = (tmp_path / "launches").read_text().split()
+    assert first == again != other
+
+
+@pytest.mark.slow
+def test_launches_of_torch_have_names_that_restarts_keep(tmp_path: Path) -> None:
+    """Torch's launcher gives every launch the same run id by default."""
     (tmp_path / "launched.py").write_text(LAUNCHED)
     launcher = "-m torch.distributed.run --nproc_per_node=1 --max_restarts=1 --monitor_interval=0.1 --master_port"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     for restarts in (1, 0):
         words = f"{launcher} {free_port()} {tmp_path}/launched.py {tmp_path}/launches {restarts}"
-        subprocess.run([sys.executable, *words.split()], env=environment, check=True, capture_output=True, timeout=120)
-    first, again, other = (tmp_path / "launches").read_text().splitlines()
+        done = forked.start(words, tmp_path, "launcher", {"PYTHONPATH": str(ROOT)}).end(time.monotonic() + 120)
+        assert done.returncode == 0, done.stderr
+    first, again, other = (tmp_path / "launches").read_text().split()
     assert first == again != other
 
 
@@ -783,14 +792,11 @@ def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
     assert not [line for line in (output / "run.json").read_text().splitlines() if "API_KEY" in line]
 
 
-def test_a_record_has_the_promised_keys(files: Files) -> None:
+def test_a_record_counts_tokens_and_bytes_of_its_step(files: Files) -> None:
     train(2, "llama3", files.words("llama3", "keys", "--max_steps 2 --save_strategy no"))
-    promised = """step loss grad_norm skipped_steps learning_rate tokens valid_tokens step_seconds tokens_per_second
-        tokens_per_second_per_gpu model_tflops_per_gpu mfu hfu peak_memory_allocated_bytes peak_memory_reserved_bytes
-        host_rss_bytes offloaded_bytes data_seconds comm_bytes training_tokens_percent attention_balance
-        saving_seconds slowest_rank slowest_rank_share steps_without_target padding_percent"""
-    for record in files.records("keys"):
-        assert sorted(record) == sorted(promised.split())
+    first, second = files.records("keys")
+    assert first.keys() == second.keys()
+    for record in (first, second):
         assert (record["tokens"], record["valid_tokens"]) == (LENGTH, DOCUMENT - 1)
         assert record["training_tokens_percent"] == pytest.approx(100 * (DOCUMENT - 1) / LENGTH)
         assert record["tokens_per_second"] == pytest.approx(2 * record["tokens_per_second_per_gpu"])

@@ -68,7 +68,7 @@ def run(rank: int, words: str, folder: str) -> Outcome:
 
 
 def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
-    """What did not pass."""
+    """Returns the cases that did not pass."""
     offload.MIN_BYTES = 0
     wrong = []
     for case in cases:
@@ -294,7 +294,7 @@ def refused(rank: int, folder: str, cases: Sequence[tuple[str, str]]) -> list[st
     return wrong
 
 
-def test_what_training_refuses_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
+def test_refusals_of_training_end_verify_with_status_2_and_one_line(tmp_path: Path) -> None:
     cases = [
         (f"{TINY3} 100 --schedule nonsense", "error: --schedule 'nonsense' is unknown"),
         (f"{TINY3} 100 --kernel fa4", "error: kernel fa4 cannot run here"),

@@ -115,7 +115,7 @@ def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
         assert watchdog._here(1).position == (7, PHASES.index("evaluation"))
 
 
-def test_who_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
+def test_a_rank_that_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
     ends: list[str] = []
     with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 0.2, tmp_path, ends.append) as watchdog:
         time.sleep(0.6)
@@ -125,7 +125,7 @@ def test_who_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
     assert len(ends) == 1 and "(step 1, data, for" in ends[0]
 
 
-def test_who_makes_progress_within_a_phase_may_take_its_time(tmp_path: Path) -> None:
+def test_a_rank_that_makes_progress_within_a_phase_may_take_its_time(tmp_path: Path) -> None:
     ends: list[str] = []
     passes = 0
     with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 1.5, tmp_path, ends.append) as watchdog:
@@ -180,7 +180,7 @@ class Gone(Unreachable):
 
 
 @pytest.mark.parametrize("holds", ["a folder", "nothing"])
-def test_who_can_ask_no_store_and_write_no_file_still_says_so_and_ends(
+def test_a_rank_without_store_and_file_still_reports_and_ends(
     holds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []

@@ -1,9 +1,11 @@
 """Runs a test's function on several processes joined by gloo (or nccl), and brings failures and results back."""
 
+import gc
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +49,16 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
     return [results[rank] for rank in range(world)]
 
 
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Joins a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def forkserver() -> Any:
     """Imports torch and transformers once, not once a process; they may initialise CUDA, though."""
     context = mp.get_context("forkserver")
@@ -57,6 +69,7 @@ def forkserver() -> Any:
 
 
 def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
+    gc.freeze()  # a collection would look at all that the server has imported, and copy its memory
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
+from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
 from lightseq.models import weights
 
@@ -96,7 +96,7 @@ def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
 
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if job.world.is_main:
-            weights.initialize(model, job.seed)
+            weights.initialize(model, SEED)
 
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------

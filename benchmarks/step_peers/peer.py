@@ -17,6 +17,8 @@ from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models import weights
 from lightseq.training.step_stats import StepResult
 
+SEED = 0  # of weights and data
+LEARNING_RATE = 1e-5
 CLIP_NORM = 1.0  # as lightseq's default is
 
 
@@ -27,9 +29,7 @@ class Job:
     config: LlamaConfig
     length: int  # of the one sequence, which all ranks share
     world: World
-    learning_rate: float
-    seed: int
-    compile: bool  # honoured by peers that compile at all
+    learning_rate: float = LEARNING_RATE
 
     @property
     def on_gpu(self) -> bool:
@@ -76,7 +76,7 @@ class Job:
         """Builds all parameters on this device, float32, the same on every rank and for every implementation."""
         model = weights.build_on_meta(self.config)
         weights.materialize(model, self.world.device)
-        weights.initialize(model, self.seed)
+        weights.initialize(model, SEED)
         model.config.use_cache = False
         return model
 

@@ -38,7 +38,7 @@ def prepare(job: Job) -> Peer:
     model.set_attn_implementation(NAME)
     for layer in model.model.layers:
         layer.forward = checkpointed(layer.forward)
-        if job.compile:
+        if job.on_gpu:
             layer.forward = torch.compile(layer.forward)
     loss_model = shard_parameters(LossModel(model), job)
     optimizer = job.adamw(loss_model)
@@ -53,7 +53,7 @@ def prepare(job: Job) -> Peer:
         optimizer.zero_grad()
         return StepOutcome(loss.detach(), plain_tensor(norm))
 
-    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.compile}
+    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.on_gpu}
     return Peer(step, {**facts, "transport": "nccl" if job.on_gpu else "gloo"})
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from benchmarks.step_peers.peer import Job, Peer, measure
+from benchmarks.step_peers.peer import SEED, Job, Peer, measure
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import check_devices, init_distributed
 
@@ -34,9 +34,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("peer", choices=PEERS)
     for name in ("model", "data", "result"):
         out.add_argument(f"--{name}", type=Path, required=True)
-    for name, kind in (("length", int), ("steps", int), ("seed", int), ("learning_rate", float), ("timeout", float)):
+    for name, kind in (("length", int), ("steps", int), ("timeout", float)):
         out.add_argument(f"--{name}", type=kind, required=True)
-    out.add_argument("--no_compile", action="store_true")
     return out
 
 
@@ -45,10 +44,8 @@ def main(words: Sequence[str]) -> None:
     with init_distributed(flags.timeout) as world:
         check_devices(world)
         config = LlamaConfig.from_pretrained(flags.model)
-        job = Job(config, flags.length, world, flags.learning_rate, flags.seed, not flags.no_compile)
-        stream = BatchStream(
-            open_examples(flags.data, flags.length, config.vocab_size), flags.length, 1, seed=flags.seed
-        )
+        job = Job(config, flags.length, world)
+        stream = BatchStream(open_examples(flags.data, flags.length, config.vocab_size), flags.length, 1, seed=SEED)
         peer: Peer = importlib.import_module(PEERS[flags.peer]).prepare(job)
         outcome = measure(lambda step: peer.step(stream.batch(step)), range(flags.steps), world.device)
         if world.is_main:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
@@ -13,23 +14,8 @@ from lightseq.schedule.algorithms import SCHEDULES
 if TYPE_CHECKING:  # TrainConfig imports these checks
     from lightseq.config.train_config import TrainConfig
 
+AUTO: Final[dict[str, Any]] = {"auto": None}  # beside the names of a registry, which may grow while the program runs
 EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
-
-
-class AutoOr(Collection[str]):
-    """`auto` and the names of a registry, which may grow while the program runs."""
-
-    def __init__(self, registry: Mapping[str, Any]) -> None:
-        self._registry = registry
-
-    def __contains__(self, name: object) -> bool:
-        return name == "auto" or name in self._registry
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("auto", *self._registry))
-
-    def __len__(self) -> int:
-        return 1 + len(self._registry)
 
 
 CHOICES: Final[Mapping[str, Collection[str]]] = {
@@ -38,8 +24,8 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "report_to": ("none", "tensorboard", "wandb"),
     "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
-    "schedule": AutoOr(SCHEDULES),
-    "kernel": AutoOr(KERNELS),
+    "schedule": ChainMap(SCHEDULES, AUTO),
+    "kernel": ChainMap(KERNELS, AUTO),
     "transport": (
         *("auto", "nccl", "gloo", "symmetric"),
         *("auto-blocking", "nccl-blocking", "gloo-blocking", "symmetric-blocking"),

@@ -151,9 +151,8 @@ def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: i
     barren = count_targetless_windows(source, first, length)
     if not barren.any():
         return ()
-    rows = {prompt["document"]: prompt["row"] for prompt in source.meta.get("longest_prompts", ())}
     most = [document for document in np.argsort(-barren, kind="stable")[:MAX_NAMED].tolist() if barren[document]]
-    shown = "; ".join(f"{rows.get(i, f'document {i}')}: {int(barren[i]):,}" for i in most)
+    shown = "; ".join(f"document {i}: {int(barren[i]):,}" for i in most)
     more = "; …" if int((barren > 0).sum()) > MAX_NAMED else ""
     windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)

@@ -41,13 +41,19 @@ def read_rows(source: str | Path, limit: int | None = None) -> Iterator[NamedRow
     return islice(_read_rows(source), limit)
 
 
-def get_text(row: Row, column: str, where: str) -> str:
-    """Returns a text column; null counts as empty. Raises ValueError if it is missing or not text."""
+def get_column(row: Row, column: str, where: str) -> Any:
+    """Returns a column of a row. Raises ValueError if it is missing."""
     if column not in row:
         raise ValueError(f"{where} has no column {column!r}; it has: {join_names(row)}")
-    if not isinstance(row[column], str | None):
-        raise ValueError(f"{where}: {column!r} is {row[column]!r:.40}, not text")
-    return check_encodable(row[column] or "", where)
+    return row[column]
+
+
+def get_text(row: Row, column: str, where: str) -> str:
+    """Returns a text column; null counts as empty. Raises ValueError if it is missing or not text."""
+    text = get_column(row, column, where)
+    if not isinstance(text, str | None):
+        raise ValueError(f"{where}: {column!r} is {text!r:.40}, not text")
+    return check_encodable(text or "", where)
 
 
 def join_names(columns: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightseq.data.sources import Row, check_encodable, get_text, join_names
+from lightseq.data.sources import Row, check_encodable, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
 from lightseq.utils.formatting import first_line
@@ -76,13 +76,6 @@ def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> R
         f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {join_names(columns)}; "
         "name the text with --text_column"
     )
-
-
-def get_column(row: Row, name: str, where: str) -> Any:
-    """Returns a column of a row. Raises ValueError if it is missing."""
-    if name not in row:
-        raise ValueError(f"{where} has no column {name!r}; it has: {join_names(row)}")
-    return row[name]
 
 
 def _read_text(row: Row, name: str, where: str) -> Sample:

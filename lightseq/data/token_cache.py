@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -51,19 +50,6 @@ META_FIELDS: Final = {  # fields of meta.json beyond those of any token director
     "padding": {"rows": int, "tokens": int},
     "passed_over": {"files": int, "first": [str]},
 }
-
-
-@dataclass
-class LongestPrompts:
-    """Documents with the longest runs of tokens that are no targets; a whole window may lie in such a run."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, document: int, where: str, targets: TargetMask) -> None:
-        edges = np.flatnonzero(np.concatenate([[True], targets[1:], [True]]))  # the first token is never a target
-        if longest := int(np.diff(edges).max()) - 1:
-            row = {"document": document, "row": where, "tokens": longest}
-            self.rows = sorted([*self.rows, row], key=lambda row: -row["tokens"])[:MAX_NAMED]
 
 
 def open_rows(
@@ -168,7 +154,7 @@ def _write(
 ) -> None:
     kind, rows = format_and_rows(source, read_options.text_column, read_options.limit)
     skipped = SkippedRows()
-    prompts, ignored = LongestPrompts(), ignored_files(source)
+    ignored = ignored_files(source)
 
     def extra_meta() -> dict[str, object]:
         return {
@@ -179,11 +165,10 @@ def _write(
             **skipped.facts(),
             "padding": dict(skipped.padding),
             "passed_over": {"files": len(ignored), "first": ignored[:MAX_NAMED]},
-            "longest_prompts": prompts.rows,
             "made": provenance,
         }
 
-    documents = _tokenize(rows, kind, vocab_size, tokenizer, skipped, prompts)
+    documents = _tokenize(rows, kind, vocab_size, tokenizer, skipped)
     shown = progress_bar(documents, progress=progress)
     try:
         write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=kind.masked)
@@ -200,9 +185,7 @@ def _tokenize(
     vocab_size: int,
     tokenizer: Tokenizer,
     skipped: SkippedRows,
-    prompts: LongestPrompts,
 ) -> Iterator[tuple[IntArray, TargetMask | None]]:
-    written = itertools.count()
     for batch in tokenizer_batches(rows):
         read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
@@ -219,9 +202,6 @@ def _tokenize(
             elif targets is not None and not kind.masked and not targets[1:].all():
                 raise ValueError(f"{where} has labels, and the first row has none; give every row labels")
             else:
-                number = next(written)
-                if targets is not None:
-                    prompts.add(number, where, targets)
                 yield ids, targets
 
 

@@ -35,7 +35,6 @@ REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": 
 OPTIONAL_META = {  # optional fields
     "targets": bool,
     "tokenizer": (str, type(None)),
-    "longest_prompts": [{"document": int, "row": str}],
 }
 
 

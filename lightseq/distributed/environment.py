@@ -103,7 +103,7 @@ def use_large_pages() -> None:
 
 
 def lock_pages_on_all_threads() -> None:
-    """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log-measurements.md).
+    """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log.md).
 
     torch reads the setting at its first page-locked tensor; the user's own setting wins.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,48 @@ def _class(module: str, name: str) -> Any:
     return getattr(import_module(f"lightseq.kernels.{module}"), name)
 
 
-KERNELS: dict[str, Callable[[KernelSpec], Kernel]] = {
-    "fa4": lambda spec: _class("flash_attn", "FlashAttention4")(spec.deterministic),
-    "fa3": lambda spec: _class("flash_attn", "FlashAttention3")(spec.deterministic),
-    "fa2": lambda spec: _class("flash_attn", "FlashAttention2")(spec.deterministic),
-    "cudnn": lambda spec: _class("torch_native", "CudnnKernel")(),
-    "aten": lambda spec: _class("torch_native", "AtenKernel")(spec.deterministic),
-    "cpu": lambda spec: _class("torch_native", "CpuKernel")(),
-    "reference": lambda spec: _class("reference", "ReferenceKernel")(),
+@dataclass(frozen=True)
+class RegisteredKernel:
+    """A row of the list of kernels. Calling it makes the kernel."""
+
+    make: Callable[[KernelSpec], Kernel]
+    description: str
+    runs_on: str
+
+    def __call__(self, spec: KernelSpec) -> Kernel:
+        return self.make(spec)
+
+
+KERNELS: dict[str, RegisteredKernel] = {
+    "fa4": RegisteredKernel(
+        lambda spec: _class("flash_attn", "FlashAttention4")(spec.deterministic),
+        "FlashAttention-4, from the package flash-attn-4 (a wheel)",
+        "Hopper, Blackwell",
+    ),
+    "fa3": RegisteredKernel(
+        lambda spec: _class("flash_attn", "FlashAttention3")(spec.deterministic),
+        "FlashAttention-3, built from source",
+        "Hopper",
+    ),
+    "fa2": RegisteredKernel(
+        lambda spec: _class("flash_attn", "FlashAttention2")(spec.deterministic),
+        "FlashAttention-2, from the package flash-attn (built from source)",
+        "Ampere and newer",
+    ),
+    "cudnn": RegisteredKernel(
+        lambda spec: _class("torch_native", "CudnnKernel")(), "cuDNN, called through torch", "Ampere and newer"
+    ),
+    "aten": RegisteredKernel(
+        lambda spec: _class("torch_native", "AtenKernel")(spec.deterministic),
+        "torch's own FlashAttention-2",
+        "Ampere and newer",
+    ),
+    "cpu": RegisteredKernel(
+        lambda spec: _class("torch_native", "CpuKernel")(), "torch's flash attention for CPUs", "CPU"
+    ),
+    "reference": RegisteredKernel(
+        lambda spec: _class("reference", "ReferenceKernel")(),
+        "Plain attention in torch: any dtype, memory quadratic in the length",
+        "everywhere",
+    ),
 }

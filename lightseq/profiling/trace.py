@@ -174,10 +174,12 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Returns the breakdown by the phases that the program annotates."""
+    """Returns the breakdown by the phases that the program annotates. Raises ValueError for a trace without a step."""
     annotations = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
     steps = [e for e in annotations if re.fullmatch(r"step \d+", e["name"])]
-    count = max(1, len({e["name"] for e in steps}))
+    if not steps:
+        raise ValueError("the trace has no training step; train with --profile_steps 10:12")
+    count = len({e["name"] for e in steps})
     breakdown = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
     for e in annotations:
         if e["name"] in PHASES:

@@ -123,16 +123,70 @@ class Algorithm:
     # Balance of packed documents. own_layout: every batch gets a layout of its own, which needs tiles of one query
     # chunk with all its keys. even: all ranks share every document. uneven: neither.
     packed_work: Literal["own_layout", "even", "uneven"] = "uneven"
+    # One line for the documentation, and the paper.
+    description: str = ""
+    source: str = ""
 
 
 SCHEDULES: dict[str, Algorithm] = {
-    "ring": Algorithm("contiguous", 1, ring),
-    "striped": Algorithm("striped", 1, striped, packed_work="even"),
-    "zigzag": Algorithm("zigzag", 2, zigzag),
-    "balanced": Algorithm("contiguous", 2, balanced),
-    "prefix": Algorithm("zigzag", 2, prefix, has_head_groups=True, packed_work="own_layout"),
-    "ulysses": Algorithm("contiguous", 1, full_sequence, has_head_groups=True, ulysses_group="all", packed_work="even"),
-    "usp": Algorithm("zigzag", 2, prefix, has_head_groups=True, ulysses_group="half", packed_work="own_layout"),
+    "ring": Algorithm(
+        "contiguous",
+        1,
+        ring,
+        description="Rank r computes with the keys of ranks r, r-1, r-2, … in turn. Early ranks idle.",
+        source="Ring Attention, arXiv 2310.01889",
+    ),
+    "striped": Algorithm(
+        "striped",
+        1,
+        striped,
+        packed_work="even",
+        description="The ring over interleaved tokens.",
+        source="Striped Attention, arXiv 2311.09431",
+    ),
+    "zigzag": Algorithm(
+        "zigzag",
+        2,
+        zigzag,
+        description="The ring; each rank holds a chunk and its mirror image.",
+        source="Llama 3 report, arXiv 2407.21783",
+    ),
+    "balanced": Algorithm(
+        "contiguous",
+        2,
+        balanced,
+        description="Ranks that are done compute for ranks that are not.",
+        source="DistFlashAttn, arXiv 2310.03294",
+    ),
+    "prefix": Algorithm(
+        "zigzag",
+        2,
+        prefix,
+        has_head_groups=True,
+        packed_work="own_layout",
+        description="Each query chunk meets its whole prefix in one kernel call, so that nothing is merged.",
+        source="this project",
+    ),
+    "ulysses": Algorithm(
+        "contiguous",
+        1,
+        full_sequence,
+        has_head_groups=True,
+        ulysses_group="all",
+        packed_work="even",
+        description="Each rank computes some of the heads over the whole sequence.",
+        source="DeepSpeed-Ulysses, arXiv 2309.14509",
+    ),
+    "usp": Algorithm(
+        "zigzag",
+        2,
+        prefix,
+        has_head_groups=True,
+        ulysses_group="half",
+        packed_work="own_layout",
+        description="Heads split over some ranks, `prefix` over the others.",
+        source="USP, arXiv 2405.07719",
+    ),
 }
 
 

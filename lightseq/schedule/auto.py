@@ -35,19 +35,17 @@ def choose_by_time(
     rates: Rates,
     gpus_per_host: int,
     asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
-    gathered_limit_bytes: float | None = None,
     keep_gathered: bool = False,
 ) -> ScheduleChoice:
     """Chooses the schedule with the least predicted time. The result depends on the arguments only, so ranks agree.
 
-    Choices that gather more than the limit are left out; if all do, the one that gathers least is chosen. Raises
-    ValueError if no choice fits `asked`.
+    Raises ValueError if no choice fits `asked`.
     """
     found = [
         ChoiceEstimate(choice, estimate_choice(choice, world, shape, rates, gpus_per_host, keep_gathered))
         for choice in _require_choices(world, shape, asked)
     ]
-    return choose_best(found, shape.kv_heads, gathered_limit_bytes).choice
+    return choose_best(found, shape.kv_heads).choice
 
 
 def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = ScheduleChoice()) -> ScheduleChoice:  # noqa: B008
@@ -76,20 +74,12 @@ def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> S
     return asked._replace(head_groups=asked.head_groups or fewest)
 
 
-def choose_best(
-    found: list[ChoiceEstimate], kv_heads: int, gathered_limit_bytes: float | None = None
-) -> ChoiceEstimate:
-    """Chooses the fastest within the limit on gathered bytes; if there is none, the one that gathers least.
-
-    For the fastest schedule it takes the most head groups that need nearly the same time and no more memory.
-    """
-    fit = [p for p in found if gathered_limit_bytes is None or p.estimate.gathered_bytes <= gathered_limit_bytes]
-    if not fit:
-        return min(found, key=lambda p: (p.estimate.gathered_bytes, p.estimate.seconds))
-    fastest = min(fit, key=lambda p: p.estimate.seconds)  # of equals the first
+def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
+    """Chooses the fastest schedule, with the most head groups that need nearly the same time and no more memory."""
+    fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
     most = max(kv_heads, _head_parts(fastest.choice))
-    similar = [p for p in fit if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
+    similar = [p for p in found if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
     frugal = [
         p for p in similar if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most
     ]

@@ -29,10 +29,10 @@ class Rates:
     merge_passes: float  # how often float32 sums are read or written for each part that is added
 
 
-# Fitted by calibration.py beside this file to benchmarks/results/attention-4xh200.jsonl and -512k.jsonl: layers of 32/8
-# heads of 128 in bfloat16, kernel fa4, four H200 of one host. Points bound by the host are left out: at 16K all but
-# ulysses and prefix with one head group. The points do not separate the link, memory and merge rates: predicted times
-# hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and the values of NCCL are assumed.
+# Fitted (least relative error, by Gauss-Newton on the logarithms) to benchmarks/results/attention-4xh200.jsonl and
+# -512k.jsonl: layers of 32/8 heads of 128 in bfloat16, kernel fa4, four H200 of one host. Points bound by the host are
+# left out: at 16K all but ulysses and prefix with one head group. The points do not separate the link, memory and merge
+# rates: predicted times hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and NCCL's are assumed.
 H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0)
 H200_NCCL = replace(H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7)
 RATES: Mapping[str, Rates] = {"symmetric": H200_SYMMETRIC, "nccl": H200_NCCL}  # by transport

@@ -3,35 +3,11 @@
 python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir outputs/books/merged
 """
 
-import argparse
-import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
-
-from lightseq.checkpoint.checkpoints import TRAINER_STATE
-from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.config.parser import Parser, answered
-from lightseq.models.adapters import CONFIG, read_config, read_json_object, read_rope
-from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.presets import ModelFamily
-from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
-from lightseq.utils.formatting import first_line
-
-PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-NOT_COPIED: Final = (
-    CONFIG,
-    TRAINER_STATE,
-    MANIFEST,
-)  # files of a model's directory that do not hold for the merged one
-OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # in place of rope_parameters in configs of transformers 4
 
 
 def parser() -> Parser:
@@ -44,102 +20,11 @@ def parser() -> Parser:
 
 
 def main(_family: ModelFamily, words: Sequence[str]) -> int:
-    return answered(lambda: _merge(parser().parse_args(words)))
+    return answered(lambda: _merge(words))
 
 
-def _merge(asked: argparse.Namespace) -> None:
+def _merge(words: Sequence[str]) -> None:
+    asked = parser().parse_args(words)
+    from lightseq.tools.merged_weights import merge  # imports torch, which takes seconds
+
     print(merge(asked.adapter, asked.output_dir, asked.model_name_or_path))
-
-
-def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> str:
-    """Writes base + scale · B·A in the base's own dtype, file by file, and a config with the RoPE of the adapter's run.
-
-    Returns a closing line.
-    """
-    settings, rope = read_config(adapter), read_rope(adapter)
-    base = model_name_or_path or settings.get("base_model_name_or_path")
-    if base is None:
-        raise ValueError(f"{adapter / CONFIG} names no model; name it with --model_name_or_path")
-    source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
-    if output_dir.exists() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty; name another")
-    pairs = _pairs(adapter / ADAPTER_WEIGHTS)
-    for directory in (adapter, source):
-        check_weights(directory)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be made ({error.strerror}); name another") from error
-    try:
-        _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
-        for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in NOT_COPIED):
-                shutil.copyfile(path, output_dir / path.name)
-        if rope is not None:
-            _write_config(source / "config.json", output_dir / "config.json", rope)
-    except BaseException:
-        shutil.rmtree(output_dir)  # half a model looks complete
-        raise
-    return f"{len(pairs)} tensors of {base} merged with {adapter} into {output_dir}"
-
-
-def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
-    """Writes a config.json with the RoPE of the adapter's run, without older spellings, which would override it."""
-    others = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
-    target.write_text(json.dumps({**others, **rope}, indent=2) + "\n")
-
-
-def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by the name of their weight."""
-    with _readable(path):
-        tensors = load_file(path)
-    names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
-    if not names:
-        raise ValueError(f"{path} holds no adapter of a linear; copy it again")
-    if unknown := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
-        what = (
-            "is of no linear; merge it with peft" if min(unknown) in tensors else "is missing; copy the adapter again"
-        )
-        raise ValueError(f"{path}: {min(unknown)} {what}")
-    return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
-
-
-def _merge_weights(
-    source: Path, output_dir: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, adapter: Path
-) -> None:
-    with _readable(source):
-        names = tensor_files(source, "name the model with --model_name_or_path")
-    left = set(pairs)
-    for file in sorted(set(names.values())):
-        left -= _merge_file(file, output_dir / file.name, pairs, scale)
-    if left:
-        raise ValueError(
-            f"{source} has no {min(left)}, which {adapter} adapts; name its model with --model_name_or_path"
-        )
-
-
-def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> set[str]:
-    """Merges one file. Returns the names of its weights that were adapted."""
-    merged: dict[str, Tensor] = {}
-    with _readable(source), safe_open(source, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            weight = file.get_tensor(name)
-            if name in pairs:
-                a, b = (x.to(torch.float32) for x in pairs[name])
-                if (len(b), a.shape[1]) != tuple(weight.shape):
-                    raise ValueError(f"{source}: {name} is {list(weight.shape)}, the adapter {[len(b), a.shape[1]]}")
-                weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
-            merged[name] = weight
-    try:
-        save_tensors(merged, target)
-    except SafetensorError as error:
-        raise ValueError(f"{target} cannot be written ({first_line(error)}); name another --output_dir") from error
-    return set(merged) & set(pairs)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({first_line(error)}); copy or download it again") from error

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from lightseq.config.parser import Parser, answered
 from lightseq.models.presets import ModelFamily
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
-from lightseq.schedule.proof import validate
 from lightseq.schedule.render import render
 
 
@@ -30,6 +29,8 @@ def main(_family: ModelFamily, words: Sequence[str]) -> int:
 
 def _draw(words: Sequence[str]) -> None:
     asked = parser().parse_args(words)
+    from lightseq.schedule.proof import validate  # imports torch, which takes seconds
+
     schedule = make_schedule(asked.schedule, asked.ranks, asked.head_groups, asked.ulysses_size)
     validate(schedule)
     print(render(schedule))

@@ -8,14 +8,14 @@ from lightseq.distributed.environment import set_up_process
 from lightseq.models.presets import ModelFamily
 
 
-def main(family: ModelFamily, argv: Sequence[str] | None = None, program: str = "") -> int:
+def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     """Runs `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
 
     Exits 2, with one line, on input that it refuses.
     """
     set_up_process()
     words = list(sys.argv[1:] if argv is None else argv)
-    program = program or family.program or f"{family.name}/train.py"
+    program = family.program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):
         return 0
     from lightseq.training.train import train  # takes seconds

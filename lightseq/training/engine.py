@@ -119,7 +119,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World) -> Engine:
         make_deterministic()
     meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
     memory = plan_memory(config, inputs, world)
-    with explained_out_of_memory(world, None, lambda: out_of_memory(config, inputs.model_config, world, None)):
+    with explained_out_of_memory(world, None, lambda: out_of_memory(config, inputs.model_config, world)):
         if inputs.deepspeed is None:
             engine: Engine = FsdpEngine(config, inputs, world, meshes, memory)
         else:
@@ -153,10 +153,7 @@ def resume_engine(engine: Engine, config: TrainConfig, inputs: Inputs, world: Wo
         engine.restore(directory)
         resume.restore_rng_state(directory, world)
 
-    def explain() -> list[str]:
-        return out_of_memory(config, inputs.model_config, world, memory_parts(config, engine, world.device))
-
-    with explained_out_of_memory(world, None, explain):
+    with explained_out_of_memory(world, None, lambda: out_of_memory(config, inputs.model_config, world)):
         on_all_ranks(world, restore)
 
 

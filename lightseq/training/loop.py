@@ -147,7 +147,7 @@ class Trainer:
 
     def explained_out_of_memory(self) -> AbstractContextManager[None]:
         def explain() -> list[str]:
-            return out_of_memory(self.config, self.inputs.model_config, self.world, self.memory_parts())
+            return out_of_memory(self.config, self.inputs.model_config, self.world)
 
         return explained_out_of_memory(self.world, self.terminal, explain)
 

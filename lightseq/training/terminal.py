@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -18,8 +18,7 @@ from rich.progress import (
 )
 
 from lightseq.utils.formatting import four_significant_digits
-
-QUIET_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
+from lightseq.utils.progress import LINE_SECONDS
 
 
 class Terminal:
@@ -56,7 +55,7 @@ class Terminal:
             progress.update(task, completed=record["step"], status=status)
             return
         now, step = time.monotonic(), record["step"]
-        if step in (self._first + 1, self._total) or now - self._last_line > QUIET_SECONDS:
+        if step in (self._first + 1, self._total) or now - self._last_line > LINE_SECONDS:
             self._last_line = now
             seconds = record["step_seconds"]
             self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")

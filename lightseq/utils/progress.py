@@ -1,10 +1,14 @@
-"""Progress bar on a terminal's stderr, and nowhere else."""
+"""Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
 
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import Final, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+LINE_SECONDS: Final = 5.0  # between two lines where there is no terminal to draw a bar on
 
 T = TypeVar("T")
 
@@ -12,8 +16,22 @@ T = TypeVar("T")
 def progress_bar(
     items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
 ) -> Iterator[T]:
-    """Yields the items, with a progress bar if stderr is a terminal and `progress` is set."""
+    """Yields the items, and shows how many are done if `progress` is set."""
     console = Console(stderr=True)
+    if progress and not console.is_terminal:
+        yield from _with_lines(items, len(items) if total is None and isinstance(items, Sized) else total, description)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (progress and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, disable=not progress) as bar:
         yield from bar.track(items, total=total, description=description)
+
+
+def _with_lines(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
+    begin = last = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - last > LINE_SECONDS:
+            last = now
+            share = "" if total is None else f"/{total:,}"
+            print(f"{description} {done:,}{share}, {now - begin:.0f} s", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
+from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import Plan, can_fit, make_plan, usable_gpu_bytes
 from lightseq.memory.planner.rates import OUTSIDE_BYTES, SLACK, chip_of_device
 from lightseq.memory.planner.run import PlannedRun, planned_run
@@ -136,9 +136,12 @@ def one_sequence_per_gpu(run: PlannedRun) -> PlannedRun:
 
 def _without_device_budget(run: PlannedRun) -> PlannedRun:
     """Turns `--device_memory_budget`, which is for `--offload auto` alone, into a smaller GPU."""
-    memory = usable_gpu_bytes(run) / (1 - SLACK) + OUTSIDE_BYTES
-    config = replace(run.config, device_memory_budget=None)
-    return replace(run, config=config, hardware=replace(run.hardware, gpu_memory=memory))
+    return _on_smaller_gpus(replace(run, config=replace(run.config, device_memory_budget=None)), usable_gpu_bytes(run))
+
+
+def _on_smaller_gpus(run: PlannedRun, usable: float) -> PlannedRun:
+    """Returns the run on GPUs of which tensors can have so many bytes."""
+    return replace(run, hardware=replace(run.hardware, gpu_memory=usable / (1 - SLACK) + OUTSIDE_BYTES))
 
 
 def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
@@ -201,25 +204,18 @@ def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
     return [f"by the plan a step takes {asked.step_seconds:.3g} s, and less with {', or with '.join(worth)}"]
 
 
-def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World, measured: Breakdown | None) -> list[str]:
+def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) -> list[str]:
     """Explains what the memory was for by the plan, and what would make the run fit.
 
-    Where the plan does not know the engine, or sees enough memory, the measured parts decide.
+    A plan that sees enough memory counts too little: the changes then save a tenth of what it counts.
     """
-    if config.deepspeed:
-        return _measured_advice(config, measured)
+    if config.deepspeed:  # whose state the plan does not know
+        gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
+        return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
     run = planned_run(config, model, world)
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned memory of a GPU at its peak ({plan.when}{room}):", *plan.parts.lines()]
-    changes = [] if plan.fits else changes_to_fit(run)
-    if not changes:
-        return [*lines, *_measured_advice(config, measured or plan.parts)]
+    changes = changes_to_fit(_on_smaller_gpus(run, 0.9 * plan.parts.total) if plan.fits else run)
     words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB a GPU)" for change in changes]
-    return [*lines, f"to fit: {', or '.join(words)}"]
-
-
-def _measured_advice(config: TrainConfig, parts: Breakdown | None) -> list[str]:
-    if parts is None:
-        return ["to fit: more GPUs, or a smaller model"]
-    return [*(parts.lines() if config.deepspeed else []), f"to fit: {advice(parts, config)}"]
+    return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

@@ -34,7 +34,6 @@ class AttentionMemory:
     """Bytes per local token, of the rank that takes most."""
 
     buffers: float  # mapped by peers
-    forward: float  # beyond q, k and v; includes the output
     backward: float  # beyond the output, its log-sum-exp, its gradient, and q, k and v or what was gathered of them
 
 
@@ -68,12 +67,10 @@ def _count(
     kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()
-        with LiveBytes() as forward:
-            Executor(table, rank, kernel, transport, 1.0).forward(q, k, v, gathered)
+        Executor(table, rank, kernel, transport, 1.0).forward(q, k, v, gathered)
         with LiveBytes() as backward:
             Executor(table, rank, kernel, transport, 1.0).backward(out, gathered or (q, k, v), out, lse)
-        held = gathered.memory.nbytes if gathered else 0
-        counts.append((transport.largest_outbox, forward.peak + held, backward.peak))
+        counts.append((transport.largest_outbox, backward.peak))
     return AttentionMemory(*(max(column) / local for column in zip(*counts, strict=True)))
 
 

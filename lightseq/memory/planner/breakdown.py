@@ -1,4 +1,4 @@
-"""Memory of a training step by purpose, and the flag that shrinks the largest part."""
+"""Memory of a training step by purpose."""
 
 from dataclasses import asdict, dataclass
 
@@ -96,27 +96,3 @@ def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tup
     logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * itemsize
     head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size
     return logits, head + tokens * model.hidden_size * itemsize
-
-
-def advice(parts: Breakdown, config: TrainConfig) -> str:
-    """Returns the flag that shrinks the largest part which a flag can shrink."""
-    states = parts.parameters + parts.gradients + parts.optimizer
-    options: list[tuple[int, str]] = []
-    if config.remat_policy in ("none", *STORES_MLP):
-        options.append((parts.kept_activations, "--remat attention, which recomputes layers but not attention"))
-    elif config.offload not in ("activations", "both", "auto"):
-        value = "both" if config.offload == "optimizer" else "activations"
-        options.append((parts.kept_activations, f"--offload {value}: saved activations wait in host memory"))
-    elif config.layers_per_checkpoint == 1 and not config.deepspeed and config.offload != "auto":
-        options.append((parts.kept_activations, "--layers_per_checkpoint 4, which saves one layer's input in four"))
-    if config.offload == "auto":
-        options.append((parts.kept_activations, "a --device_memory_budget below what --offload auto planned with"))
-    if not config.deepspeed and config.offload not in ("optimizer", "both", "auto"):
-        value = "both" if config.offload == "activations" else "optimizer"
-        options.append((states, f"--offload {value}: weights, gradients and optimizer state in host memory"))
-    deepspeed = f"offload_optimizer and offload_param in {config.deepspeed}, " if config.deepspeed else ""
-    gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
-    options.append((parts.working, deepspeed + gpus))  # DeepSpeed's own state is part of it
-    if not config.torch_compile:
-        options.append((parts.working // 2, "--torch_compile True, which fuses what eager layers write out"))
-    return max(options)[1]

@@ -1,6 +1,6 @@
 """Constants of the planner: chips from datasheets, memory and speed as measured.
 
-Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/log-measurements.md). Other chips are assumed to
+Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/log.md). Other chips are assumed to
 reach the same shares of their own peaks.
 """
 
@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from lightseq.models.flops import peak_flops_per_second
 from lightseq.schedule.timing import RATES, Rates
 
 MIB, GIB = 2**20, 2**30
@@ -27,6 +26,8 @@ class Chip:
 
     @property
     def peak_flops(self) -> float:
+        from lightseq.models.flops import peak_flops_per_second  # imports transformers; help names chips without it
+
         found = peak_flops_per_second(self.device)
         assert found is not None, self.device
         return found
@@ -44,6 +45,7 @@ CHIPS: Mapping[str, Chip] = {
     "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9, (8, 9)),
 }
 MEASURED_ON = CHIPS["h200"]
+DEFAULT_CORES = 8  # of a host per rank; hosts of eight GPUs have more
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ SLACK = 0.05  # share of the rest lost to fragmentation where memory is nearly f
 
 # ---- time -----------------------------------------------------------------------------------------------------------
 # Shares of the datasheet's peaks. `points`: benchmarks/results/plan-2xh200.jsonl. `traces`: 1B at 32K and 8 layers of
-# 8B at 128K on two H200, read with `python3 -m analysis profile` (docs/log-measurements.md has the first).
+# 8B at 128K on two H200, read with `python3 -m analysis profile` (docs/log.md has the first).
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
@@ -149,7 +151,7 @@ FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tenso
 LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # inputs and outputs of all linears
 # Launch time per tensor of optimizers that update one at a time (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
-# Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (docs/log-measurements.md); compiled:
+# Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (docs/log.md); compiled:
 # assumed.
 LAYER_LAUNCH_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
 # Speed relative to fa4 with heads of 128: benchmarks/results/attention-*.jsonl from 64K on (fa2: taken as aten).

@@ -14,7 +14,7 @@ from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.rates import CHIPS, Chip, Widths, chip_of_device
+from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.schedule.algorithms import schedule_without_steps
@@ -24,7 +24,6 @@ from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 
-DEFAULT_CORES = 8  # of a host per rank; hosts of eight GPUs have more
 FLOAT32 = 4
 
 

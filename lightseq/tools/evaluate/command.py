@@ -6,68 +6,44 @@ python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_
 
 import argparse
 import dataclasses
-import json
-import shlex
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from lightseq.config.command_line import parse, shows_help
+from lightseq.config.lengths import tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.loss import loss_task
-from lightseq.tools.evaluate.retrieval import CHOICES, DEPTHS, SCORES, TRIALS, lengths_of, needle_task
-from lightseq.tools.evaluate.task import NOWHERE, Options, Task
-from lightseq.training.engine import build_engine
-from lightseq.training.errors import explained_out_of_memory
-from lightseq.training.loop import Trainer
-from lightseq.training.metrics import hardware, versions
-from lightseq.training.run_info import describe
-from lightseq.training.setup import find_model
-from lightseq.utils.masking import mask_secrets
 
-RECORD, PROGRAM = "evaluation.jsonl", "lightseq evaluate"
-TASKS: Final = {"loss": loss_task, "needle": needle_task}
+PROGRAM: Final = "lightseq evaluate"
+NOWHERE: Final = "nowhere"  # the --data_path of a haystack that is made up
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
-# Flags of training that an evaluation ignores; a note names those that are given.
-UNUSED: Final = (
-    "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
-    "warmup_ratio", "warmup_steps", "remat", "layers_per_checkpoint", "tile_layers", "gradient_checkpointing",
-    "host_memory_budget", "device_memory_budget", "logging_steps", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "keep_best", "report_to", "profile_steps", "profile_memory", "lora_rank",
-    "lora_alpha", "lora_target_modules", "deepspeed", "async_save",
-)  # fmt: skip
+DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
+SCORES: Final = ("likelihood", "greedy")
 
 
-def main(family: ModelFamily, argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """The flags of this command; None where one was not given."""
+
+    task: str
+    bins: str | None
+    score: str | None
+    depths: str | None
+    lengths: str | None
+    trials: int | None
+    choices: int | None
+
+
+def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
-    words = list(argv)
-    if shows_help(words, lambda: parser().format_help()):
+    if shows_help(words, parser().format_help):
         return 0
-    with init_distributed(_timeout(words)) as world:
-        options, given = on_all_ranks(world, lambda: flags(words))
-        config = _without_training(given)
-        task = on_all_ranks(world, lambda: _prepare(options, config, family, world))
-        trainer = Trainer(config, task.inputs, world, build_engine(config, task.inputs, world))
-        if world.is_main:
-            trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
-        begin = time.perf_counter()
-        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
-            result = task.run(trainer)
-        seconds = time.perf_counter() - begin
-        if world.is_main:
-            about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
-            path = _write(Path(config.output_dir), {"evaluation": options.task, **result.summary, **about}, result.rows)
-            print("\n".join([*result.lines, f"records  {path}"]), flush=True)
+    from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds
+
+    evaluate(family, words)
     return 0
-
-
-# ---- flags and inputs ----------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    out.add_argument("--task", default="loss", help=f"{', '.join(TASKS)} (default: loss)")
-    loss, needle = (out.add_argument_group(f"--task {task}") for task in TASKS)
+    out.add_argument("--task", default="loss", help=f"{', '.join(TASK_FLAGS)} (default: loss)")
+    loss, needle = (out.add_argument_group(f"--task {task}") for task in TASK_FLAGS)
     loss.add_argument("--bins", help="of positions: powers (of two), or how many equal ones (default: powers)")
     needle.add_argument("--score", help=f"{', '.join(SCORES)}: how an answer is judged (default: likelihood)")
     needle.add_argument("--depths", help=f"places of the needle, 0 the start and 1 the end (default: {DEPTHS})")
@@ -94,8 +70,8 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
     """Parses the command's own flags and those of training. Raises ValueError for what cannot be met."""
     own, rest = parser().parse_known_args(list(words))
     options = Options(**vars(own))
-    if options.task not in TASKS:
-        raise ValueError(f"--task {options.task!r} is unknown; choose from {', '.join(TASKS)}")
+    if options.task not in TASK_FLAGS:
+        raise ValueError(f"--task {options.task!r} is unknown; choose from {', '.join(TASK_FLAGS)}")
     for task, names in TASK_FLAGS.items():
         if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
             raise ValueError(f"--{stray[0]} belongs to --task {task}, and the task is {options.task}; leave it out")
@@ -111,82 +87,7 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
     return options, dataclasses.replace(config, model_max_length=max(lengths))
 
 
-def _timeout(words: Sequence[str]) -> float:
-    """Returns the timeout of the process group. Errors are reported once there is one."""
-    try:
-        return flags(words)[1].step_timeout
-    except ValueError:
-        return TrainConfig.step_timeout
-
-
-def _without_training(config: TrainConfig) -> TrainConfig:
-    """Turns off what is for the backward pass and the update."""
-    offload = "optimizer" if config.state_on_host else "none"
-    return dataclasses.replace(
-        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
-        profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
-        lora_rank=None, lora_alpha=None,
-        lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
-    )  # fmt: skip
-
-
-def _to_fit(config: TrainConfig) -> str:
-    shorter = "a lower --model_max_length" if config.data_path != NOWHERE else "shorter --lengths"
-    half = "" if config.bf16 or config.fp16 else ", or --bf16"
-    ranks = "more ranks on a sequence (--sequence_parallel_size)"
-    return f"to fit: {ranks}, {shorter}{half}" if half else f"to fit: {ranks}, or {shorter}"
-
-
-def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
-    if given.offload != config.offload:  # weights may still wait on the host
-        unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
-    return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
-
-
-def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: World) -> Task:
-    """Finds and checks all inputs before any process waits for another and before anything is written."""
-    record = Path(config.output_dir) / RECORD
-    if record.exists() and not config.overwrite_output_dir:
-        raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
-    model = find_model(config, family, world)
-    task = TASKS[options.task](options, config, model, world)
-    try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output_dir {config.output_dir} cannot be made ({error.strerror}); name another") from error
-    return task
-
-
-# ---- output --------------------------------------------------------------------------------------------
-
-
-def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
-    known = describe(trainer)
-    chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
-    return {
-        "model": chosen.pop("model"),
-        **task.header,
-        **chosen,
-        "precision": f"{trainer.config.compute_dtype} compute",
-    }
-
-
-def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
-    """Returns what is needed to repeat the evaluation."""
-    data = None if config.data_path == NOWHERE else config.data_path
-    about = {
-        "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
-        "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
-        "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
-        "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
-        "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
-    }  # fmt: skip
-    return mask_secrets(about, secrets())  # type: ignore[no-any-return]
-
-
-def _write(directory: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
-    path = directory / RECORD
-    path.write_text("".join(json.dumps(record) + "\n" for record in (summary, *rows)))
-    return path
+def lengths_of(options: Options, config: TrainConfig) -> list[int]:
+    if options.lengths is None:
+        return sorted({max(1, config.model_max_length // part) for part in (4, 2, 1)})
+    return sorted({tokens(word, "--lengths") for word in options.lengths.split(",")})

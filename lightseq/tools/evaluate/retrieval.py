@@ -6,14 +6,13 @@ Each answer, and each decoded token, takes a forward pass of the whole text over
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.config.lengths import tokens
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import IGNORE_INDEX, Example, Examples, WindowExamples, window
@@ -22,17 +21,16 @@ from lightseq.distributed.mesh import World
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
 from lightseq.parallelize import ReadOptions
+from lightseq.tools.evaluate.command import CHOICES, DEPTHS, NOWHERE, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
-from lightseq.tools.evaluate.task import NOWHERE, Options, Result, Task, inputs_for
+from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
 from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
 
-DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 HAYSTACKS = 4  # times the longest text is read, so that texts differ
-SCORES: Final = ("likelihood", "greedy")
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,6 @@ def _checked(options: Options) -> tuple[str, int, int | None]:
     if trials < 1 or choices < 2:
         raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial, and 2 choices")
     return score, trials, choices if score == "likelihood" else None
-
-
-def lengths_of(options: Options, config: TrainConfig) -> list[int]:
-    if options.lengths is None:
-        return sorted({max(1, config.model_max_length // part) for part in (4, 2, 1)})
-    return sorted({tokens(word, "--lengths") for word in options.lengths.split(",")})
 
 
 def _depths(options: Options) -> list[float]:

@@ -1,28 +1,13 @@
-"""The interface of an evaluation's tasks: flags, inputs and results."""
+"""The interface of an evaluation's tasks: inputs and results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from lightseq.data.batches import BatchStream
 from lightseq.distributed.mesh import World
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import FoundModel, Inputs, fetch
-
-NOWHERE: Final = "nowhere"  # the --data_path of a haystack that is made up
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of this command; None where one was not given."""
-
-    task: str
-    bins: str | None
-    score: str | None
-    depths: str | None
-    lengths: str | None
-    trials: int | None
-    choices: int | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,12 @@ from lightseq.schedule.auto import (
     possible_choices,
     why_impossible,
 )
-from lightseq.schedule.calibration import fit_transports, read_points
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import RATES, Rates, kernel_seconds
 from lightseq.utils.formatting import aligned
 
 PROGRAM = "python3 -m lightseq plan"
 HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Hosts of GPUs and the rates of each transport: shared memory inside a host, messages between hosts."""
-
-    gpus_per_host: int
-    rates: Mapping[str, Rates]
-
-    def transport(self, gpus: int) -> str:
-        return "symmetric" if gpus <= self.gpus_per_host else "nccl"
 
 
 def parser() -> Parser:
@@ -52,8 +40,6 @@ def parser() -> Parser:
     out.add_argument("--kv_heads", type=int, default=8, help="key/value heads (default: 8)")
     out.add_argument("--head_dim", type=int, default=128, help="(default: 128)")
     out.add_argument("--schedules", default="all", help=f"all, or from {', '.join(SCHEDULES)}")
-    out.add_argument("--calibrate", type=Path, metavar="FILE", help="fit rates to records of benchmarks/attention.py")
-    out.add_argument("--kernel", help="the kernel whose records count, where FILE has several")
     out.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="JSONL, for python3 -m analysis cluster"
     )
@@ -70,34 +56,33 @@ def _predict(asked: argparse.Namespace, command: str) -> None:
     gpus, schedules = _gpu_counts(asked.gpus), _schedule_names(asked.schedules)
     if asked.gpus_per_host < 1:
         raise ValueError(f"--gpus_per_host {asked.gpus_per_host} must be at least 1")
-    fitted = fit_transports(read_points(asked.calibrate), RATES, asked.kernel) if asked.calibrate else {}
-    cluster = Cluster(asked.gpus_per_host, {**RATES, **fitted})
     header = {
         "plan": "attention",
         "command": command,
         **asdict(shape),
-        "gpus_per_host": cluster.gpus_per_host,
-        "rates_from": str(asked.calibrate or "the defaults for H200"),
-        "rates": {name: asdict(value) for name, value in cluster.rates.items()},
+        "gpus_per_host": asked.gpus_per_host,
+        "rates_from": "the defaults for H200",
+        "rates": {name: asdict(value) for name, value in RATES.items()},
     }
-    records = list(predictions(shape, cluster, gpus, schedules))
+    records = list(predictions(shape, asked.gpus_per_host, gpus, schedules))
     _write(asked.output, [header, *records])
     print("\n".join(_table(records)))
     print(f"records  {asked.output}")
 
 
 def predictions(
-    shape: AttentionShape, cluster: Cluster, gpus: Sequence[int], schedules: Sequence[str]
+    shape: AttentionShape, gpus_per_host: int, gpus: Sequence[int], schedules: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Yields a record for every number of GPUs and schedule with its best sizes, or with why it is impossible.
 
     `fastest` marks what training takes. Another may be 0.2% faster: more head groups cost little time and save memory.
     """
     for count in gpus:
-        rates = cluster.rates[cluster.transport(count)]
+        transport = "symmetric" if count <= gpus_per_host else "nccl"
+        rates = RATES[transport]
         options = {
             name: [
-                ChoiceEstimate(choice, estimate_choice(choice, count, shape, rates, cluster.gpus_per_host))
+                ChoiceEstimate(choice, estimate_choice(choice, count, shape, rates, gpus_per_host))
                 for choice in possible_choices(count, shape, ScheduleChoice(name))
             ]
             for name in schedules
@@ -106,7 +91,7 @@ def predictions(
         fastest = choose_best(possible, shape.kv_heads).choice if possible else None
         for name, of_schedule in options.items():
             found = choose_best(of_schedule, shape.kv_heads) if of_schedule else None
-            record = {"gpus": count, "schedule": name, "transport": cluster.transport(count)}
+            record = {"gpus": count, "schedule": name, "transport": transport}
             record |= _figures(found, count, shape, rates)
             skipped = None if found else why_impossible(ScheduleChoice(name), count, shape)
             yield record | {"fastest": found is not None and found.choice == fastest, "skipped": skipped}

@@ -5,36 +5,14 @@ python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile -
 """
 
 import argparse
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from transformers import PreTrainedConfig
-
-from lightseq.config.command_line import parse, underscored
+from lightseq.config.command_line import underscored
 from lightseq.config.parser import Parser, refused
-from lightseq.config.train_config import TrainConfig
-from lightseq.kernels.base import KernelSpec
-from lightseq.kernels.selection import why_unsupported
-from lightseq.memory.planner.advice import changes_to_fit, faster_changes, longest
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import make_plan
-from lightseq.memory.planner.rates import CHIPS, MEASURED_ON, Chip, chip_named
-from lightseq.memory.planner.run import DEFAULT_CORES, Hardware, PlannedRun
-from lightseq.models.architecture import heads_of, inspect_architecture
-from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
-from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan import attention
-from lightseq.tools.plan.report import record, tables
-from lightseq.training.setup import check_layers
-
-PROGRAM, NOWHERE = "lightseq plan", "nowhere"
-MAX_SEQUENCE_RANKS = 2048  # a schedule of as many takes half a minute and 4 GB
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,97 +45,8 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
         return attention.main(words)
     try:
         own, training = parser().parse_known_args([underscored(word) for word in words])
-        run = _planned_run(family, own, training)
-        plan = make_plan(run)
-        length, changes = longest(run), faster_changes(run) if plan.fits else changes_to_fit(run)
-        found = {"command": " ".join(["python3 -m lightseq plan", *words]), **record(plan, length, changes)}
-        found["notes"] = _notes(family, plan.run)
-        if own.output is not None:
-            _append(own.output, found)
+        from lightseq.tools.plan.training import report  # imports torch, which takes seconds
+
+        return 0 if report(family, own, training, " ".join(["python3 -m lightseq plan", *words])) else 1
     except (ValueError, OSError) as error:
         return refused(error)
-    if own.json:
-        print(json.dumps(found, indent=2))
-    else:
-        Console(highlight=False).print(tables(plan, length, changes, found["notes"]))
-    return 0 if plan.fits else 1
-
-
-def _append(path: Path, found: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
-
-
-def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
-    """Raises ValueError for what training would refuse, and for impossible hardware."""
-    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *training], PROGRAM)
-    if config.deepspeed:
-        raise ValueError(f"--deepspeed {config.deepspeed}: the plan knows FSDP2 alone; rehearse instead")
-    source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
-    model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
-    check_layers(config, inspect_architecture(model))
-    for name in ("gpus", "gpus_per_host", "host_cores"):
-        if (count := getattr(own, name)) is not None and count < 1:
-            raise ValueError(f"--{name} {count}: give at least 1")
-    for name in ("gpu_memory", "host_memory"):
-        if (size := getattr(own, name)) is not None and not 0 < size < math.inf:
-            raise ValueError(f"--{name} {size:g}: give a number of GiB above 0")
-    chip = chip_named(own.chip)
-    _check_chip(config, model, chip)
-    gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
-    host = math.inf if own.host_memory is None else own.host_memory * GIB
-    run = PlannedRun(model, config, Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores))
-    if run.sequence_ranks > MAX_SEQUENCE_RANKS:
-        raise ValueError(
-            f"{run.sequence_ranks} ranks on one sequence take a table that is too large to make; "
-            f"give --sequence_parallel_size, at most {MAX_SEQUENCE_RANKS}"
-        )
-    return run
-
-
-def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
-    """Refuses what training would refuse on such a GPU with every kernel installed."""
-    if config.fp8 is not None and not config.fp8_emulate:
-        check_hardware(config.fp8, chip.device, chip.capability)
-    if config.kernel_name == "auto":
-        return
-    dtype = getattr(torch, config.compute_dtype)
-    spec = KernelSpec("cuda", chip.capability, dtype, heads_of(model).dim, config.deterministic)
-    if reason := why_unsupported(config.kernel_name, spec):
-        raise ValueError(
-            f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
-        )
-
-
-def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
-    """Returns what the plan assumes or leaves out, and the warning about the model's context."""
-    config, hardware = run.config, run.hardware
-    square = "needs memory and time in the square of a tile's length: not counted"
-    notes = {
-        "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)": config.fp8,
-        "--deterministic is taken to cost nothing": config.deterministic,
-        f"the reference kernel {square}": config.kernel_name == "reference",
-        f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16": (
-            run.itemsize > 2 and config.kernel_name != "reference"
-        ),
-        "gloo takes tensors through the host, which was not measured: times are those of nccl": (
-            config.transport == "gloo"
-        ),
-        f"an update on the host is planned with {DEFAULT_CORES} cores a rank; give their number with --host_cores": (
-            run.state_on_host and hardware.host_cores is None
-        ),
-        "packed documents need less attention than a sequence of one, which is what is counted": (
-            config.packing != "none"
-        ),
-        f"rates were measured on H200; {hardware.chip.device} is taken to reach the same shares of its peaks": (
-            hardware.chip is not MEASURED_ON
-        ),
-        "what crosses hosts is assumed (400 Gb/s a GPU), not measured": hardware.gpus > hardware.gpus_per_host,
-    }
-    before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
-    context = context_warning(run.model, config.model_max_length, before)
-    return [note for note, applies in notes.items() if applies] + ([context] if context else [])

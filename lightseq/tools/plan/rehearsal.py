@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -23,15 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightseq import hf, parallelize
+from lightseq.attention import context
 from lightseq.attention.context import SequenceContext
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, free_host_memory, init_distributed, on_all_ranks
+from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
-from lightseq.memory.planner.breakdown import GIB, Breakdown, advice
+from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.training.engine import build_engine
@@ -66,7 +69,7 @@ class Rehearsal:
     parts: Breakdown
     host_counted: bool  # and not made
 
-    def lines(self, config: TrainConfig) -> list[str]:
+    def lines(self) -> list[str]:
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.spent.items())
         how = ", counted" if self.host_counted else ""
         end = [
@@ -74,13 +77,10 @@ class Rehearsal:
             f"took {self.seconds:.0f} s: {spent}",
         ]
         if self.peak_bytes is None or self.capacity_bytes is None:
-            return [
-                *self.parts.lines(),
-                *end,
-                "without a GPU only these parts are known; rehearse where you will train",
-            ]
-        peak = f"{self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
-        return [*self.parts.lines(), *end, f"fits: {peak}", f"for more room: {advice(self.parts, config)}"]
+            verdict = "without a GPU only these parts are known; rehearse where you will train"
+        else:
+            verdict = f"fits: {self.peak_bytes / GIB:.2f} of {self.capacity_bytes / GIB:.2f} GiB a GPU"
+        return [*self.parts.lines(), *end, verdict]
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
@@ -98,13 +98,12 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
                 shutil.rmtree(folder, ignore_errors=True)
         with rehearsal_patches(config.model_max_length, inputs.sequence_size):
             engine = build_engine(config, inputs, world)
-            leave_out_attention(engine.context)
             trainer = Trainer(config, inputs, world, engine)
             if world.is_main:
                 trainer.terminal.header(describe(trainer), trainer.notes)
             result = rehearse(trainer)
         if world.is_main:
-            print("\n".join(result.lines(asked)), flush=True)
+            print("\n".join(result.lines()), flush=True)
             if asked.output_dir != NOWHERE:
                 _write(Path(asked.output_dir), result, asked, world)
     return 0
@@ -144,29 +143,18 @@ def rehearse(trainer: Trainer) -> Rehearsal:
 
 
 @contextmanager
-def replaced(owner: Any, **stand_ins: Any) -> Iterator[None]:
-    """Replaces attributes of a module within the block."""
-    before = {name: getattr(owner, name) for name in stand_ins}
-    for name, value in stand_ins.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
 def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
-    """Runs long sequences with the memory of a real run but the arithmetic of one tile, within the block.
+    """Leaves attention's arithmetic out of models made within the block, and of long sequences all but one tile's.
 
-    Tiled operations leave what lies past their first tile as memory was, and host memory is counted, not made.
+    Memory is that of a real run. Tiled operations leave what lies past their first tile as memory was, and host memory
+    is counted, not made.
     """
     with ExitStack() as stack:
+        stack.enter_context(patch.object(context, "select", elided_selection))
         if length > MOST_WHOLE_TOKENS * sequence_ranks:
-            stack.enter_context(replaced(mlp, tiles=first_tile))  # of MLPs, and of layers over tiles
-            stack.enter_context(replaced(loss, chunks=first_tile))
-            stack.enter_context(replaced(parallelize, HostBufferPool=CountedMemory))
+            stack.enter_context(patch.object(mlp, "tiles", first_tile))  # of MLPs, and of layers over tiles
+            stack.enter_context(patch.object(loss, "chunks", first_tile))
+            stack.enter_context(patch.object(parallelize, "HostBufferPool", CountedMemory))
         yield
 
 
@@ -189,10 +177,10 @@ class CountedMemory(HostBufferPool):
         return self._made[size].view(dtype)
 
 
-def leave_out_attention(context: SequenceContext) -> None:
-    """Leaves attention's arithmetic out: memory and messages are real, results are zero."""
-    elided = dataclasses.replace(context.selection, kernel=Elided(context.selection.kernel))
-    object.__setattr__(context, "selection", elided)
+def elided_selection(name: str, spec: KernelSpec) -> Selection:
+    """Selects a kernel, and leaves its arithmetic out: memory and messages are real, results are zero."""
+    found = select(name, spec)
+    return dataclasses.replace(found, kernel=Elided(found.kernel))
 
 
 @contextmanager
@@ -207,9 +195,9 @@ def scaled_down(length: int, asked: int) -> Iterator[None]:
         return max(min(tokens, LEAST_TILE_TOKENS), int(tokens / (asked / length)))
 
     with (
-        replaced(hf, enable=enable_as_asked),
-        replaced(mlp, TILE_TOKENS=shrunk(mlp.TILE_TOKENS)),
-        replaced(loss, CHUNK_TOKENS=shrunk(loss.CHUNK_TOKENS)),
+        patch.object(hf, "enable", enable_as_asked),
+        patch.object(mlp, "TILE_TOKENS", shrunk(mlp.TILE_TOKENS)),
+        patch.object(loss, "CHUNK_TOKENS", shrunk(loss.CHUNK_TOKENS)),
     ):
         yield
 

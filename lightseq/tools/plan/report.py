@@ -106,10 +106,12 @@ def _memory(plan: Plan) -> Table:
 
 
 def _time(plan: Plan) -> Table:
-    out = _table("a step", "ms", "%")
+    is_long = plan.step_seconds >= 10
+    out = _table("a step", "s" if is_long else "ms", "%")
     for name, part in _largest_first(plan.seconds):
         if part > 0:
-            out.add_row(name, f"{1e3 * part:,.1f}", f"{100 * part / plan.step_seconds:.1f}")
+            shown = f"{part:,.2f}" if is_long else f"{1e3 * part:,.1f}"
+            out.add_row(name, shown, f"{100 * part / plan.step_seconds:.1f}")
     return out
 
 

@@ -1,9 +1,8 @@
 """Hardware, software and flags of every rank, and the check that they agree."""
 
-import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -13,45 +12,15 @@ from lightseq.tools.verify.report import Row, gathered, span, verdict
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.run_info import digest
 
-# Queries to nvidia-smi, and the names of the answers.
-QUERIES: Final[Mapping[str, str]] = {
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.max.sm": "highest_sm_clock_mhz",
-    "temperature.gpu": "temperature_celsius",
-}
-SMI_SECONDS: Final = 20.0  # timeout of nvidia-smi, which starts slowly with many GPUs
-
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describes this rank's device; None for what nvidia-smi does not tell."""
+    """Describes this rank's device."""
     if device.type != "cuda":
         memory = host_memory()
         return hardware(device) | {"memory_bytes": memory.total, "free_bytes": memory.free}
     p = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    known = {"memory_bytes": total, "free_bytes": free, "capability": f"{p.major}.{p.minor}"}
-    return hardware(device) | known | _from_driver(str(getattr(p, "uuid", "")))
-
-
-def _from_driver(uuid: str) -> dict[str, float | None]:
-    """Reads clocks and temperature from nvidia-smi, which not every container has."""
-    nothing: dict[str, float | None] = dict.fromkeys(QUERIES.values())
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return nothing
-    answers = done.stdout.strip().split(",")
-    if len(answers) != len(QUERIES):
-        return nothing
-    return {name: _number(answer) for name, answer in zip(QUERIES.values(), answers, strict=True)}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]"
-        return None
+    return hardware(device) | {"memory_bytes": total, "free_bytes": free, "capability": f"{p.major}.{p.minor}"}
 
 
 def software(device: torch.device) -> dict[str, str]:
@@ -74,14 +43,8 @@ def machine_row(mine: Mapping[str, Any]) -> Row:
     if everyone[0]["device"] == "cpu":  # hosts may have more or less memory
         kinds = [{"device": _kind(x)} for x in everyone]
     parts = [f"{len(everyone)} x {_kind(everyone[0])}"]
-    for name, scale, unit, digits in (
-        ("memory_bytes", GIB, "GiB", 0),
-        ("free_bytes", GIB, "GiB free", 0),
-        ("sm_clock_mhz", 1, "MHz now", 0),
-        ("temperature_celsius", 1, "°C", 0),
-    ):
-        values = [x[name] / scale for x in everyone if x.get(name) is not None]
-        parts += [f"{span(values, digits)} {unit}"] if values else []
+    for name, unit in (("memory_bytes", "GiB"), ("free_bytes", "GiB free")):
+        parts.append(f"{span([x[name] / GIB for x in everyone], 0)} {unit}")
     hosts = len({x["host"] for x in everyone})
     parts.append(f"{hosts} host" + ("s" if hosts > 1 else ""))
     return verdict("devices", differences(kinds), ", ".join(parts), {"ranks": everyone})

@@ -1,0 +1,151 @@
+"""Prints docs/flags.md from the dataclasses of flags and the registries: python3 docs/make_flags.py > docs/flags.md"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightseq.config.checks import CHOICES
+from lightseq.config.command_line import REQUIRED
+from lightseq.config.train_config import GROUPS
+from lightseq.kernels.registry import KERNELS
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
+from lightseq.schedule.cost import AttentionShape, cost
+
+RANKS = 8
+SHAPE = AttentionShape(length=2**17, heads=32, kv_heads=8, head_dim=128)
+
+PAGE = """\
+<!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/train_config.py, or this text there. -->
+# Flags
+
+Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the same
+flags:
+```
+python3 llama3/train.py --help
+```
+`llama2/train.py`, `llama3/train.py` and `lightseq train` take these flags; `lightseq verify`, `rehearse`, `plan` and
+`evaluate` take them too. Names follow the Hugging Face `Trainer`. Hyphens work in place of underscores. `--bf16` alone
+means `--bf16 True`.
+
+## Flags in a file
+`--config FILE` reads flags from a YAML or JSON file. Flags on the command line win over the file.
+
+```yaml
+# run.yaml
+model_name_or_path: meta-llama/Llama-3.2-1B
+output_dir: outputs/books
+data:                       # optional: flags may stand under their group
+  data_path: data/books
+  model_max_length: 128K
+training:
+  learning_rate: 2e-5
+  max_steps: 1000
+  bf16: true
+model:
+  rope_scaling: {{rope_type: yarn, factor: 8}}
+logging:
+  save_strategy: no         # read as the word no, as on the command line
+```
+```
+python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config run.yaml --learning_rate 1e-5
+```
+
+- A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` may be
+  a mapping, and `profile_steps` a list of two steps.
+- `null`, or no value, leaves a flag unset. It is an error for a flag that has a default.
+- `verify` and `rehearse` take `--data_path` and `--output_dir` from the command line only. `evaluate --task needle`
+  takes `--data_path` from there only.
+- An unknown key, a wrong type or an unreadable file ends the program with status 2 and one line that names the file and
+  the key.
+
+A file that ends in `.json` may be the `run.json` of an earlier run. Use it to continue that run, or to repeat it:
+```
+python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config outputs/books/run.json \\
+    --resume_from_checkpoint True
+python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config outputs/books/run.json \\
+    --output_dir outputs/again
+```
+{groups}
+
+## Schedules
+A schedule decides which rank computes which tile of attention at which step. The last column is the share of
+the critical path during which the average of {ranks} ranks computes. This command proves a schedule and draws it:
+```
+python3 -m lightseq schedule --schedule balanced --ranks {ranks}
+```
+
+{schedules}
+
+`--ulysses_size` splits heads over that many ranks under any other schedule. `prefix` takes any number of heads;
+`ulysses` needs query heads divisible by the number of ranks.
+
+## Kernels
+A kernel computes one tile. `run.json` names the kernel that `auto` chose, and why faster ones could not run.
+
+{kernels}
+"""
+
+
+def table(header: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
+
+
+def note(field: dataclasses.Field[Any]) -> str:
+    """Returns the default of a flag; nothing where its help says what happens without it."""
+    if field.name in REQUIRED:
+        return " (required)"
+    return "" if field.default is None else f" (`{field.default}`)"
+
+
+def meaning(field: dataclasses.Field[Any]) -> str:
+    """Returns the help of a flag, with its choices unless the help explains them or a table below lists them."""
+    text = str(field.metadata["help"])
+    choices = () if field.name in ("schedule", "kernel") else CHOICES.get(field.name, ())
+    if all(re.search(rf"(?<![\w+]){re.escape(name)}(?![\w+])", text) for name in choices):
+        return text
+    return f"{text} Choices: {', '.join(f'`{name}`' for name in choices)}."
+
+
+def groups() -> Iterator[str]:
+    """Yields a heading and a list for each group of flags."""
+    for title, group in GROUPS.items():
+        rows = [f"- `--{field.name}`{note(field)}: {meaning(field)}" for field in dataclasses.fields(group)]
+        yield "\n".join([f"\n## {title.capitalize()}", *rows])
+
+
+def schedules() -> Iterator[Sequence[str]]:
+    """Yields a row for each schedule."""
+    for name, algorithm in SCHEDULES.items():
+        busy = cost(make_schedule(name, RANKS), SHAPE).busy
+        yield f"`{name}`", algorithm.description, algorithm.source, f"{100 * busy:.0f}%"
+    yield "`auto`", "The fastest by the time model, for the heads, length and hosts at hand.", "", ""
+
+
+def kernels() -> Iterator[Sequence[str]]:
+    """Yields a row for each kernel."""
+    for name, kernel in KERNELS.items():
+        yield f"`{name}`", kernel.description + ".", kernel.runs_on
+    yield "`auto`", "The fastest for the chip among those that can run.", "everywhere"
+
+
+def page() -> str:
+    """Returns the text of docs/flags.md."""
+    return PAGE.format_map(
+        {
+            "groups": "\n".join(groups()),
+            "ranks": RANKS,
+            "schedules": table(("`--schedule`", "who computes what", "source", "busy"), schedules()),
+            "kernels": table(("`--kernel`", "implementation", "runs on"), kernels()),
+        }
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

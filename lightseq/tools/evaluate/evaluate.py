@@ -1,0 +1,139 @@
+"""A run of an evaluation: finds its inputs, builds the model across ranks, measures and writes the records."""
+
+import dataclasses
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightseq.config.train_config import GROUPS, TrainConfig
+from lightseq.distributed.environment import secrets
+from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.models.presets import ModelFamily
+from lightseq.tools.evaluate.command import NOWHERE, PROGRAM, Options, flags
+from lightseq.tools.evaluate.loss import loss_task
+from lightseq.tools.evaluate.retrieval import needle_task
+from lightseq.tools.evaluate.task import Task
+from lightseq.training.engine import build_engine
+from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.loop import Trainer
+from lightseq.training.metrics import hardware, versions
+from lightseq.training.run_info import describe
+from lightseq.training.setup import find_model
+from lightseq.utils.masking import mask_secrets
+
+RECORD: Final = "evaluation.jsonl"
+TASKS: Final = {"loss": loss_task, "needle": needle_task}
+# Flags of training that an evaluation ignores; a note names those that are given.
+UNUSED: Final = (
+    "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_ratio", "warmup_steps", "deepspeed",
+    *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
+      if field.name != "offload"),
+)  # fmt: skip
+
+
+def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
+    """Measures what the command line asks for, writes the records and prints them."""
+    with init_distributed(_timeout(words)) as world:
+        options, given = on_all_ranks(world, lambda: flags(words))
+        config = _without_training(given)
+        task = on_all_ranks(world, lambda: _prepare(options, config, family, world))
+        trainer = Trainer(config, task.inputs, world, build_engine(config, task.inputs, world))
+        if world.is_main:
+            trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
+        begin = time.perf_counter()
+        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
+            result = task.run(trainer)
+        seconds = time.perf_counter() - begin
+        if world.is_main:
+            about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
+            path = _write(Path(config.output_dir), {"evaluation": options.task, **result.summary, **about}, result.rows)
+            print("\n".join([*result.lines, f"records  {path}"]), flush=True)
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------------
+
+
+def _timeout(words: Sequence[str]) -> float:
+    """Returns the timeout of the process group. Errors are reported once there is one."""
+    try:
+        return flags(words)[1].step_timeout
+    except ValueError:
+        return TrainConfig.step_timeout
+
+
+def _without_training(config: TrainConfig) -> TrainConfig:
+    """Turns off what is for the backward pass and the update."""
+    offload = "optimizer" if config.state_on_host else "none"
+    return dataclasses.replace(
+        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
+        profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
+        lora_rank=None, lora_alpha=None,
+        lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
+    )  # fmt: skip
+
+
+def _to_fit(config: TrainConfig) -> str:
+    shorter = "a lower --model_max_length" if config.data_path != NOWHERE else "shorter --lengths"
+    half = "" if config.bf16 or config.fp16 else ", or --bf16"
+    ranks = "more ranks on a sequence (--sequence_parallel_size)"
+    return f"to fit: {ranks}, {shorter}{half}" if half else f"to fit: {ranks}, or {shorter}"
+
+
+def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
+    if given.offload != config.offload:  # weights may still wait on the host
+        unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
+    return [f"for training alone, not used here: {', '.join(unused)}"] if unused else []
+
+
+def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: World) -> Task:
+    """Finds and checks all inputs before any process waits for another and before anything is written."""
+    record = Path(config.output_dir) / RECORD
+    if record.exists() and not config.overwrite_output_dir:
+        raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
+    model = find_model(config, family, world)
+    task = TASKS[options.task](options, config, model, world)
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {config.output_dir} cannot be made ({error.strerror}); name another") from error
+    return task
+
+
+# ---- output --------------------------------------------------------------------------------------------
+
+
+def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
+    known = describe(trainer)
+    chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
+    return {
+        "model": chosen.pop("model"),
+        **task.header,
+        **chosen,
+        "precision": f"{trainer.config.compute_dtype} compute",
+    }
+
+
+def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
+    """Returns what is needed to repeat the evaluation."""
+    data = None if config.data_path == NOWHERE else config.data_path
+    about = {
+        "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
+        "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
+        "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
+        "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
+        "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
+    }  # fmt: skip
+    return mask_secrets(about, secrets())  # type: ignore[no-any-return]
+
+
+def _write(directory: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    path = directory / RECORD
+    path.write_text("".join(json.dumps(record) + "\n" for record in (summary, *rows)))
+    return path
