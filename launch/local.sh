@@ -21,7 +21,7 @@ train | verify | rehearse | evaluate)
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;
 "") refuse "name a model family or a command first" ;;
-*) refuse "'$1' is no model family and no command" ;;
+*) refuse "'$1' is neither a model family nor a command" ;;
 esac
 
 python=${PYTHON:-}

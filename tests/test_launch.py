@@ -168,7 +168,7 @@ def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None
     ("arguments", "environment", "said"),
     [
         ((), {}, "name a model family or a command first"),
-        (("llama4",), {}, "'llama4' is no model family and no command"),
+        (("llama4",), {}, "'llama4' is neither a model family nor a command"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
         (("llama3",), {"NPROC": "two"}, "NPROC 'two' is not a number of processes"),
         (("llama3",), {"PYTHON": "/nowhere/python"}, "/nowhere/python cannot import torch"),
