@@ -89,7 +89,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # numbers and names
     "no length": ("--model_max_length 0", ("--model_max_length 0", "at least 1")),
-    "ranks that do not divide": ("--sequence_parallel_size 3", ("--sequence_parallel_size 3", "2 processes", "[1, 2]")),
+    "ranks that do not divide": (
+        "--sequence_parallel_size 3",
+        ("--sequence_parallel_size 3 does not divide 2 ranks", "use 1, 2"),
+    ),
     "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning_rat", "did you mean --learning_rate?")),
