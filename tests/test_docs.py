@@ -78,7 +78,21 @@ def test_the_page_of_flags_is_what_its_generator_prints() -> None:
 
 GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and not page.name.startswith("log")]
 # Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
-OTHERS = ("pip", "podman", "enroot", "sbatch", "srun", "envsubst", "export", "git", "cd", "printf", "for", "done")
+OTHERS = (
+    "pip",
+    "podman",
+    "enroot",
+    "sbatch",
+    "srun",
+    "envsubst",
+    "source",
+    "export",
+    "git",
+    "cd",
+    "printf",
+    "for",
+    "done",
+)
 LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
 TRAINING = ("train", "verify", "rehearse", "plan", "evaluate")
 MOST_TOKENS = 2**15  # of a training run that ends within seconds

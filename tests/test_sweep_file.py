@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.sweep_cells import Cell, expand, varying
+from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import (
     HOST_FLOPS_PER_SECOND,
     HOST_START_SECONDS,
@@ -18,7 +18,7 @@ from launch.sweep_estimate import (
 from launch.sweep_file import read_sweep
 from launch.sweep_records import pending
 from launch.sweep_run import slurm_command
-from launch.sweep_table import doing, shown_seconds, shown_value, table
+from launch.sweep_table import doing, shown_seconds, table
 from lightseq.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,16 +186,22 @@ def test_times_are_shown_in_a_unit_that_can_be_read() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(("seconds", "time"), [(5000.0, ["~83", "min"]), (7.3e8, ["~23", "years"])])
-def test_the_table_has_one_line_a_cell(path: Path, width: int, seconds: float, time: list[str]) -> None:
+def test_the_table_has_a_row_for_each_cell_with_its_whole_name(
+    path: Path, width: int, seconds: float, time: list[str]
+) -> None:
     cells = expand(read_sweep(path))
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(cells, {c.name: pending(c, "") for c in cells}, dict.fromkeys(names(cells), seconds)))
     lines = [line for line in console.export_text().splitlines() if line.strip()]
     assert max(map(len, lines)) <= width
-    assert [line.split()[0] for line in lines[-len(cells) :]] == [str(n) for n in range(1, len(cells) + 1)]
-    for cell, line in zip(cells, lines[-len(cells) :], strict=True):
-        values = [shown_value(setting, cell.settings.get(setting)) for setting in varying(cells)]
-        assert line.split()[1:] == [*values, "pending", *time]
+    rows: list[list[str]] = []
+    for line in lines[2:]:  # after the titles and the rule
+        words = line.split()
+        if len(words) > 1:
+            rows.append(words)
+        else:  # a narrow terminal folds names
+            rows[-1][1] += words[0]
+    assert rows == [[str(number), cell.name, "pending", *time] for number, cell in enumerate(cells, 1)]
 
 
 def test_the_bar_shows_the_steps_of_all_cells_at_once_within_its_line(tmp_path: Path) -> None:
