@@ -400,7 +400,7 @@ def reason_of(outcome: Outcome) -> str:
     """Returns a refusal without the names of the model and its parts, and without the remedy."""
     line = outcome.line.removeprefix(f"{outcome.model_class} ")
     line = re.sub(r"^'?[a-z0-9_]+'? (?=is no|has no)", "", line)  # the model type
-    line = re.sub(r"keys of \d+ and values of \d+ dimensions a head", "keys and values of different widths", line)
+    line = re.sub(r"keys of \d+ and values of \d+ dimensions per head", "keys and values of different widths", line)
     return re.sub(r",? ?\b\w+(\.\w+)+,?", "", line.split("; ")[0].split(": ")[0]).strip()
 
 

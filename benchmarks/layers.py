@@ -63,7 +63,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
             ranks=case.world,
             facts={
                 "schedule": context.schedule.name,
-                "head_groups": context.schedule.turns,
+                "head_groups": context.schedule.head_groups_per_rank,
                 "ulysses_size": context.schedule.ulysses_size,
                 "keep_gathered": context.keeps_gathered,
                 "kernel": context.selection.kernel.name,

@@ -230,7 +230,7 @@ def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
         "placement": plan.placement.layers if plan.placement else None,
         "tokens": trainer.inputs.stream.sequences_per_step * trainer.config.model_max_length,
         "schedule": context.schedule.name,
-        "head_groups": context.schedule.turns,
+        "head_groups": context.schedule.head_groups_per_rank,
         "kernel": context.selection.kernel.name,
         "transport": context.transport.name,
         "config": trainer.config.to_json(),

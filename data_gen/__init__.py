@@ -1,1 +1,1 @@
-"""Data sets for training: synthetic tokens with a known structure, or text run through a tokenizer."""
+"""Training data: synthetic tokens with a known structure, or tokenized text."""

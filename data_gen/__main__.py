@@ -1,4 +1,4 @@
-"""Writes training data, drawn at random or read from text.
+"""Writes training data: synthetic tokens, or tokenized text.
 
 python3 -m data_gen synthetic --kind needle --documents 100 --length 4096 --output data/needle
 """
@@ -22,22 +22,22 @@ from lightseq.utils.formatting import first_line
 from lightseq.utils.progress import progress_bar
 
 TEXT_HELP = (
-    "SOURCE is a file (one document), a .jsonl or .parquet file (one document a row), a folder (every file below it "
-    "that is not hidden), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, "
+    "SOURCE is a file (one document), a .jsonl or .parquet file (one document per row), a folder (all files below it "
+    "except hidden ones), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, "
     "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
     "ends with the tokenizer's end-of-document id. Files and rows that cannot be read are left out and counted."
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ValueError instead of exiting."""
+    """Argument parser that raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions."""
+    """Help formatter that keeps the line breaks of descriptions."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,24 +47,26 @@ def parser() -> argparse.ArgumentParser:
     indent = {"initial_indent": "  ", "subsequent_indent": "    "}
     described = "\n".join(textwrap.fill(f"{name}: {kind.help}", 80, **indent) for name, kind in KINDS.items())
     synthetic = commands.add_parser(
-        "synthetic", help="tokens drawn at random", description=f"kinds:\n{described}", formatter_class=_Raw
+        "synthetic", help="random tokens", description=f"kinds:\n{described}", formatter_class=_Raw
     )
-    synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="the structure, see above")
-    synthetic.add_argument("--documents", type=int, required=True, help="how many documents")
-    synthetic.add_argument("--length", type=length_flag, required=True, help="tokens of each document: 8192, or 8K")
-    synthetic.add_argument("--vocab_size", type=int, default=512, help="ids are below this (default: %(default)s)")
-    synthetic.add_argument("--seed", type=int, default=0, help="same seed, same documents (default: %(default)s)")
-    text = commands.add_parser("text", help="text through a tokenizer", description=TEXT_HELP)
-    text.add_argument("sources", metavar="SOURCE", nargs="+", help="where the texts come from, see above")
+    synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="structure of the documents, see above")
+    synthetic.add_argument("--documents", type=int, required=True, help="number of documents")
+    synthetic.add_argument("--length", type=length_flag, required=True, help="tokens per document, such as 8192 or 8K")
+    synthetic.add_argument("--vocab_size", type=int, default=512, help="number of token ids (default: %(default)s)")
+    synthetic.add_argument(
+        "--seed", type=int, default=0, help="the same seed gives the same documents (default: %(default)s)"
+    )
+    text = commands.add_parser("text", help="tokenized text", description=TEXT_HELP)
+    text.add_argument("sources", metavar="SOURCE", nargs="+", help="source of texts, see above")
     text.add_argument(
-        "--tokenizer", default="byte", help="byte (256 bytes and an end id), a directory or a hub id (default: byte)"
+        "--tokenizer", default="byte", help="byte (256 bytes and an end id), a directory, or a hub id (default: byte)"
     )
     text.add_argument("--column", default="text", help="column of rows that holds the text (default: %(default)s)")
     text.add_argument(
-        "--max_tokens", type=length_flag, help="stop here, cutting the last document (default: take everything)"
+        "--max_tokens", type=length_flag, help="stop after this many, cutting the last document (default: no limit)"
     )
     for command in (synthetic, text):
-        command.add_argument("--output", type=Path, required=True, help="a directory to make, or a file ending .pkl")
+        command.add_argument("--output", type=Path, required=True, help="directory to create, or a .pkl file")
         command.add_argument("--force", action="store_true", help="replace the output if it exists")
     return root
 
@@ -87,7 +89,7 @@ def make_synthetic(arguments: argparse.Namespace) -> str:
 def make_text(arguments: argparse.Namespace) -> str:
     """Writes tokenized texts and returns the closing line."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise ValueError(f"--max_tokens {arguments.max_tokens} is no size; give 1 or more, or leave it out")
+        raise ValueError(f"--max_tokens {arguments.max_tokens} is too small; give 1 or more, or leave it out")
     tokenizer = load_tokenizer(arguments.tokenizer)
     sources = expand_sources(arguments.sources)
     skipped = SkippedTexts()
@@ -105,13 +107,13 @@ def make_text(arguments: argparse.Namespace) -> str:
     try:
         closing = write(arguments.output, tokenised, tokenizer.vocab_size, extra_meta, {}, arguments.force)
     finally:  # explains an empty output if every file is unreadable
-        for story in skipped.stories:
-            print(f"data_gen: left out: {story}", file=sys.stderr)
+        for message in skipped.messages:
+            print(f"data_gen: left out: {message}", file=sys.stderr)
     return closing + (f"; left out: {skipped}" if skipped.counts else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 2 after one line for refused input."""
+    """Runs a command. For refused input it prints one line and returns 2."""
     try:
         arguments = parser().parse_args(argv)
         print({"synthetic": make_synthetic, "text": make_text}[arguments.command](arguments))

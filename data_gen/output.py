@@ -1,4 +1,4 @@
-"""Output of data_gen: a token directory, or a pickle of lists where the path ends in .pkl."""
+"""Output of data_gen: a token directory, or a pickle of lists if the path ends in .pkl."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def write(
 def write_pickle(
     path: Path, documents: Iterable[IntArray], extra: Mapping[str, object], force: bool
 ) -> tuple[int, int]:
-    """Writes `{'input_ids': [[...], ...]}`, the format of the original experiments, and returns documents and tokens.
+    """Writes `{'input_ids': [[...], ...]}`, the format of the original experiments, and counts documents and tokens.
 
     All documents are held in memory.
     """
     with atomic_write(path, force) as partial:
         input_ids = [ids.tolist() for ids in documents]
         if not input_ids:
-            raise ValueError(f"no document to write to {path}; the sources hold no text")
+            raise ValueError(f"no document to write to {path}; the sources contain no text")
         with partial.open("wb") as file:
             pickle.dump({"input_ids": input_ids, **extra}, file)
     return len(input_ids), sum(map(len, input_ids))

@@ -22,26 +22,26 @@ from lightseq.data.sources import (
 from lightseq.data.targets import EMPTY
 from lightseq.utils.formatting import first_line, plural
 
-TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document a row
+TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document per row
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
 class SkippedTexts(SkippedRows):
-    """Rows and files that were left out, counted by reason, with messages for the first few unreadable ones."""
+    """Rows and files that are left out, counted by reason, with messages about the first few."""
 
-    told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    by_reason: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     cut_short: list[str] = field(default_factory=list)  # files that could be read only in part
 
-    def add(self, reason: str, where: str, story: str = "") -> None:
+    def add(self, reason: str, where: str, message: str = "") -> None:
         super().add(reason, where)
-        if story and len(self.told[reason]) < MAX_NAMED:
-            self.told[reason].append(story)
+        if message and len(self.by_reason[reason]) < MAX_NAMED:
+            self.by_reason[reason].append(message)
 
     @property
-    def stories(self) -> list[str]:
-        """Returns the messages, a few per reason, so that a truncated file shows beside any number of bad rows."""
-        return [story for stories in self.told.values() for story in stories]
+    def messages(self) -> list[str]:
+        """A few messages per reason, so that a truncated file shows beside any number of bad rows."""
+        return [message for messages in self.by_reason.values() for message in messages]
 
     def facts(self) -> dict[str, object]:
         return {**super().facts(), "cut_short": self.cut_short}
@@ -51,7 +51,7 @@ class SkippedTexts(SkippedRows):
 
 
 def expand_sources(sources: Sequence[str]) -> list[Path | str]:
-    """Returns the files of all sources in the given order, sorted by name within a source; hub data sets stay names.
+    """Returns the files of all sources in the given order, sorted by name within a source; hub data sets remain names.
 
     Raises ValueError for a source without files.
     """
@@ -59,7 +59,9 @@ def expand_sources(sources: Sequence[str]) -> list[Path | str]:
     for source in sources:
         files = [source] if source.startswith(HUB_PREFIX) else _files(source)
         if not files:
-            raise ValueError(f"{source} names no file; give files, folders, quoted globs, {HUB_PREFIX}NAME, or stdlib")
+            raise ValueError(
+                f"{source} matches no file; give files, folders, quoted globs, {HUB_PREFIX}NAME, or stdlib"
+            )
         found.extend(files)
     return found
 
@@ -119,7 +121,7 @@ def _readable(path: Path, column: str, skipped: SkippedTexts) -> Iterator[tuple[
 
 
 def _text_or_none(row: Row | bytes, column: str, where: str, skipped: SkippedTexts) -> str | None:
-    """Returns None for an unreadable row, which is counted: later rows may be fine."""
+    """Returns the text of a row, or None for an unreadable one, which is counted: later rows may be fine."""
     try:
         return get_text(parse_row(row, where) if isinstance(row, bytes) else row, column, where)
     except ValueError as error:

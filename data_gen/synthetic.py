@@ -1,4 +1,4 @@
-"""Synthetic documents with a known structure: what each kind means and how it is drawn."""
+"""Synthetic documents with a known structure: the kinds, and how each is drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class SyntheticKind:
-    """A kind of synthetic document: its description, how it is drawn, and its smallest sizes."""
+    """Kind of synthetic document: its description, how it is drawn, and its smallest sizes."""
 
     help: str
     draw: Callable[[Generator, int, int], Ids]  # (generator, length, vocab_size)
@@ -43,7 +43,7 @@ def draw_uniform(generator: Generator, length: int, vocab_size: int) -> Ids:
 
 
 def draw_zipf(generator: Generator, length: int, vocab_size: int) -> Ids:
-    """Draws id i with a probability in proportion to 1/(i+1)."""
+    """Draws id i with a probability proportional to 1/(i+1)."""
     return np.searchsorted(_zipf_cumulative(vocab_size), generator.random(length), side="right")
 
 
@@ -76,16 +76,16 @@ def _draw_needle_position(generator: Generator, length: int) -> int:
 
 
 KINDS: Mapping[str, SyntheticKind] = {
-    "uniform": SyntheticKind("independent ids, all equally likely: nothing to learn but the vocabulary", draw_uniform),
+    "uniform": SyntheticKind("independent ids, all equally likely: only the vocabulary can be learned", draw_uniform),
     "zipf": SyntheticKind(
-        "independent ids, id i with a probability in proportion to 1/(i+1), much like words", draw_zipf
+        "independent ids, id i with a probability proportional to 1/(i+1), much like words", draw_zipf
     ),
     "copy": SyntheticKind(
-        "uniform ids, and the second half repeats the first: learnt by looking half a document back", draw_copy
+        "uniform ids whose second half repeats the first: learned by attending half a document back", draw_copy
     ),
     "needle": SyntheticKind(
-        "a key and its value, both from the upper half of the vocabulary, stand at a random depth in uniform ids "
-        "of the lower half; the document ends with the key and the value again (depths: needle_depth in the output)",
+        "uniform ids from the lower half of the vocabulary, with a key and its value from the upper half at a random "
+        "depth; the document ends with the key and the value again (needle_depth in the output lists the depths)",
         draw_needle,
         min_length=5,
         min_vocab_size=4,

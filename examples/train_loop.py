@@ -1,4 +1,4 @@
-"""A plain PyTorch loop over a Hugging Face Llama, one sequence split over all ranks; what lightseq adds is marked.
+"""Plain PyTorch loop over a Hugging Face Llama, with sequences split over all ranks; lightseq's lines are marked.
 
 python3 examples/train_loop.py
 python3 -m torch.distributed.run --nproc_per_node=2 examples/train_loop.py
@@ -16,7 +16,7 @@ from lightseq import hf
 from lightseq.distributed.mesh import World, init_distributed
 
 # isort: split
-from transformers import LlamaConfig, LlamaForCausalLM  # after lightseq, which quiets what it loads
+from transformers import LlamaConfig, LlamaForCausalLM  # after lightseq, which silences its import
 
 STEPS, BATCH, LENGTH = 5, 2, 250
 CONFIG = LlamaConfig(
@@ -30,7 +30,7 @@ CONFIG = LlamaConfig(
 
 
 def train(world: World) -> list[float]:
-    """The loss of every step. The seed is the same on all ranks, so they start alike and see the same batch."""
+    """Returns the loss of every step. All ranks have the same seed, so the same weights and the same batch."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).to(world.device)
     context = hf.enable(model)  # lightseq 1: attention spans the ranks

@@ -1,4 +1,4 @@
-"""A loop with accelerate, one sequence split over all ranks; what lightseq adds is marked.
+"""Loop with accelerate, with sequences split over all ranks; lightseq's lines are marked.
 
 python3 examples/with_accelerate.py
 python3 -m torch.distributed.run --nproc_per_node=2 examples/with_accelerate.py
@@ -18,21 +18,25 @@ EPOCHS, BATCH = 2, 2
 
 
 def train(world: World) -> list[float]:
-    """The loss of every step."""
+    """Returns the loss of every step."""
     accelerator = Accelerator(cpu=world.device.type == "cpu")
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).to(accelerator.device)
     context = hf.enable(model)  # lightseq 1: attention spans the ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model, optimizer = accelerator.prepare(model, optimizer)
-    loader = DataLoader(documents(), BATCH, collate_fn=collate)  # lightseq 2: not prepared, every rank reads it whole
+    loader = DataLoader(
+        documents(), BATCH, collate_fn=collate
+    )  # lightseq 2: not prepared, so every rank reads all rows
     losses = []
     for _ in range(EPOCHS):
         for whole in loader:
             on_device = {name: x.to(accelerator.device) for name, x in whole.items()}
             batch = hf.shard_batch(context, **on_device)  # lightseq 3: this rank's tokens
             share = model(**batch).loss
-            accelerator.backward(share * accelerator.num_processes)  # lightseq 4: shares add up, accelerate averages
+            accelerator.backward(
+                share * accelerator.num_processes
+            )  # lightseq 4: accelerate averages, but shares are summed
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, one sequence split over all ranks; what lightseq adds is marked.
+"""Trainer of transformers, with sequences split over all ranks; lightseq's lines are marked.
 
 python3 examples/with_trainer.py
 python3 -m torch.distributed.run --nproc_per_node=2 examples/with_trainer.py
@@ -24,13 +24,13 @@ def documents() -> list[dict[str, torch.Tensor]]:
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A whole batch as anyone makes it: padded on the right, padding is no target."""
+    """Returns the whole batch, padded on the right; padding is not a target."""
     ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=-100)
     return {"input_ids": ids.clamp_min(0), "labels": ids}
 
 
 class SequenceTrainer(Trainer):
-    """lightseq 1: every rank reads the same whole batches, where Trainer's own loaders would give each its share."""
+    """lightseq 1: every rank reads the same whole batches; Trainer's own loaders would give each rank its share."""
 
     def get_train_dataloader(self) -> DataLoader:
         order = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed))
@@ -42,7 +42,7 @@ class SequenceTrainer(Trainer):
 
 
 def train(world: World, output_dir: str, **changes: object) -> list[float]:
-    """The loss of every step, then that of an evaluation."""
+    """Returns the loss of every step, then that of an evaluation."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     arguments = TrainingArguments(

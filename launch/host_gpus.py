@@ -1,4 +1,4 @@
-"""The GPUs of this host, as its driver has them: asking torch would take seconds."""
+"""GPUs of this host, as its driver lists them: importing torch would take seconds."""
 
 import itertools
 import os
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostGPUs:
-    """Those that this program may use."""
+    """GPUs that this program may use."""
 
-    name: str | None = None  # of the first
-    devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES has them
+    name: str | None = None  # model of the first one
+    devices: tuple[str, ...] = ()  # as written in CUDA_VISIBLE_DEVICES
 
 
 def gpus_here() -> HostGPUs:
-    """None where there is no driver, or it does not answer."""
+    """Returns the GPUs that this program may use; none without a driver that answers."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return HostGPUs()
     try:
-        asked = [program, "--query-gpu=index,name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+        command = [program, "--query-gpu=index,name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return HostGPUs()
     rows = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
@@ -30,7 +30,7 @@ def gpus_here() -> HostGPUs:
         return HostGPUs()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
-    # CUDA stops at the first that is not there: -1, say, hides all that follow.
+    # CUDA ignores everything from the first invalid entry on, such as -1.
     known = {index for index, _ in rows}
-    there = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
-    return HostGPUs(rows[0][1].strip(), tuple(there))
+    present = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
+    return HostGPUs(rows[0][1].strip(), tuple(present))

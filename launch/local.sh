@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs a command on every GPU of this host, or on two CPU processes if it has none. The first word is a model family, which
+# Runs a command on every GPU of this host, or in two CPU processes if it has none. The first word is a model family, which
 # trains, or a command of lightseq:
 #   launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init --data_path data/stdlib --output_dir outputs/tiny
 #   launch/local.sh verify --model_name_or_path tiny-llama3
-# NPROC=4 sets the number of processes; PYTHON=/path/to/python the interpreter (.venv's where there is one, else python3).
+# NPROC=4 sets the number of processes, PYTHON=/path/to/python the interpreter (default: .venv's, else python3).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ train | verify | rehearse | evaluate)
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;
 "") refuse "name a model family or a command first" ;;
-*) refuse "'$1' is no model family and no command" ;;
+*) refuse "'$1' is neither a model family nor a command" ;;
 esac
 
 python=${PYTHON:-}
@@ -37,11 +37,11 @@ if [[ -z $processes ]]; then
 fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "NPROC '$processes' is not a number of processes"
 
-# Left unset, the launcher would give each process one thread whatever the host has, and warn about it.
+# Without it the launcher gives each process one thread, however many cores the host has, and warns.
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
-# Asked to stop, the launcher passes the signal on, and ends ranks that last longer: a step and its checkpoint need that time.
+# On a signal the launcher forwards it and kills ranks after this time, which a step and its checkpoint need.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 

@@ -1,4 +1,4 @@
-"""Runs a grid of training runs from a YAML file, one after the other, and goes on where it stopped.
+"""Runs a grid of training runs from a YAML file, one after another, and continues where it stopped.
 
 python3 launch/sweep.py --config launch/sweeps/tiny.yaml --list
 """
@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent
-    )  # runs uninstalled, and hides no package behind this folder
+    # The script runs uninstalled, and no module of this folder hides a package.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
 import fnmatch
@@ -28,18 +27,18 @@ from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import assumed, check_device, estimate, measured
 from launch.sweep_file import Sweep, read_sweep
 from launch.sweep_lock import LOG, check_ended, sweep_lock
-from launch.sweep_records import FAILED, FILE, Record, now, read_records, steps, write_records
+from launch.sweep_records import FAILED, FILE, Record, current_record, read_records, steps, write_records
 from launch.sweep_run import (
     Running,
+    as_typed,
     end,
     ended,
-    followed,
     local_command,
     make_data,
     slurm_command,
     start,
     submit,
-    typed,
+    with_job_status,
 )
 from lightseq.utils.quiet import silence_loggers
 
@@ -50,27 +49,29 @@ POLL_SECONDS = 0.25
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="launch/sweep.py", description=(__doc__ or "").splitlines()[0])
-    out.add_argument("--config", required=True, type=Path, metavar="FILE", help="the sweep, in YAML")
-    out.add_argument("--list", action="store_true", help="show the cells and how long they will take; run nothing")
-    out.add_argument("--submit", action="store_true", help="hand every cell to sbatch instead of running it here")
-    out.add_argument("--only", action="append", metavar="NAME", help="cells whose name has this in it (* and ? match)")
-    out.add_argument("--retry-failed", action="store_true", help="run cells again that failed or took too long")
-    out.add_argument("--timeout", type=float, metavar="SECONDS", help="of a cell, instead of the file's")
-    out.add_argument("--device", metavar="NAME", help="GPU to estimate for, as h100 (default: the one here)")
+    out.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML file of the sweep")
+    out.add_argument("--list", action="store_true", help="list the cells and their estimated times; run nothing")
+    out.add_argument("--submit", action="store_true", help="submit every cell to Slurm instead of running it here")
+    out.add_argument(
+        "--only", action="append", metavar="NAME", help="only cells whose name contains NAME (* and ? match)"
+    )
+    out.add_argument("--retry-failed", action="store_true", help="rerun cells that failed or timed out")
+    out.add_argument("--timeout", type=float, metavar="SECONDS", help="time limit of a cell (default: the file's)")
+    out.add_argument("--device", metavar="NAME", help="GPU to estimate for, such as h100 (default: this host's)")
     out.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
-        help="another value than the file's, in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
+        help="override a setting of the file in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
     )  # fmt: skip
     out.add_argument(
         "--at_once", type=int, default=1, metavar="N",
-        help="cells that run at once, each on GPUs of its own (default: 1). They share the host, and its time",
+        help="number of cells to run side by side, each on its own GPUs (default: 1); they share the CPU cores",
     )  # fmt: skip
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all cells asked for that fit this host are done (or handed over); 1: some failed; 2: the input was refused;
-    130: stopped."""
+    """Runs the sweep. Returns 0 if all chosen cells that fit this host are done or submitted, 1 if some failed, 2 for
+    refused input, 130 if stopped."""
     arguments = parser().parse_args(argv)
     silence_loggers()
     signal.signal(signal.SIGTERM, _interrupt)
@@ -90,44 +91,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = expand(sweep)
         chosen = choose(cells, arguments.only)
         if arguments.list:
-            show(sweep, chosen, cells, known(sweep, cells), arguments.device)
+            show(sweep, chosen, cells, current_records(sweep, cells), arguments.device)
             return 0
         with sweep_lock(sweep.output_dir):  # before the records are read: another call may be writing them
-            return go(sweep, chosen, known(sweep, cells), arguments)
+            return run_or_submit(sweep, chosen, current_records(sweep, cells), arguments)
     except (ValueError, OSError) as error:
         print(f"launch/sweep.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("launch/sweep.py: stopped; the same command goes on from here", file=sys.stderr)
+        print("launch/sweep.py: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
 
 
 def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
     chosen = [c for c in cells if not patterns or any(fnmatch.fnmatch(c.name, f"*{p}*") for p in patterns)]
     if not chosen:
-        raise ValueError(f"--only {' '.join(patterns or [])}: no cell is named so; one name is {cells[0].name}")
+        raise ValueError(f"--only {' '.join(patterns or [])} matches no cell; one is named {cells[0].name}")
     return chosen
 
 
-def known(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
-    """Records of all cells, and of those that another file noted in the same directory."""
+def current_records(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
+    """Returns the present records of all cells, and those of other sweep files in the same directory."""
     notes: list[str] = []
     noted = read_records(sweep.output_dir, notes)
     for note in notes:
         print(f"launch/sweep.py: note: {note}", file=sys.stderr)
-    found = {cell.name: now(cell, noted.get(cell.name), typed(cell, local_command(cell))) for cell in cells}
-    return {**noted, **followed(found)}
+    found = {
+        cell.name: current_record(cell, noted.get(cell.name), as_typed(cell, local_command(cell))) for cell in cells
+    }
+    return {**noted, **with_job_status(found)}
 
 
 def show(
     sweep: Sweep, chosen: Sequence[Cell], cells: Sequence[Cell], records: Mapping[str, Record], device: str | None
 ) -> None:
-    """The table. Cells that ran teach about those that did not, chosen or not."""
+    """Prints the table of the chosen cells. Estimates are based on all cells that ran, chosen or not."""
     todo = [cell for cell in chosen if records[cell.name].status != "done"]
     ran = measured(cells, records) if todo else []
     device = check_device(device) if device else gpus_here().name
     times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
-    source = "by the cells that ran" if ran else assumed(device)
+    source = "estimated from the cells that ran" if ran else assumed(device)
     console = Console(highlight=False)
     with console.capture() as capture:
         console.print(sweep_table.table(chosen, records, times))
@@ -139,8 +142,10 @@ def show(
     print(sweep_table.total(chosen, records, times, source))
 
 
-def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], arguments: argparse.Namespace) -> int:
-    """Runs or submits what is to be done, noting each end as it comes."""
+def run_or_submit(
+    sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], arguments: argparse.Namespace
+) -> int:
+    """Runs or submits the cells that are left, and records each outcome as it comes."""
     leave = {"done", "submitted"} | (set() if arguments.retry_failed else {*FAILED})
     todo = [cell for cell in chosen if records[cell.name].status not in leave]
     devices = () if arguments.submit else gpus_here().devices
@@ -150,24 +155,24 @@ def go(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Record], argumen
     print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records, len(wide), len(devices))}{len(todo)} to run")
     if arguments.submit:
         for cell in todo:
-            slurm_command(sweep, cell)  # what no job can be made of is refused before any is handed over
+            slurm_command(sweep, cell)  # refuses a cell that fits no job before any is submitted
     write_records(sweep.output_dir, records.values())
     if todo and sweep.data is not None:
         make_data(sweep.data)
-    desk = Desk(sweep, records, sweep_table.Terminal(len(todo)))
+    reporter = Reporter(sweep, records, sweep_table.Terminal(len(todo)))
     try:
         if arguments.submit:
             for cell in todo:
-                desk.note(submit(sweep, cell, records[cell.name]))
+                reporter.note(submit(sweep, cell, records[cell.name]))
         else:
-            here(desk, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
+            run_here(reporter, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
     finally:
-        desk.terminal.close()
+        reporter.terminal.close()
     return finish(sweep, chosen, records)
 
 
 @dataclass(frozen=True)
-class Desk:
+class Reporter:
     """Records and shows the outcomes of cells."""
 
     sweep: Sweep
@@ -181,10 +186,11 @@ class Desk:
             self.terminal.say(record)
 
 
-def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
-    """Runs cells on this host, in their order but for those that find GPUs free first; if stopped, that is noted.
+def run_here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
+    """Runs cells on this host in their order, except that a cell may overtake one that waits for more GPUs.
 
-    Cells share out `devices`, so that each has its own; without any, a cell sees all that this program sees.
+    Each cell gets its own of the `devices`; if there are none, a cell sees the GPUs that this program sees. Cells that
+    are stopped are recorded as such.
     """
     waiting, running = list(todo), list[Running]()
     try:
@@ -193,25 +199,25 @@ def here(desk: Desk, todo: Sequence[Cell], at_once: int, devices: Sequence[str])
                 waiting.remove(cell)
                 running.append(start(cell, own_gpus(cell, running, devices)))
             time.sleep(POLL_SECONDS)
-            desk.terminal.show([(one.cell, len(steps(one.cell.output_dir))) for one in running])
+            reporter.terminal.show([(one.cell, len(steps(one.cell.output_dir))) for one in running])
             for one in [*running]:
-                if result := ended(one, desk.sweep.timeout_seconds):
+                if result := ended(one, reporter.sweep.timeout_seconds):
                     running.remove(one)
-                    record = replace(noted(desk, one.cell), status=result.status, error=result.error)
-                    desk.note(replace(record, seconds=round(result.seconds, 3)))
+                    record = replace(local_record(reporter, one.cell), status=result.status, error=result.error)
+                    reporter.note(replace(record, seconds=round(result.seconds, 3)))
     finally:
-        for one in running:  # stopped: end all of them, before anything is written down that may fail
+        for one in running:  # stopped: end all of them before writing records, which may fail
             end(one.process)
         for one in running:
-            desk.note(replace(noted(desk, one.cell), status="stopped", seconds=None), say=False)
+            reporter.note(replace(local_record(reporter, one.cell), status="stopped", seconds=None), say=False)
 
 
-def noted(desk: Desk, cell: Cell) -> Record:
-    return replace(desk.records[cell.name], command=typed(cell, local_command(cell)), error=None, job_id=None)
+def local_record(reporter: Reporter, cell: Cell) -> Record:
+    return replace(reporter.records[cell.name], command=as_typed(cell, local_command(cell)), error=None, job_id=None)
 
 
 def next_cell(waiting: Sequence[Cell], running: Sequence[Running], devices: Sequence[str]) -> Cell | None:
-    """The first that finds enough GPUs free; where there are none to share out, the first."""
+    """Returns the first cell for which enough GPUs are free; without `devices` the first cell."""
     free = len(devices) - sum(len(one.gpus) for one in running)
     return next((cell for cell in waiting if not devices or cell.ranks <= free), None)
 
@@ -222,7 +228,7 @@ def own_gpus(cell: Cell, running: Sequence[Running], devices: Sequence[str]) -> 
 
 
 def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, gpus: int) -> str:
-    """Says what is not run, and why: `2 done, 1 failed before (--retry-failed), 3 need more than the 2 GPUs here, `."""
+    """Returns what is not run, and why: `2 done, 1 failed before (...), 3 need more than the 2 GPUs here, `."""
     statuses = [records[cell.name].status for cell in chosen]
     failed = sum(status in FAILED for status in statuses)
     words = [f"{statuses.count(status)} {status}" for status in ("done", "submitted") if status in statuses]

@@ -1,4 +1,4 @@
-"""The cells of a sweep: every combination of its grid, each with its command line and a directory of its own name."""
+"""Cells of a sweep: the combinations of its grid, each with a name, a command line and a directory."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
     "float16": ("--fp16", "True"),
     "float32": (),
 }
-# How models of a family are called; `family` says it of any other.
+# Patterns of the model names of each family; other models need the setting `family`.
 FAMILIES: Final[Mapping[str, str]] = {"llama3": r"llama-?3|^scaled", "llama2": r"llama-?2|code-?llama"}
 LABELS: Final[Mapping[str, str]] = {flag: word for word, flag in SHORT.items()}
 
@@ -29,23 +29,23 @@ class Cell:
     settings: Settings  # all of them, fixed ones too
     family: str
     ranks: int
-    flags: tuple[str, ...]  # of the trainer, but for where it writes
+    flags: tuple[str, ...]  # training flags, without the output directory
     output_dir: Path
     config: TrainConfig
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The trainer's command line. A cell that is run again starts anew."""
+        """The training command line. A cell that runs again starts over."""
         return (*self.flags, "--output_dir", str(self.output_dir), "--overwrite_output_dir", "True")
 
 
 def expand(sweep: Sweep) -> list[Cell]:
-    """Every cell, in the order of the file. Raises ValueError where one asks for what the trainer refuses."""
+    """Returns every cell, in the order of the file. Raises ValueError for a cell that the trainer would refuse."""
     grid = list(combinations(sweep.fixed, sweep.grid)) if sweep.grid else []
     for place, entry in enumerate(sweep.exclude):
         kept = [settings for settings in grid if not matches(settings, entry)]
         if len(kept) == len(grid) and not sweep.changed:
-            raise sweep.wrong(f"exclude[{place}]", "matches no cell that is left of the grid")
+            raise sweep.wrong(f"exclude[{place}]", "matches no cell that remains of the grid")
         grid = kept
     included = [settings for entry in sweep.include for settings in combinations(sweep.fixed, entry)]
     cells: dict[str, Cell] = {}
@@ -73,11 +73,11 @@ def make_cell(sweep: Sweep, settings: Settings) -> Cell:
     name = cell_name(sweep, settings)
     if sweep.data is not None:
         if "data_path" in settings:
-            raise sweep.wrong("data", "data_path names other data; give one of them")
+            raise sweep.wrong("data", "data_path is given too; give one of them")
         settings = {**settings, "data_path": sweep.data["output"]}
     family, ranks = family_of(sweep, settings), settings.get("ranks", "1")
     if not re.fullmatch(r"[1-9]\d*", ranks):
-        raise sweep.wrong("ranks", f"{ranks!r} is no number of processes")
+        raise sweep.wrong("ranks", f"{ranks!r} is not a number of processes")
     flags = tuple(flags_of(sweep, settings))
     output_dir = sweep.output_dir / name
     try:
@@ -93,7 +93,7 @@ def flags_of(sweep: Sweep, settings: Settings) -> Iterator[str]:
         if dtype not in DTYPES:
             raise sweep.wrong("dtype", f"{dtype!r} is unknown; choose from {', '.join(DTYPES)}")
         if {"bf16", "fp16"} & settings.keys():
-            raise sweep.wrong("dtype", "bf16 and fp16 say the same; give one of them")
+            raise sweep.wrong("dtype", "bf16 or fp16 is given too; give one of them")
         yield from DTYPES[dtype]
     for key, value in settings.items():
         if key not in ("ranks", "dtype", "family"):
@@ -110,7 +110,9 @@ def family_of(sweep: Sweep, settings: Settings) -> str:
         raise sweep.wrong("model", "is missing; give one in fixed, grid or every include")
     called = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
     if len(called) != 1:
-        raise sweep.wrong("model", f"{model} is by its name of no one family; add `family: llama2` or `family: llama3`")
+        raise sweep.wrong(
+            "model", f"the name {model} does not tell the family; add `family: llama2` or `family: llama3`"
+        )
     return called[0]
 
 
@@ -128,11 +130,11 @@ def cell_name(sweep: Sweep, settings: Settings) -> str:
 
 
 def label(setting: str) -> str:
-    """The short word for a setting, as people type it."""
+    """Returns the short name of a setting."""
     return LABELS.get(setting, setting)
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """Settings that are not the same in all cells, in the order in which the file names them."""
+    """Returns the settings that differ between cells, in the order of the file."""
     keys = dict.fromkeys(key for cell in cells for key in cell.settings)
     return [key for key in keys if len({cell.settings.get(key) for cell in cells}) > 1]

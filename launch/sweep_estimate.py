@@ -9,17 +9,17 @@ from typing import Final
 from launch.sweep_cells import Cell
 from launch.sweep_records import Record, median_step
 
-# Assumed where nothing was measured: what a well-fed GPU reaches, and what starting processes takes.
+# Assumptions without measurements: the share of its peak that a busy GPU reaches, and the time to start processes.
 SHARE_OF_PEAK: Final = 0.4
 START_SECONDS: Final = 45.0
-# The same of a host without GPUs, whose cores all ranks share: the order of magnitude is all that can be known.
+# The same for a host without GPUs, whose cores all ranks share. Only the order of magnitude is right.
 HOST_FLOPS_PER_SECOND: Final = 10e9
 HOST_START_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell that ran: a step's FLOPs and seconds, and the seconds of all that is no step."""
+    """A cell that ran: FLOPs and seconds of a step, and the seconds outside steps."""
 
     cell: Cell
     step_flops: float
@@ -40,7 +40,7 @@ def measured(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[Measu
 
 
 def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float | None:
-    """Seconds of a cell that is to run, or None; no device is a host without GPUs."""
+    """Returns the expected seconds of a cell, None if unknown. No device means a host without GPUs."""
     steps = cell.config.max_steps
     if steps is None:
         return None
@@ -59,10 +59,10 @@ def estimate(cell: Cell, known: Sequence[Measured], device: str | None) -> float
 
 
 def assumed(device: str | None) -> str:
-    """Returns the assumption behind estimates where no cell ran."""
+    """Returns how times are estimated if no cell ran."""
     if device is None:
-        return f"by {HOST_FLOPS_PER_SECOND / 1e9:.0f} GFLOP/s of a CPU (else: --device)"
-    return f"by {SHARE_OF_PEAK:.0%} of the peak of {device}"
+        return f"estimated at {HOST_FLOPS_PER_SECOND / 1e9:.0f} GFLOP/s of a CPU (for a GPU: --device)"
+    return f"estimated at {SHARE_OF_PEAK:.0%} of the peak of {device}"
 
 
 def distance(cell: Cell, other: Cell) -> tuple[int, float]:
@@ -74,7 +74,7 @@ def distance(cell: Cell, other: Cell) -> tuple[int, float]:
 
 def step_flops(cell: Cell) -> float | None:
     """Returns FLOPs of one optimizer step over all ranks, recomputation included; None for an unknown model."""
-    from lightseq.models import flops  # seconds of importing transformers, only where something is to be estimated
+    from lightseq.models import flops  # imports transformers, which takes seconds: only if needed
 
     model = _model_config(cell.family, cell.config.model_name)
     if model is None:
@@ -101,11 +101,11 @@ def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of
 
 
 def check_device(device: str) -> str:
-    """The name of a GPU whose peak is known, however it is spelt. Raises ValueError for any other."""
+    """Returns the name of a GPU with a known peak, given in upper or lower case. Raises ValueError for others."""
     found = next((name for name in (device, device.upper()) if _peak(name) is not None), None)
     if found is None:
         raise ValueError(
-            f'--device {device} is not known; give what torch calls a GPU, as "NVIDIA H100 80GB HBM3", or h100'
+            f'--device {device} is unknown; give a GPU as h100, or by torch\'s name, such as "NVIDIA H100 80GB HBM3"'
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Reader of sweep files: a grid of training flags in YAML, with one line for what is wrong in it."""
+"""Reader of sweep files: grids of training flags in YAML. An error is one line that names file and key."""
 
 import difflib
 import math
@@ -18,7 +18,7 @@ from lightseq.config.yaml_file import TextLoader, read_file
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]
 
-# Short words for what most sweeps vary. `ranks`, `dtype` and `family` are no flags: the launcher takes them.
+# Short names of what most sweeps vary. `ranks`, `dtype` and `family` are not flags: the launcher uses them.
 SHORT: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
     "length": "model_max_length",
@@ -34,13 +34,13 @@ KEYS: Final = (
 )
 PLAIN: Final = ("output_dir", "timeout_seconds", "gpus_per_node")
 SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
-UNSAID: Final[Settings] = {"vocab_size": "512", "seed": "0"}  # of the data, where the file leaves them out
+DATA_DEFAULTS: Final[Settings] = {"vocab_size": "512", "seed": "0"}
 HOUR: Final = 3600.0
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file. Settings carry the trainer's own names, and every value is the word that was typed."""
+    """Contents of a sweep file. Settings have the names of training flags, and every value is the word as typed."""
 
     path: Path
     description: str
@@ -52,15 +52,14 @@ class Sweep:
     grid: Axes
     exclude: tuple[Axes, ...]
     include: tuple[Axes, ...]
-    changed: bool = False  # by hand: what is excluded may not be there
+    changed: bool = False  # by --set: an exclude entry may then match nothing
 
     def wrong(self, key: str, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {key}: {problem}")
 
 
 def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
-    """`changes` are KEY=VALUE, in the place of what the file has. Raises ValueError, with file and key, for what cannot
-    be read or means nothing."""
+    """Reads a sweep file; `changes` are KEY=VALUE and override it. Errors are ValueErrors with file and key."""
     top = _load(path)
     for change in changes:
         top = changed(path, top, change)
@@ -81,9 +80,9 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
 
 
 def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
-    """The file with one setting replaced wherever it stands, so that every cell has it: `ranks=2`, `length=[4K,8K]`.
+    """Returns the file with one setting replaced everywhere, so that every cell has it: `ranks=2`, `length=[4K,8K]`.
 
-    A `data_path` takes the place of the data that the file makes.
+    A `data_path` replaces the file's own data.
     """
     key, given, text = change.partition("=")
     known = (*SETTINGS, *PLAIN, *(f"data.{flag}" for flag in SYNTHETIC))
@@ -93,18 +92,16 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
         raise ValueError(f"--set {change}: every cell gets its own {key}; leave it out")
     if key not in known:
         others = f"; there are {', '.join((*SHORT, *LAUNCHER, *PLAIN))}, data.KEY and the flags of llama3/train.py"
-        raise ValueError(f"--set {change}: {key} is no setting{nearest(key, known) or others}")
+        raise ValueError(f"--set {change}: {key} is not a setting{nearest(key, known) or others}")
     try:
         value = yaml.load(text, Loader=TextLoader) if text else ""
     except yaml.YAMLError:
-        raise ValueError(f"--set {change}: the value is no word and no [list, of, words]") from None
+        raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
     if key in PLAIN:
         return {**top, key: value}
     if key.startswith("data."):
         if "data" not in top:
-            raise ValueError(
-                f"--set {change}: {path} makes no data; set data_path, or make some with data_gen synthetic"
-            )
+            raise ValueError(f"--set {change}: {path} has no data of its own; set data_path to data made with data_gen")
         data = top["data"]
         return {**top, "data": {**(data if isinstance(data, dict) else {}), key.removeprefix("data."): value}}
     if key == "data_path":
@@ -117,7 +114,7 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
 
     fixed, grid, include = top.get("fixed", {}), top.get("grid", {}), top.get("include", [])
     if not (isinstance(fixed, dict) and isinstance(grid, dict) and isinstance(include, list)):
-        return {**top}  # which is refused as it would be without the change
+        return {**top}  # refused later, as without the change
     axis = isinstance(value, list)
     rest = {word: old for word, old in fixed.items() if word not in names}
     return {
@@ -129,12 +126,12 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
 
 
 def flag_of(word: str) -> str:
-    """The trainer's own name of a setting."""
+    """Returns the training flag of a setting."""
     return OLDER_SPELLINGS.get(SHORT.get(word, word), SHORT.get(word, word))
 
 
 def in_tokens(text: str) -> str:
-    """4K as 4096; what is no number is left for the trainer to refuse."""
+    """Returns 4K as 4096; any other text is left for the trainer to refuse."""
     try:
         return str(tokens(text))
     except ValueError:
@@ -143,7 +140,7 @@ def in_tokens(text: str) -> str:
 
 @dataclass(frozen=True)
 class Raw:
-    """The file as YAML has it, and the checks that turn it into what it should be."""
+    """Parsed YAML of a sweep file, and the checks of its values."""
 
     path: Path
     top: Mapping[str, Any]
@@ -163,11 +160,11 @@ class Raw:
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            raise self.wrong(key, f"{self.top[key]!r} is no number above 0")
+            raise self.wrong(key, f"{self.top[key]!r} is not a number above 0")
         return value
 
     def data(self) -> Settings | None:
-        """`data` names what `python3 -m data_gen synthetic` makes."""
+        """Returns the flags of `python3 -m data_gen synthetic` under `data`, None without it."""
         value = self.top.get("data")
         if value is None:
             return None
@@ -179,16 +176,16 @@ class Raw:
         missing = [key for key in ("kind", "documents", "length", "output") if key not in value]
         if missing:
             raise self.wrong("data", f"{missing[0]} is missing")
-        return {**UNSAID, **{key: in_tokens(word) if key == "length" else word for key, word in value.items()}}
+        return {**DATA_DEFAULTS, **{key: in_tokens(word) if key == "length" else word for key, word in value.items()}}
 
     def entries(self, key: str) -> tuple[Axes, ...]:
         value = self.top.get(key, [])
         if not isinstance(value, list):
-            raise self.wrong(key, "give a list, a `-` before every entry")
+            raise self.wrong(key, "give a list, with `-` before every entry")
         return tuple(self.axes(f"{key}[{place}]", entry) for place, entry in enumerate(value))
 
     def axes(self, where: str, value: object, single: bool = False) -> Axes:
-        """Settings with the values of each; a single word stands for a list of it."""
+        """Returns the values of each setting; a single word counts as a list of one."""
         if not isinstance(value, dict):
             raise self.wrong(where, "give `setting: value` lines")
         found: dict[str, tuple[str, ...]] = {}
@@ -207,12 +204,12 @@ class Raw:
     def _values(self, place: str, name: str, value: Any, single: bool) -> Sequence[str]:
         words: list[Any] = value if isinstance(value, list) else [value]
         if single and isinstance(value, list):
-            raise self.wrong(place, "is the same in every cell, so give one value; lists stand in grid")
+            raise self.wrong(place, "is the same in every cell, so give one value; lists belong in grid")
         if not words:
             raise self.wrong(place, "give at least one value")
         for word in words:
             if not isinstance(word, str):
-                raise self.wrong(place, f"{word} is no single value; put JSON in quotes")
+                raise self.wrong(place, f"{word} is not a single value; put JSON in quotes")
         if len(set(words)) < len(words):
             raise self.wrong(place, f"{next(word for word in words if words.count(word) > 1)} is listed twice")
         return [in_tokens(word) if name == "model_max_length" else word for word in words]

@@ -1,4 +1,4 @@
-"""Records of a sweep's cells: sweep.jsonl, one object per cell, and what a run's own files say."""
+"""Records of a sweep's cells: sweep.jsonl, with one object per cell, and the files of the runs themselves."""
 
 import json
 import math
@@ -23,7 +23,7 @@ class Record:
     name: str
     status: str  # done, failed, timeout, stopped, submitted or pending
     seconds: float | None  # from the start of its processes to their end
-    error: str | None  # the last line that says what went wrong
+    error: str | None  # the line of its log that names the cause
     job_id: str | None
     output_dir: str
     command: str  # as typed in the repository root
@@ -38,8 +38,10 @@ def pending(cell: Cell, command: str) -> Record:
 
 
 def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
-    """By name; lines that are no records are named in the notes. A file with no line of ours is refused, so that it is
-    not written over."""
+    """Returns the records by name, and adds a note for each line that is not a record.
+
+    Raises ValueError for a file without any record, so that a foreign file is not overwritten.
+    """
     path = directory / FILE
     if not path.is_file():
         return {}
@@ -49,12 +51,12 @@ def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
         try:
             record = _record(line)
         except (json.JSONDecodeError, AttributeError, TypeError):
-            refused.append(f"{path} line {number}: is cut off, or no record of a sweep")
+            refused.append(f"{path} line {number} is cut off, or not a record of a sweep")
         else:
             found[record.name] = record
     if refused and not found:
         raise ValueError(f"{refused[0]}; remove the file")
-    notes += [f"{line}; it is left out, and its cell is what its own files say" for line in refused]
+    notes += [f"{line}; it is left out, and the files of its cell decide" for line in refused]
     return found
 
 
@@ -64,15 +66,15 @@ def _record(line: str) -> Record:
 
 
 def write_records(directory: Path, records: Iterable[Record]) -> None:
-    """All at once: who reads meanwhile sees the old file or the new one."""
+    """Replaces the file at once: a reader sees the old file or the new one."""
     directory.mkdir(parents=True, exist_ok=True)
     beside = directory / f".{FILE}"
     beside.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
     os.replace(beside, directory / FILE)
 
 
-def now(cell: Cell, record: Record | None, command: str) -> Record:
-    """Returns a cell's record, from its files first, then from what the sweep noted under the same command."""
+def current_record(cell: Cell, record: Record | None, command: str) -> Record:
+    """Returns a cell's present record: by its files, else by an earlier record with the same flags and ranks."""
     fresh = pending(cell, command)
     noted = record if record is not None and (record.flags, record.ranks) == (fresh.flags, fresh.ranks) else None
     if finished(cell):
@@ -85,9 +87,9 @@ def now(cell: Cell, record: Record | None, command: str) -> Record:
 
 def finished(cell: Cell) -> bool:
     """Returns whether the cell's directory holds a finished run of exactly these flags."""
-    about = _read_json(cell.output_dir / "run.json")
-    config, total = about.get("config"), about.get("total_steps")
-    if not isinstance(config, dict) or not isinstance(total, int) or about.get("world_size") != cell.ranks:
+    run = _read_json(cell.output_dir / "run.json")
+    config, total = run.get("config"), run.get("total_steps")
+    if not isinstance(config, dict) or not isinstance(total, int) or run.get("world_size") != cell.ranks:
         return False
     if comparable(config) != comparable(cell.config.to_json()):
         return False
@@ -97,14 +99,14 @@ def finished(cell: Cell) -> bool:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config, less what says where it went; flags that are younger than the run had their default."""
+    """Returns a run's config without its directory; flags that are newer than the run have their defaults."""
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     ignored = ("output_dir", "overwrite_output_dir")
     return {key: value for key, value in {**defaults, **config}.items() if key not in ignored}
 
 
 def steps(directory: Path) -> list[dict[str, Any]]:
-    """A run's logged steps so far; a line that is still being written, or is no record, is left out."""
+    """Returns a run's logged steps so far, without lines that are incomplete or not records."""
     path = directory / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
     found = []
@@ -119,7 +121,7 @@ def steps(directory: Path) -> list[dict[str, Any]]:
 
 
 def median_step(directory: Path) -> float:
-    """Seconds of a step, the first left out where there are more; NaN where none is known."""
+    """Returns the median seconds of a step, without the first if there are more; NaN if none is known."""
     every = (record.get("step_seconds") for record in steps(directory))
     known = [seconds for seconds in every if isinstance(seconds, int | float) and seconds]
     return statistics.median(known[1:] or known) if known else math.nan

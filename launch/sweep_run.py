@@ -1,4 +1,4 @@
-"""Runs cells' processes here, or hands them to sbatch, and says how that ended; leaves no process behind."""
+"""Execution of cells as Slurm jobs, or as processes on this host that are always ended with the sweep."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
 from lightseq.utils.formatting import first_line
 
-PARTING_SECONDS: Final = 10.0  # that processes have to end by themselves
-# Variables by which launch/slurm/job.sh is told of one run. A cell says all of that by flags.
+EXIT_SECONDS: Final = 10.0  # for processes to end by themselves
+# Variables of launch/slurm/job.sh that describe one run. A cell gives all of them as flags.
 OF_ONE_RUN: Final = (
     *("FAMILY", "MODEL", "DATA", "LENGTH", "MAX_STEPS", "OUTPUT_DIR"),
     *("GLOBAL_BATCH", "MICRO_BATCH", "SEQUENCE_PARALLEL", "FLAGS_FILE"),
 )
-# What a line that names a cause looks like, the most telling first; of several alike the first counts, since the other
-# ranks' complaints follow from it.
+# Patterns of a line that names the cause, the most specific first. Of several matches the first counts, because the
+# errors of the other ranks follow from it.
 CAUSES: Final = (
     re.compile(r"^(?:\w[\w./]*: )?error: .+"),
     re.compile(r"^.*OutOfMemoryError.*"),
@@ -52,7 +52,7 @@ def local_command(cell: Cell) -> list[str]:
 
 
 def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
-    """One node, or as many whole ones as the ranks fill."""
+    """Returns the sbatch command of a cell: one node, or as many whole nodes as the ranks fill."""
     per_node = min(cell.ranks, sweep.gpus_per_node)
     if cell.ranks % per_node:
         raise sweep.wrong("ranks", f"{cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node")
@@ -63,14 +63,16 @@ def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
     return ["sbatch", *options, minutes, f"launch/slurm/{script}.sbatch", cell.family, *cell.words]
 
 
-def typed(cell: Cell, command: Sequence[str]) -> str:
-    """A command as one would type it."""
+def as_typed(cell: Cell, command: Sequence[str]) -> str:
+    """Returns a command as typed in a shell."""
     return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
 
 
 def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """For the launch scripts: this program's own interpreter, unless another is named or the container has its own;
-    and the GPUs, where a cell has its own. What the shell still holds for another run is left out."""
+    """Returns the environment of the launch scripts, without variables that describe another run.
+
+    It names this program's interpreter, unless PYTHON is set or the container has its own, and a cell's own GPUs.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ONE_RUN}
     python = {} if "CONTAINER" in os.environ else {"PYTHON": sys.executable}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -78,10 +80,10 @@ def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
 
 
 def make_data(flags: Settings) -> None:
-    """Makes the data of the sweep file, unless it is there. Raises ValueError where other data is."""
+    """Makes the data of the sweep file unless it exists. Raises ValueError if other data is there."""
     output = Path(flags["output"])
     if output.is_file():
-        print(f"data: {output} is taken as it is; it does not say what it was made with")
+        print(f"data: {output} is used as it is; it does not record how it was made")
         return
     if (output / "meta.json").exists():
         check_data(output, flags)
@@ -94,21 +96,21 @@ def make_data(flags: Settings) -> None:
 
 
 def check_data(output: Path, flags: Settings) -> None:
-    """Raises ValueError where a token directory says that it was made with other flags; what it does not say may be."""
+    """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
     remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
     try:
-        there = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
+        recorded = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        said = first_line(error)
-        raise ValueError(f"data.output {output}: its meta.json cannot be read ({said}); {remedy}") from error
-    asked = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
-    wrong = [f"{key} {word} (not {flags[key]})" for key, word in there.items() if word != asked[key]]
+        reason = first_line(error)
+        raise ValueError(f"data.output {output}: its meta.json cannot be read ({reason}); {remedy}") from error
+    wanted = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
+    wrong = [f"{key} {word} (not {flags[key]})" for key, word in recorded.items() if word != wanted[key]]
     if wrong:
         raise ValueError(f"data.output {output} was made with {', '.join(wrong)}; {remedy}")
 
 
 def made_with(meta: Mapping[str, Any]) -> Settings:
-    """The flags of `data_gen synthetic` as far as its meta.json tells them."""
+    """Returns the flags of `data_gen synthetic` that its meta.json records."""
     found = {key: meta.get(key) for key in ("documents", "vocab_size", "seed")}
     if "tokens" in meta and "documents" in meta:
         found["length"] = meta["tokens"] // meta["documents"]  # of each document
@@ -119,7 +121,7 @@ def made_with(meta: Mapping[str, Any]) -> Settings:
 
 @dataclass(frozen=True)
 class Running:
-    """A cell whose processes were started, and the GPUs that are its own while they run."""
+    """A cell whose processes run, and the GPUs that they have to themselves."""
 
     cell: Cell
     gpus: tuple[str, ...]
@@ -128,7 +130,7 @@ class Running:
 
 
 def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
-    """`gpus` are all that the cell may see; none named is what this program itself sees."""
+    """Starts a cell, which sees `gpus` only; if empty, all that this program sees."""
     with open_log(cell) as out:
         process = subprocess.Popen(
             local_command(cell),
@@ -136,7 +138,7 @@ def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment(cell.ranks, gpus),
-            start_new_session=True,  # Ctrl-C comes to this program alone, which ends them in order
+            start_new_session=True,  # Ctrl-C reaches this program only, which ends them in order
         )
     return Running(cell, gpus, process, time.monotonic())
 
@@ -151,15 +153,15 @@ def ended(running: Running, timeout_seconds: float) -> Ended | None:
         end(process)
         return Ended("timeout", seconds, f"ran past {timeout_seconds:g} s; raise timeout_seconds or --timeout")
     if process.returncode:
-        said = (cell.output_dir / LOG).read_text(errors="replace")
-        return Ended("failed", seconds, cause(said) or f"exit status {process.returncode}")
+        log = (cell.output_dir / LOG).read_text(errors="replace")
+        return Ended("failed", seconds, cause(log) or f"exit status {process.returncode}")
     if not finished(cell):
         return Ended("failed", seconds, "ended without an error, but run.json or steps of metrics.jsonl are missing")
     return Ended("done", seconds)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a launcher and all below it. Its workers lead sessions of their own: only the tree of processes has them."""
+    """Ends a launcher and its workers, which have sessions of their own and are found by the process tree."""
     if process.poll() is not None:
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave the rest running
@@ -167,7 +169,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PARTING_SECONDS)
+            process.wait(EXIT_SECONDS)
         for left in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
@@ -178,7 +180,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cause(said: str) -> str | None:
-    """The line of a log that says what went wrong, else its last one."""
+    """Returns the line of a log that names the cause, else the last one; None for an empty log."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for pattern in CAUSES:
         if found := next((line for line in lines if pattern.match(line)), None):
@@ -187,25 +189,25 @@ def cause(said: str) -> str | None:
 
 
 def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
-    """Hands a cell to sbatch; accounts, partitions and the like come from its own SBATCH_ variables."""
+    """Submits a cell to Slurm; account, partition and the like come from sbatch's own SBATCH_ variables."""
     words = slurm_command(sweep, cell)
     per_node = min(cell.ranks, sweep.gpus_per_node)
     done = subprocess.run(words, capture_output=True, text=True, env=environment(per_node))
     job = re.search(r"Submitted batch job (\d+)", done.stdout)
     if done.returncode or job is None:
         error = cause(done.stderr) or f"sbatch gave exit status {done.returncode}"
-        return replace(record, status="failed", error=error, command=typed(cell, words))
-    return replace(record, status="submitted", error=None, job_id=job[1], command=typed(cell, words))
+        return replace(record, status="failed", error=error, command=as_typed(cell, words))
+    return replace(record, status="submitted", error=None, job_id=job[1], command=as_typed(cell, words))
 
 
-def followed(records: Mapping[str, Record]) -> dict[str, Record]:
-    """Submitted cells that are not done: failed if Slurm no longer has their job."""
+def with_job_status(records: Mapping[str, Record]) -> dict[str, Record]:
+    """Returns the records; a submitted cell has failed if Slurm no longer has its job."""
     jobs = [record.job_id for record in records.values() if record.status == "submitted" and record.job_id]
     squeue = shutil.which("squeue")
     if not jobs or squeue is None:
         return dict(records)
-    asked = [squeue, "--noheader", "--me", "--format=%i"]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    command = [squeue, "--noheader", "--me", "--format=%i"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:  # Slurm does not answer: nothing is known
         return dict(records)
     alive = set(done.stdout.split())

@@ -17,12 +17,12 @@ from lightseq.config.lengths import shown
 DAY = 86400.0
 YEAR = 365 * DAY
 BAR = 20
-BESIDE = len("sweep ") + BAR + len("  0:00:00 ")  # of the line on which a sweep's progress is shown
+BESIDE = len("sweep ") + BAR + len("  0:00:00 ")  # the fixed part of the progress line
 STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
 
 
 def shown_seconds(seconds: float) -> str:
-    """12 s, 3 min, 2.5 h, 480 days, or 3.4 years."""
+    """Formats seconds: 12 s, 3 min, 2.5 h, 480 days, or 3.4 years."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
@@ -34,7 +34,7 @@ def shown_seconds(seconds: float) -> str:
 
 
 def shown_value(setting: str, value: str | None) -> str:
-    """A word of the table; lengths in thousands of tokens where they are whole ones."""
+    """Formats a value for the table; lengths that are whole thousands of tokens as 4K."""
     if value is None:
         return "-"
     if setting == "model_max_length" and value.isdecimal():
@@ -43,7 +43,7 @@ def shown_value(setting: str, value: str | None) -> str:
 
 
 def table(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[str, float | None]) -> Table:
-    """Returns a row per cell, with the name that `--only` takes."""
+    """Returns a table with one row per cell, named as `--only` takes it."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("#", justify="right", style="dim", no_wrap=True)
     out.add_column("cell", overflow="fold")
@@ -96,7 +96,7 @@ def failures(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[str]:
 
 
 def doing(running: Sequence[tuple[Cell, int]], width: int) -> str:
-    """Cells that run and the steps each has made, within `width`: of long names the end, in which neighbours differ."""
+    """Formats running cells and their steps within `width`. Long names lose their front: they differ at the end."""
     counts = [f"  step {done}/{cell.config.max_steps or '?'}" for cell, done in running]
     room = (width - sum(len(count) + len(" | ") for count in counts)) // max(1, len(running))
     return " | ".join(f"{ending(cell.name, room)}{count}" for (cell, _), count in zip(running, counts, strict=True))
@@ -107,10 +107,10 @@ def ending(name: str, room: int) -> str:
 
 
 class Terminal:
-    """A bar on a terminal, a line a cell in a log."""
+    """Progress bar on a terminal; in a log one line per cell."""
 
     def __init__(self, cells: int) -> None:
-        """`cells` that are to run."""
+        """Takes the number of cells to run."""
         self.console = Console(file=sys.stdout, highlight=False)
         self.cells, self.number = cells, 0
         self._bar: Progress | None = None
@@ -123,7 +123,7 @@ class Terminal:
             self._bar.start()
 
     def show(self, running: Sequence[tuple[Cell, int]]) -> None:
-        """Cells that run, with the steps that each has made."""
+        """Updates the progress bar with the running cells and their steps."""
         if self._bar is not None:
             counts = f"{self.cells}/{self.cells}"
             self._bar.update(self._task, doing=doing(running, self.console.width - len(counts) - BESIDE))

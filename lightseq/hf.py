@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightseq.utils import quiet_transformers  # noqa: F401  before what follows imports transformers
+from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
 # isort: split
 from transformers import PreTrainedModel
@@ -59,10 +59,10 @@ def enable(
 
     `options` are fields of `AttentionConfig` that override those of `config`.
 
-    Raises TypeError for an unknown option, and ValueError for what attention does not support: dropout, windows
-    shorter than `length`, an architecture without the attention interface. The patched model refuses masks,
-    inputs without global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model
-    again replaces its context. A deep copy of the model shares it.
+    Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, a window shorter
+    than `length`, an architecture without the attention interface. The patched model refuses masks, inputs without
+    global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model again replaces
+    its context. A deep copy of the model shares it.
     """
     config = _with_options(config or AttentionConfig(), options)
     check_attention(model, config.length)
@@ -75,13 +75,13 @@ def enable(
     if window is not None and padded > window:
         release(context)
         raise ValueError(
-            f"{config.length} tokens are {padded} on these ranks, more than the model's window of {window}; give fewer"
+            f"{config.length} tokens, padded to {padded} here, exceed the model's window of {window}; use fewer"
         )
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
         warnings.warn(
-            f"attention takes memory and time in the square of a tile's length: kernel {context.selection}; pass "
-            "dtype=torch.bfloat16 if it is computed in that, as under autocast",
+            f"attention runs with quadratic memory on kernel {context.selection}; pass dtype=torch.bfloat16 if the "
+            "model computes in bfloat16, as under autocast",
             stacklevel=2,
         )
     if dist.get_rank() == 0:
@@ -103,13 +103,13 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
 
-    Labels are aligned with the ids, as Hugging Face has them; they are shifted here, on the whole sequence. Every rank
-    of the group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
-    parallelism or accumulation, replace it by the sum over all. Masked tokens are no targets.
+    Labels are aligned with the ids, as in Hugging Face; they are shifted here, on the whole sequence. Every rank of the
+    group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
+    parallelism or accumulation, replace it with the sum over all. Masked tokens are not targets.
 
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens.
-    Raises ValueError for a mask other than right padding, and for positions that belong to neither case.
+    Raises ValueError for a mask other than right padding, and for positions of neither kind.
     """
     check_right_padding(attention_mask)
     if not isinstance(input_ids, Tensor):
@@ -118,7 +118,8 @@ def shard_batch(
         raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
     for name, x in (("labels", labels), ("attention_mask", attention_mask)):
         if x is not None and x.shape != input_ids.shape:
-            raise ValueError(f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)} differ; give one a token")
+            shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
+            raise ValueError(f"{shapes} differ in shape; give one value per token")
     length = input_ids.shape[1]
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if labels is not None:
@@ -155,7 +156,7 @@ def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> Attent
 def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the sequence axis alone")
+            raise ValueError(f"the mesh has {group.ndim} axes {group.mesh_dim_names}; pass only the sequence axis")
         return group.get_group()
     if group is None:
         if dist.group.WORLD is None:
@@ -166,7 +167,7 @@ def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.Process
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
     """Gives the context to every module that reads it. Hooks are installed once, however often a model is enabled."""
-    # RoPE that scales with the length must see that of the whole sequence on every rank, not the local one.
+    # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
     ropes = [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
     inner = transformers_model(model)
     if isinstance(before := vars(inner).get("sequence_context"), SequenceContext):
@@ -182,15 +183,17 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
 def _rope_forward(
     rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of this rank's positions in a sequence as long as the whole one."""
+    """Returns cosines and sines of this rank's positions, scaled for the length of the whole sequence."""
     context = rope.sequence_context
     assert isinstance(context, SequenceContext)
-    call = signature(forward).bind(*args, **kwargs)  # models pass positions by name or not, and some the kind of layer
+    call = signature(forward).bind(
+        *args, **kwargs
+    )  # models pass positions with or without a name, and some also the layer type
     position_ids = call.arguments["position_ids"]
     if position_ids.ndim != 2:
         raise ValueError(
-            f"RoPE that depends on the length takes positions of {position_ids.ndim} dimensions here; give "
-            "the config another rope_type"
+            f"RoPE that depends on the length needs positions of 2 dimensions, not {position_ids.ndim}; set another "
+            "rope_type in the model's config"
         )
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)

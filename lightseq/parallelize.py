@@ -1,4 +1,4 @@
-"""Turns a Hugging Face Llama into one that trains across ranks: every technique, in order, on one page."""
+"""Parallelization of a Hugging Face model: every technique, in order, on one page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightseq.utils import quiet_transformers  # noqa: F401  before what follows imports transformers
+from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
 # isort: split
 from transformers import PreTrainedModel
@@ -35,32 +35,32 @@ from lightseq.modules.projections import store_projections
 from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 
-ReadOptions = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight and labels
-MOST_GRAPHS = 64  # compiled per layer: one for each batch length, in training and in evaluation, under two policies
+ReadOptions = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, the head's weight, labels)
+MOST_GRAPHS = 64  # per layer: one for each batch length, in training and in evaluation, under two policies
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Placement of weights, optimizer state and activations in host memory, by the flags or the planner."""
+    """Placement of weights, optimizer state and activations in host memory, set by flags or by the planner."""
 
     state_on_host: bool = False  # weights, gradients and optimizer state
     layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
-    run: PlannedRun | None = None  # the run that was planned; None: nobody asked the planner
-    notes: tuple[str, ...] = ()  # what the user should know of it
+    run: PlannedRun | None = None  # the planned run; None: the planner did not run
+    notes: tuple[str, ...] = ()  # messages for the user
 
 
 class LossModel(nn.Module):
-    """A causal language model that returns its loss: the unit whose forward is one step's forward."""
+    """Causal language model that returns its loss; its forward is the whole forward pass of a step."""
 
     def __init__(self, model: PreTrainedModel, stopwatch: Stopwatch, offload: Offload | None = None) -> None:
         super().__init__()
         self.model = model
         self.offload = offload
-        self.stopwatch = stopwatch  # times the loss: every rank has as many tokens
+        self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
         head: Any = model.lm_head
-        # The call stays: what FSDP hooks to it runs around the loss.
+        # Only `forward` is replaced, so that FSDP's hooks still run around the loss.
         head.forward = partial(_head_loss, head, stopwatch)
 
     def forward(
@@ -73,8 +73,8 @@ class LossModel(nn.Module):
     ) -> Tensor:
         """Returns the sum of -log p(label) over this rank's valid labels.
 
-        ids, positions and labels are (batch, local sequence), labels shifted. `documents` are several in one sequence.
-        Evaluations `read` something else off the hidden states.
+        ids, positions and labels are (batch, local sequence), labels shifted. `documents` are those of a packed
+        sequence. With `read`, as in evaluations, its result is returned instead.
         """
         several = {} if documents is None else {"documents": documents}
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **several)
@@ -100,14 +100,14 @@ def parallelize(
     dtype = getattr(torch, config.compute_dtype)
     shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory.state_on_host, staying)
     if memory.state_on_host and meshes.parameters.size(-1) == 1 and not config.tile_layers:
-        WeightPrefetch(groups, world.device.type)  # tiled layers compute for seconds, and need no prefetch
+        WeightPrefetch(groups, world.device.type)  # tiled layers run for seconds, and need no prefetch
     return loss_model, context
 
 
 def transform(
     model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemoryPlan
 ) -> tuple[LossModel, SequenceContext]:
-    """Applies every technique but the sharding, which DeepSpeed does itself."""
+    """Applies every technique except sharding, which DeepSpeed does itself."""
     layers: Any = model.model.layers
     context = hf.enable(
         model,
@@ -139,13 +139,13 @@ def transform(
 def apply_recomputation(
     model: PreTrainedModel, config: TrainConfig, device: torch.device, memory: MemoryPlan
 ) -> Offload | None:
-    """Checkpoints, compiles and offloads each layer by its place. Returns what holds the offloaded activations."""
+    """Checkpoints, compiles and offloads each layer as placed. Returns the offload of activations, if there is one."""
     layers: Any = model.model.layers
     groups, grouped = layer_groups(model, config), config.layers_per_checkpoint > 1
     states = _activation_states(config, memory, len(layers))
     offload, inner = _offloads(config, device, memory)
     options = FP8_COMPILE_OPTIONS if config.fp8 else None
-    # A graph for each length of a batch: one for all lengths would be slower at each.
+    # One graph for each batch length: a graph for all lengths would be slower at each.
     compiled = (
         partial(torch.compile, dynamic=False, options=options) if config.torch_compile else lambda forward: forward
     )
@@ -180,14 +180,14 @@ def apply_recomputation(
 
 
 def layer_groups(model: PreTrainedModel, config: TrainConfig) -> list[list[nn.Module]]:
-    """Returns neighbouring layers that share a checkpoint, and a unit of FSDP2."""
+    """Returns groups of neighbouring layers; each group is one checkpoint and one FSDP2 unit."""
     layers: Any = model.model.layers
     size = config.layers_per_checkpoint
     return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
 def _activation_states(config: TrainConfig, memory: MemoryPlan, layers: int) -> tuple[str, ...]:
-    """Returns each layer's activation placement. The last group's stay: the backward pass begins with it."""
+    """Returns each layer's activation placement. The last group stays on the GPU: the backward pass begins with it."""
     if memory.placement is not None:
         return memory.placement.layers
     size, offloads = config.layers_per_checkpoint, config.offload in ("activations", "both")
@@ -195,9 +195,9 @@ def _activation_states(config: TrainConfig, memory: MemoryPlan, layers: int) -> 
 
 
 def _offloads(config: TrainConfig, device: torch.device, memory: MemoryPlan) -> tuple[Offload | None, Offload | None]:
-    """Returns what holds activations from the forward to the backward pass, and while a group of layers runs again."""
-    leaving = memory.placement is not None and set(memory.placement.layers) & set(OFFLOADED)
-    if config.offload not in ("activations", "both") and not leaving:
+    """Returns the offload between forward and backward pass, and that inside the recomputation of a layer group."""
+    placed_on_host = memory.placement is not None and set(memory.placement.layers) & set(OFFLOADED)
+    if config.offload not in ("activations", "both") and not placed_on_host:
         return None, None
     host = HostBufferPool(memory.activation_bytes, device.type == "cuda")
     make = partial(Offload, device, host, layers_in_flight(config.tile_layers))
@@ -215,10 +215,10 @@ def shard_parameters(
 ) -> None:
     """Shards `root`, which holds the model, with FSDP2: a unit for every group of layers, the embeddings and the head.
 
-    Float32 shards, gathered in the compute dtype; gradients add in float32. The sum is the gradient: the loss is
-    divided by the global number of valid tokens before the backward pass. Embeddings that are the head too stay
-    gathered from one end of the step to the other, with the root. `on_host` leaves the shards, and with them their
-    gradients and the optimizer's state, in host memory, but for the first groups `staying`.
+    Shards are float32 and gathered in the compute dtype; gradients are reduced in float32. They are summed, not
+    averaged, because the loss is already divided by the global number of valid tokens. Embeddings tied to the head
+    belong to the root and stay gathered for the whole step. `on_host` keeps the shards, and with them the gradients and
+    the optimizer state, in host memory, except for the first `staying` groups.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
@@ -231,9 +231,9 @@ def shard_parameters(
         fully_shard(unit, offload_policy=place, **options)
     fully_shard(root, offload_policy=place, **options)
     if not tied:
-        for end in ends:  # a lookup has no use for its table in the backward pass, nor has a loss that is done with it
+        for end in ends:  # the backward pass reads neither the embedding table nor, after the fused loss, the head
             end.set_unshard_in_backward(False)
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # these setters do not reach the modules below
+        if isinstance(module, FSDPModule):  # these setters do not recurse
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

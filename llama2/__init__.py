@@ -1,4 +1,4 @@
-"""Llama 2: its published architectures and their hub ids."""
+"""Llama 2: published architectures and their hub ids."""
 
 from lightseq.models.presets import ModelFamily
 

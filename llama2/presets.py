@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-# One SentencePiece vocabulary of 32000 words, <s> 1 and </s> 2; context 4096; plain rotary positions of base 10000.
+# SentencePiece vocabulary of 32000 tokens, <s> 1 and </s> 2; context 4096; plain RoPE with base 10000.
 LLAMA2: Final[Mapping[str, object]] = {
     "vocab_size": 32000,
     "bos_token_id": 1,
@@ -37,9 +37,9 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
-    # The 7B without every other layer.
+    # The 7B with every other layer removed.
     "llama2-3b": {**LLAMA2, "num_hidden_layers": 16},
-    # 16 more words, for infilling, and a longer context from a larger base.
+    # 16 more tokens, for infilling, and a longer context from a larger RoPE base.
     "codellama-7b": {
         **LLAMA2,
         "vocab_size": 32016,

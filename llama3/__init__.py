@@ -1,4 +1,4 @@
-"""Llama 3: its published architectures and their hub ids."""
+"""Llama 3: published architectures and their hub ids."""
 
 from lightseq.models.presets import ModelFamily
 

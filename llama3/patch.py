@@ -1,4 +1,4 @@
-"""Entry point for a Llama 3 in a user's own script: `patch(model, group)`, see `lightseq.hf.enable`."""
+"""Llama 3 in a user's own script: `patch(model, group)` is `lightseq.hf.enable`."""
 
 from lightseq.hf import enable as patch
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-# One tiktoken vocabulary of 128256 words, <|begin_of_text|> 128000 and <|end_of_text|> 128001; rotary base 500000.
+# tiktoken vocabulary of 128256 tokens, <|begin_of_text|> 128000 and <|end_of_text|> 128001; RoPE base 500000.
 THETA: Final = 500_000.0
 LLAMA3: Final[Mapping[str, object]] = {
     "vocab_size": 128256,
@@ -23,7 +23,7 @@ LLAMA3: Final[Mapping[str, object]] = {
 
 
 def llama3_scaling(factor: float, original: int = 8192) -> dict[str, object]:
-    """Returns Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones unchanged, a ramp between them."""
+    """Returns Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones unchanged, a ramp in between."""
     return {
         "rope_type": "llama3",
         "rope_theta": THETA,
@@ -34,7 +34,7 @@ def llama3_scaling(factor: float, original: int = 8192) -> dict[str, object]:
     }
 
 
-# 3.1 and 3.2 are published with 131072 positions, although factor times 8192 differs.
+# 3.1 and 3.2 are published with 131072 positions, although that is not factor times 8192.
 LLAMA3_2: Final[Mapping[str, object]] = {
     **LLAMA3,
     "max_position_embeddings": 131072,
@@ -101,7 +101,7 @@ ALIASES: Final[Mapping[str, str]] = {
 
 
 def scaled_preset(name: str) -> Mapping[str, object] | None:
-    """Returns `scaled-all-S` or `scaled-n_layers-S`: Llamas of any size S, to find the largest that a GPU holds.
+    """Returns preset `scaled-all-S` or `scaled-n_layers-S`: a Llama of any size S, to find the largest that fits a GPU.
 
     `all` is 256·S wide, with 8·S layers and 8·S heads of 32; `n_layers` is Llama-3-8B with 32 + 8·(S - 1) layers. The
     vocabulary is 131072, the MLP 1.3 · 8/3 times as wide as the model, in multiples of 256.

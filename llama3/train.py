@@ -1,4 +1,4 @@
-"""Training script of Llama 3 across ranks.
+"""Training script for Llama 3.
 
 python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --help
 """
@@ -6,9 +6,8 @@ python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --help
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).resolve().parent.parent
-)  # so that the script runs uninstalled and this folder hides no package
+# The script runs uninstalled, and no module of this folder hides a package.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lightseq.training.command import main
 from llama3 import FAMILY

@@ -137,9 +137,9 @@ def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda d: d, "is not there; train with --profile_steps"),
-        (lambda d: write(d, [event("aten::mm", 0, 1, "cpu_op")]), "the trace holds no step of training"),
-        (lambda d: write(d, two_steps()).write_bytes(b"\x1f\x8bcut"), "is no whole trace"),
+        (lambda d: d, "does not exist; train with --profile_steps"),
+        (lambda d: write(d, [event("aten::mm", 0, 1, "cpu_op")]), "the trace has no training step"),
+        (lambda d: write(d, two_steps()).write_bytes(b"\x1f\x8bcut"), "is not a complete trace"),
     ],
 )
 def test_a_trace_that_cannot_be_used_is_one_clear_line(

@@ -118,7 +118,7 @@ def test_rows_are_kept_for_the_same_games_and_written_anew_for_others(
     (tmp_path / "a.moves").write_text("c4\n")
     assert written(tmp_path / "a.moves")[1] == 1, "of a source with the same stem"
     (tmp_path / "a.meta.json").unlink()
-    with pytest.raises(ValueError, match=r"a\.jsonl is there and was not made here"):
+    with pytest.raises(ValueError, match=r"a\.jsonl exists and was not written by this script"):
         rows_of(tmp_path / "a.pgn")
     assert (tmp_path / "a.jsonl").read_text() == '{"text": "1. c4 *"}\n'
 
@@ -127,7 +127,7 @@ def test_files_beside_the_games_that_were_not_made_here_stay(tmp_path: Path) -> 
     (tmp_path / "a.moves").write_text("c4\n")
     (tmp_path / "games.meta.json").write_text('{"mine": 1}')
     (tmp_path / "games.lock").write_text("mine")
-    with pytest.raises(ValueError, match=r"games\.meta\.json is there and was not made here"):
+    with pytest.raises(ValueError, match=r"games\.meta\.json exists and was not written by this script"):
         games.write(*games.source_of(tmp_path / "a.moves", None, seed=0), tmp_path / "games.jsonl")
     assert (tmp_path / "games.meta.json").read_text() == '{"mine": 1}'
     assert (tmp_path / "games.lock").read_text() == "mine"

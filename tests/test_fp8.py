@@ -115,7 +115,9 @@ def test_compiled_layers_recompute_the_queries_and_keys_that_they_had(
 def test_hardware_without_fp8_is_refused_by_name(recipe: str) -> None:
     for name, capability in (("NVIDIA L40S", (8, 9)), ("NVIDIA H200", (9, 0)), ("NVIDIA B200", (10, 0))):
         check_hardware(recipe, name, capability)
-    with pytest.raises(ValueError, match=f"--fp8 {recipe} needs .* 8.9 or newer, NVIDIA A100 has no FP8; leave it out"):
+    with pytest.raises(
+        ValueError, match=f"--fp8 {recipe} needs .* 8.9 or newer, but NVIDIA A100 has no FP8; leave it out"
+    ):
         check_hardware(recipe, "NVIDIA A100", (8, 0))
 
 
@@ -132,7 +134,7 @@ def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.Monkey
     check_fp8("tensorwise", False, matrix_sizes(CONFIG), cpu)
     check_fp8("tensorwise", True, matrix_sizes(odd), cpu)
     check_fp8(None, False, matrix_sizes(odd), cpu)
-    with pytest.raises(ValueError, match="intermediate_size 200 is no multiple of 16; leave --fp8 out"):
+    with pytest.raises(ValueError, match="intermediate_size 200 is not a multiple of 16; leave --fp8 out"):
         check_fp8("tensorwise", False, matrix_sizes(odd), cpu)
     monkeypatch.setattr("lightseq.modules.fp8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed; pip install torchao"):

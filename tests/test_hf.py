@@ -450,7 +450,7 @@ def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_word
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids are not those"),
         ({"position_ids": torch.arange(8)[None] + 1}, "position_ids are not those"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
-        ({"score_bias": torch.zeros(8, 8)}, "score_bias, for which there is no kernel"),
+        ({"score_bias": torch.zeros(8, 8)}, "score_bias, which no kernel supports"),
         ({"is_causal": False}, "is_causal=False"),
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"shift_labels": ids(1, 8)}, "shift_labels came without labels"),

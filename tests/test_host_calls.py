@@ -49,9 +49,9 @@ PREPARED = SimpleNamespace(
 def _nothing(*_: Any) -> None: ...
 
 
-def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
+def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[str]:
     """Calls of a layer, by the function, once everything is there that is made once for the same addresses."""
-    table = make_schedule(name, dist.get_world_size(), turns)
+    table = make_schedule(name, dist.get_world_size(), head_groups)
     local = LENGTH // dist.get_world_size()
     q, dout = (torch.randn(1, local, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, local, KEY_VALUE_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
@@ -87,7 +87,7 @@ def _counted(rank: int, folder: Path, name: str, turns: int) -> Counter[str]:
     return min(counts, key=Counter.total)
 
 
-@pytest.mark.parametrize(("name", "turns"), MOST)
-def test_a_layer_asks_little_of_the_host(name: str, turns: int, tmp_path: Path) -> None:
-    for calls in spawn(4, _counted, tmp_path, name, turns):
-        assert calls.total() <= MOST[name, turns], calls.most_common(20)
+@pytest.mark.parametrize(("name", "head_groups"), MOST)
+def test_a_layer_asks_little_of_the_host(name: str, head_groups: int, tmp_path: Path) -> None:
+    for calls in spawn(4, _counted, tmp_path, name, head_groups):
+        assert calls.total() <= MOST[name, head_groups], calls.most_common(20)

@@ -69,7 +69,7 @@ def inputs(model: PreTrainedModel, **packed: Any) -> tuple[SequenceContext, dict
 def test_a_model_with_a_mask_of_its_own_is_refused(alone: None) -> None:
     model = build("doge")
     _, batch = inputs(model)
-    refused(lambda: model(**batch), "the model passes attention a mask of its own")
+    refused(lambda: model(**batch), "the model passes its own attention mask")
 
 
 def without_documents(forward: Callable[..., Any], *args: Any, documents: Any = None, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def test_packed_documents_that_a_layer_drops_are_refused_and_plain_batches_are_n
     last.forward = partial(without_documents, last.forward)  # as layers do that hand no keyword arguments on
     assert torch.isfinite(model(**batch).loss)
     packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
-    refused(lambda: model(**packed), "layers do not hand them on to attention")
+    refused(lambda: model(**packed), "layers do not pass them to attention")
     assert torch.isfinite(model(**batch).loss), "the refusal of one batch says nothing of the next"
 
 
@@ -95,7 +95,7 @@ class DropsDocuments(LlamaForCausalLM):
 def test_packed_documents_that_the_head_drops_are_refused(alone: None) -> None:
     model = build("llama", DropsDocuments)
     _, packed = inputs(model, cu_seqlens=BOUNDARIES)
-    refused(lambda: model(**packed), "layers do not hand them on to attention")
+    refused(lambda: model(**packed), "layers do not pass them to attention")
 
 
 def test_a_packed_pass_that_fails_leaves_no_trace(alone: None) -> None:

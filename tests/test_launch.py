@@ -168,7 +168,7 @@ def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None
     ("arguments", "environment", "said"),
     [
         ((), {}, "name a model family or a command first"),
-        (("llama4",), {}, "'llama4' is no model family and no command"),
+        (("llama4",), {}, "'llama4' is neither a model family nor a command"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
         (("llama3",), {"NPROC": "two"}, "NPROC 'two' is not a number of processes"),
         (("llama3",), {"PYTHON": "/nowhere/python"}, "/nowhere/python cannot import torch"),
@@ -259,9 +259,9 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert stage["--model_name_or_path"] == f"{tmp_path}/8K/checkpoint-5"
     assert stage["--resume_from_checkpoint"] == "auto" and stage["--rope_theta"] == "4000000"
     for change, line in (
-        ({"STAGES": "8K"}, "'8K' is no stage"),
-        ({"ROPE": "pi"}, "ROPE 'pi' is none of"),
-        ({"REACH": "far"}, "'far' is no length"),
+        ({"STAGES": "8K"}, "'8K' is not a stage"),
+        ({"ROPE": "pi"}, "ROPE 'pi' is unknown"),
+        ({"REACH": "far"}, "'far' is not a length"),
         ({"MODEL": ""}, "error: MODEL is not set: "),
     ):
         refused = run("extend.sh", cwd=tmp_path, **given | change)

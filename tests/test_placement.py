@@ -94,7 +94,7 @@ def test_an_operand_that_moves_twice_is_caught() -> None:
     first, second, *rest = schedule.forward
     q = next(m for m in first.moves if m.item == "q")
     again = dataclasses.replace(second, moves=(*second.moves, q))
-    with pytest.raises(InvalidSchedule, match="arrive for nothing"):
+    with pytest.raises(InvalidSchedule, match="arrive without use"):
         validate(dataclasses.replace(schedule, forward=(first, again, *rest)))
 
 

@@ -501,7 +501,7 @@ def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str]
         assert any("--tile_layers True" in change.words for change in changes_to_fit(run)) == tiled
     PHI.save_pretrained(tmp_path)
     assert main(f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --tile_layers True".split()) == 2
-    assert "--tile_layers knows LlamaDecoderLayer" in capsys.readouterr().err
+    assert "--tile_layers supports LlamaDecoderLayer" in capsys.readouterr().err
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

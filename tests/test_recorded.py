@@ -150,7 +150,7 @@ def test_no_more_are_recorded_than_there_is_room_for(passes: _Passes) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passes: _Passes, rank: int) -> None:
     _Graph.refuses = True
-    with pytest.warns(UserWarning, match="one by one") if rank == 0 else nullcontext() as said:
+    with pytest.warns(UserWarning, match="without CUDA graphs") if rank == 0 else nullcontext() as said:
         for _ in range(2 * RUNS_BEFORE_RECORDING + 2):
             passes.run("here", rank)
     assert passes.launched == 2 * RUNS_BEFORE_RECORDING + 2 and not passes.recordings.graphs
@@ -158,8 +158,8 @@ def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passe
     assert ended.calls == [(0, (0, 0))], "or cached memory would never be given back again"
     if said is not None:
         assert [str(w.message).splitlines() for w in said] == [
-            ["short passes of attention are launched one by one, for recording failed: "
-             "operation failed due to a previous error during capture"]
+            ["short attention passes run without CUDA graphs: recording one failed ("
+             "operation failed due to a previous error during capture)"]
         ]  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
     with pytest.raises(KeyboardInterrupt):
         passes.run("here")
     passes.breaks = torch.OutOfMemoryError
-    with pytest.warns(UserWarning, match="for recording failed: out of memory"):
+    with pytest.warns(UserWarning, match=r"recording one failed \(out of memory"):
         passes.run("here")
 
 
@@ -248,13 +248,13 @@ def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
         name="symmetric",
         fallback_reason="",
         supports_graphs=True,
-        at=lambda *_: 1,
+        peer_view=lambda *_: 1,
         exchange=lambda _: 2,
         outbox=lambda _: opened,
     )
     changed, blocking = Unrecorded(carrier), Blocking(carrier)
     assert (changed.name, changed.supports_graphs, blocking.supports_graphs) == ("symmetric-unrecorded", False, True)
-    assert changed.outbox(1) is opened and changed.at(0, torch.empty(0)) == 1
+    assert changed.outbox(1) is opened and changed.peer_view(0, torch.empty(0)) == 1
     assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
 
 

@@ -89,7 +89,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # numbers and names
     "no length": ("--model_max_length 0", ("--model_max_length 0", "at least 1")),
-    "ranks that do not divide": ("--sequence_parallel_size 3", ("--sequence_parallel_size 3", "2 processes", "[1, 2]")),
+    "ranks that do not divide": (
+        "--sequence_parallel_size 3",
+        ("--sequence_parallel_size 3 does not divide 2 ranks", "use 1, 2"),
+    ),
     "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
     "unknown flag": ("--learning-rat 1", ("unknown flag --learning_rat", "did you mean --learning_rate?")),
@@ -102,7 +105,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # how ranks share a sequence
     "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
     "ranks that do not divide, in a plan": ("--ulysses_size 3 --offload auto", ("ulysses_size 3 does not divide 2",)),
-    "two levels in too few ranks": ("--schedule usp", ("2 ranks have not; use prefix",)),
+    "two levels in too few ranks": ("--schedule usp", ("2 ranks cannot form them; use prefix",)),
     "heads that cannot be split": (
         f"--schedule ulysses {RANDOM} {{files}}/odd",
         ("3 query and 3 key/value heads do not allow", "prefix takes any number"),
@@ -354,4 +357,4 @@ def test_the_launcher_gives_the_line_of_the_ranks_that_miss_a_killed_one_as_the_
 def test_a_single_process_refuses_what_its_world_cannot_do(files: Path, tmp_path: Path, program: str) -> None:
     done = forked.run(f"{program} {GOOD} --sequence_parallel_size 2".format(files=files), tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --sequence_parallel_size 2 does not divide the 1 processes; give one of [1]\n"
+    assert done.stderr == "error: --sequence_parallel_size 2 does not divide 1 rank; use 1\n"

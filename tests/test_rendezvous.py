@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 NEVER = f"within {TIMEOUT:.0f} s of the start: a process is frozen or was not started, or its host is unreachable"
-STORE = f"the store that the ranks meet in has not answered rank 1 within {TIMEOUT:.0f} s: rank 0 or the launcher"
+STORE = f"the rendezvous store has not answered rank 1 within {TIMEOUT:.0f} s: rank 0 or the launcher"
 CASES = {
     "two never come": Case("coming", (1, 3), True, f"no sign of life from ranks 1, 3 of 4 {NEVER}"),
     "one never comes to rank 0": Case("coming", (2,), False, f"no sign of life from rank 2 of 3 {NEVER}"),
@@ -103,7 +103,9 @@ def test_ranks_that_never_came_are_named_and_the_others_end(name: str, worlds: d
 
 def test_ranks_that_cannot_connect_though_all_are_there_are_not_called_dead() -> None:
     line = verdict([], 8, 1800.0)
-    assert line.startswith("the 8 ranks are all there, but could not connect to each other within 1800 s: a firewall")
+    assert line.startswith(
+        "all 8 ranks are there, but could not connect to each other within 1800 s: check for a firewall"
+    )
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])

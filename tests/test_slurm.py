@@ -179,7 +179,11 @@ def test_accumulation_makes_the_global_batch(
             {"GLOBAL_BATCH": "4", "SEQUENCE_PARALLEL": "3"},
             "3 does not divide the 4 processes",
         ),
-        ("one_node.sbatch llama3", {"GLOBAL_BATCH": "4", "NPROC": ""}, "GPUs of a node are not known here; set NPROC"),
+        (
+            "one_node.sbatch llama3",
+            {"GLOBAL_BATCH": "4", "NPROC": ""},
+            "the number of GPUs per node is unknown here; set NPROC",
+        ),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "4", "NPROC": "gpu"}, "NPROC 'gpu' is not a whole number above 0"),
         (
             "one_node.sbatch llama3",
@@ -191,14 +195,14 @@ def test_accumulation_makes_the_global_batch(
         (
             "one_node.sbatch llama3 --gradient_accumulation_steps=2",
             {"GLOBAL_BATCH": "4"},
-            "--gradient_accumulation_steps is worked out from GLOBAL_BATCH; give one of the two",
+            "--gradient_accumulation_steps is set by GLOBAL_BATCH; give one of the two",
         ),
         (
             "one_node.sbatch llama3 --per-device-train-batch-size 4",
             {"GLOBAL_BATCH": "4"},
-            "--per_device_train_batch_size is worked out from GLOBAL_BATCH; give one of the two",
+            "--per_device_train_batch_size is set by GLOBAL_BATCH; give one of the two",
         ),
-        ("one_node.sbatch llama3", {"MICRO_BATCH": "4", "FLAGS_FILE": "words"}, "--sequence_parallel_size is worked"),
+        ("one_node.sbatch llama3", {"MICRO_BATCH": "4", "FLAGS_FILE": "words"}, "--sequence_parallel_size is set"),
         ("one_node.sbatch llama3", {"FLAGS_FILE": "nowhere"}, "no FLAGS_FILE nowhere in"),
         ("one_node.sbatch llama3", {"CONTAINER": "nowhere.toml"}, "no CONTAINER nowhere.toml in"),
         ("one_node.sbatch llama3", {"CONTAINER": "nowhere.sqsh"}, "no CONTAINER nowhere.sqsh in"),

@@ -184,7 +184,7 @@ def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.S
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130 and said.decode().splitlines() == [
-        "launch/sweep.py: stopped; the same command goes on from here"
+        "launch/sweep.py: stopped; run the same command again to continue"
     ]
     assert worker in below and not [pid for pid in below if lives(pid)]
     assert [r["status"] for r in records(sweep_dir).values()] == ["done", "stopped", "pending"]
@@ -210,7 +210,7 @@ def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_runn
         process.kill()
         process.communicate()
         again = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [2, 5]}"))
-        assert again.returncode == 2 and "seed-2: processes that an earlier call started still run" in again.stderr
+        assert again.returncode == 2 and "seed-2: processes of an earlier sweep still run" in again.stderr
         assert len(again.stderr.splitlines()) == 1
         assert (log.read_text(), records(sweep_dir)) == (said, noted) and said
     finally:
@@ -236,7 +236,7 @@ def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Ca
     ]
     assert not [line for line in shown.splitlines() if line.endswith(" ")]
     assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in shown
-    assert "2 not done, about" in shown and "by the cells that ran" in shown
+    assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
 
 
 def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(sweep_dir: Path) -> None:
@@ -248,8 +248,7 @@ def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(sweep_dir:
     listed = launch(sweep_dir, path, "--list")
     assert listed.returncode == 0 and "3 cells, 1 not done" in listed.stdout
     assert (
-        listed.stderr.startswith(f"launch/sweep.py: note: {noted} line 3: is cut off")
-        and listed.stderr.count("\n") == 1
+        listed.stderr.startswith(f"launch/sweep.py: note: {noted} line 3 is cut off") and listed.stderr.count("\n") == 1
     )
     again = launch(sweep_dir, path)
     assert again.returncode == 1 and ran(sweep_dir) == [] and list(records(sweep_dir)) == ["seed-1", "seed-4", "seed-5"]
@@ -257,7 +256,7 @@ def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(sweep_dir:
     noted.write_text("step,loss\n1,2.0\n")
     refused = launch(sweep_dir, path)
     assert refused.returncode == 2 and refused.stderr.endswith(
-        "line 1: is cut off, or no record of a sweep; remove the file\n"
+        "line 1 is cut off, or not a record of a sweep; remove the file\n"
     )
     assert noted.read_text().startswith("step,loss")
 
@@ -435,5 +434,5 @@ with (output.parent / "seen").open("a") as seen:
 
 def test_a_gpu_to_estimate_for_may_be_spelt_short_and_must_be_known() -> None:
     assert check_device("h100") == "H100" and check_device("NVIDIA H200") == "NVIDIA H200"
-    with pytest.raises(ValueError, match="--device h300 is not known; give what torch calls a GPU"):
+    with pytest.raises(ValueError, match="--device h300 is unknown; give a GPU as h100"):
         check_device("h300")

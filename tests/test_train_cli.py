@@ -196,7 +196,9 @@ def uneven_hosts(rank: int) -> str:
 
 
 def test_hosts_of_unequal_numbers_of_ranks_are_refused_on_every_rank() -> None:
-    assert all("of which hosts here have 1 to 2; start as many on each" in line for line in spawn(3, uneven_hosts))
+    assert all(
+        "needs equally many ranks on every host, but they have 1 to 2" in line for line in spawn(3, uneven_hosts)
+    )
 
 
 def test_two_runs_never_write_into_one_directory(files: Files) -> None:

@@ -112,7 +112,7 @@ def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
     with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 60.0, Path("unused")) as watchdog:
         watchdog.mark(7, "update")
         watchdog.mark(None, "evaluation")
-        assert watchdog._here(1).place == (7, PHASES.index("evaluation"))
+        assert watchdog._here(1).position == (7, PHASES.index("evaluation"))
 
 
 def test_a_rank_that_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_a_rank_without_store_and_file_still_reports_and_ends(
     with Watchdog(World(1, 2, 1, 2, torch.device("cpu")), 0.5, stacks, store=Gone()) as watchdog:  # type: ignore
         watchdog._thread.join(20)
     (line,) = capsys.readouterr().err.splitlines()
-    assert ends == [STATUS] and line.startswith("error: the store that the ranks meet in is gone")
-    where = "where every rank was is in" if holds == "a folder" else "where rank 1 was is not in"
+    assert ends == [STATUS] and line.startswith("error: the rendezvous store is gone")
+    where = "the stacks of all ranks are in" if holds == "a folder" else "the stacks of rank 1 could not be written to"
     assert f"; {where} {stacks}" in line
 
 
@@ -201,5 +201,7 @@ def test_a_verdict_names_who_is_to_blame() -> None:
     behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
     assert verdict(beats, []) == f"{behind}: others are at step 5, backward"
     assert verdict(beats, [beats[0]]).startswith("no sign of life from rank 0 on node (step 5, backward, for 12 s)")
-    assert "no rank goes on: all are where rank 0" in verdict([beat(0, 5, "update"), beat(1, 5, "update")], [])
+    assert "no rank makes progress, and all are in the same phase as rank 0" in verdict(
+        [beat(0, 5, "update"), beat(1, 5, "update")], []
+    )
     assert verdict([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")

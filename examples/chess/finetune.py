@@ -24,44 +24,41 @@ from lightseq.training.command import main as train
 def parser() -> argparse.ArgumentParser:
     out = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="All other flags are those of training: python3 -m lightseq train --help",
+        epilog="All flags of training work too: python3 -m lightseq train --help",
     )  # fmt: skip
     out.add_argument("--model_name_or_path", default="codellama/CodeLlama-7b-hf", help="(default: %(default)s)")
-    out.add_argument("--data_path", type=Path, help=".pgn, moves, or rows with a text (default: games made up)")
-    out.add_argument("--games", type=int, default=1000, help="how many to make up (default: %(default)s)")
+    out.add_argument("--data_path", type=Path, help=".pgn, moves, or rows with a text (default: random games)")
+    out.add_argument("--games", type=int, default=1000, help="number of random games (default: %(default)s)")
     out.add_argument("--output_dir", type=Path, required=True)
-    out.add_argument("--batch_size_per_device", type=int, default=1, help="games of a forward pass (default: 1)")
+    out.add_argument("--batch_size_per_device", type=int, default=1, help="games per forward pass (default: 1)")
     out.add_argument(
         "--gradient_accumulation_steps", type=int, default=8,
-        help="forward passes of a step on one GPU; several GPUs share them (default: %(default)s)",
+        help="forward passes per step on one GPU; several GPUs share them (default: %(default)s)",
     )  # fmt: skip
-    out.add_argument("--gradient_checkpointing", action="store_true", help="keep attention, recompute the rest")
+    out.add_argument("--gradient_checkpointing", action="store_true", help="recompute everything except attention")
     out.add_argument("--sequence_parallel_size", type=int, default=1, help="GPUs that share a game (default: 1)")
-    out.add_argument("--no_fsdp", action="store_true", help="a copy of the model on every GPU (DDP)")
+    out.add_argument("--no_fsdp", action="store_true", help="replicate the model on every GPU (DDP)")
     return out
 
 
 def flags_of(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this guide, and those that go along to training; either spelled with hyphens too."""
+    """Returns the flags of this script and those for training; both may be spelled with hyphens."""
     return parser().parse_known_args([underscored(word) for word in argv])
 
 
 def passes(asked: int, data_ranks: int) -> tuple[int, str | None]:
-    """Forward passes of a step on each of the ranks that share them: never 0, and what there is to say."""
+    """Returns the forward passes per step on each rank, at least 1, and a note if the number was raised."""
     if asked < 1:
         raise ValueError(f"--gradient_accumulation_steps {asked}: give at least 1")
     each = -(-asked // data_ranks)
     if each * data_ranks == asked:
         return each, None
-    shared = f"--gradient_accumulation_steps {asked} does not divide by {data_ranks} ranks"
-    return (
-        each,
-        f"{shared}; raised to {each} on each, so that a step takes {each * data_ranks} passes instead of {asked}",
-    )
+    uneven = f"--gradient_accumulation_steps {asked} is not a multiple of {data_ranks} ranks"
+    return each, f"{uneven}; raised to {each} on each, so a step takes {each * data_ranks} passes instead of {asked}"
 
 
 def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world: int) -> tuple[list[str], str | None]:
-    """The command line of lightseq, in which a later flag goes before an earlier one, and what there is to say."""
+    """Returns the command line of lightseq, in which later flags override earlier ones, and a note or None."""
     sequence = arguments.sequence_parallel_size
     if sequence < 1:
         raise ValueError(f"--sequence_parallel_size {sequence}: give at least 1")
@@ -78,7 +75,7 @@ def words(arguments: argparse.Namespace, more: Sequence[str], data: Path, world:
 
 
 def rows(arguments: argparse.Namespace) -> tuple[Path, str | None]:
-    """The games as rows, and what there is to say; a file of games is made rows once, beside the run."""
+    """Returns the file of games as rows, and a line about them. A file of games is converted once, beside the run."""
     source = arguments.data_path
     if source is not None and source.suffix not in (".pgn", *games.MOVES_SUFFIXES):
         return source, None
@@ -90,13 +87,13 @@ def main() -> int:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         arguments, more = flags_of(sys.argv[1:])
-        data, said = rows(arguments)
+        data, summary = rows(arguments)
         command, note = words(arguments, more, data, world)
     except (ValueError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in (said, f"note: {note}" if note else None):
+    for line in (summary, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
     return train(BOTH, command, "examples/chess/finetune.py")

@@ -1,4 +1,4 @@
-"""Chess games as text, one a row: from PGN, from lines of moves, or made up, always legal (python-chess).
+"""Chess games as text, one per row: from PGN, from lines of moves, or random. All are legal (python-chess).
 
 python3 examples/chess/games.py lichess.pgn --output data/games.jsonl
 python3 examples/chess/games.py --games 1000 --output data/games.jsonl
@@ -18,14 +18,14 @@ from typing import Any, TextIO
 import chess
 import chess.pgn
 
-LONGEST_GAME = 120  # half moves of one that is made up
+LONGEST_GAME = 120  # half moves of a random game
 RESULTS = ("1-0", "0-1", "1/2-1/2", "*")
-Found = tuple[str, str | None, str]  # where a game stands, its text, or None and why not
-MOVES_SUFFIXES = (".txt", ".moves")  # a game a line, moves as e4 Nf3 or e2e4 g1f3, numbers or not
+Found = tuple[str, str | None, str]  # position of a game in its source, its text or None, reason for None
+MOVES_SUFFIXES = (".txt", ".moves")  # one game per line, moves as e4 Nf3 or e2e4 g1f3, with numbers or without
 
 
 def movetext(moves: Iterable[str], result: str) -> str:
-    """`1. e4 e5 2. Nf3 … 1-0`."""
+    """Formats a game: `1. e4 e5 2. Nf3 … 1-0`."""
     words = []
     for number, move in enumerate(moves):
         words += [f"{number // 2 + 1}.", move] if number % 2 == 0 else [move]
@@ -33,7 +33,7 @@ def movetext(moves: Iterable[str], result: str) -> str:
 
 
 def random_game(seed: int) -> str:
-    """Legal moves drawn evenly: as much as a model can learn of the rules, and nothing of the game."""
+    """Returns a game of uniformly random legal moves, from which a model can learn the rules only."""
     board, draw = chess.Board(), random.Random(seed)
     moves = []
     while not board.is_game_over() and len(moves) < LONGEST_GAME:
@@ -48,7 +48,7 @@ def from_pgn(path: Path) -> Iterator[Found]:
         for number in itertools.count(1):
             try:
                 game = chess.pgn.read_game(file)
-            except (IndexError, ValueError):  # parentheses that do not match: python-chess loses count of them
+            except (IndexError, ValueError):  # unbalanced parentheses, which python-chess does not catch
                 _pass_over(file)
                 yield f"{path} game {number}", None, "unreadable"
                 continue
@@ -58,13 +58,13 @@ def from_pgn(path: Path) -> Iterator[Found]:
 
 
 def _pass_over(file: TextIO) -> None:
-    """The rest of a game: an empty line ends it."""
+    """Skips the rest of a game, up to an empty line."""
     while (line := file.readline()) and not line.isspace():
         pass
 
 
 def _text_of(game: chess.pgn.Game) -> tuple[str | None, str]:
-    if game.errors:  # before it is asked for a board, which it may not have
+    if game.errors:  # check first: it may have no board
         return None, f"illegal ({' '.join(str(game.errors[0]).split())})"
     board, result = game.board(), game.headers.get("Result")
     if type(board) is not chess.Board or board.fen() != chess.STARTING_FEN:
@@ -82,12 +82,12 @@ def from_moves(path: Path) -> Iterator[Found]:
 
 
 def _parsed(board: chess.Board, words: Iterable[str]) -> Iterator[chess.Move]:
-    """Each move as the board stands when it is asked for."""
+    """Yields the moves, each parsed on the board at that time."""
     return (board.parse_uci(word) if _is_uci(word) else board.parse_san(word) for word in words)
 
 
 def _text(board: chess.Board, moves: Iterable[chess.Move], result: str | None = None) -> tuple[str | None, str]:
-    """The text of a game, or None and why not; a result that is not given is the board's at the end."""
+    """Returns the text of a game, or None and the reason. Without a result it takes that of the final board."""
     written = list[str]()
     try:
         for move in moves:
@@ -106,16 +106,16 @@ def _is_uci(word: str) -> bool:
 
 def read(path: Path) -> Iterator[Found]:
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; name a .pgn file, or one of moves ({', '.join(MOVES_SUFFIXES)})")
+        raise ValueError(f"{path} does not exist; give a .pgn file, or a file of moves ({', '.join(MOVES_SUFFIXES)})")
     if path.suffix == ".pgn":
         return from_pgn(path)
     if path.suffix in MOVES_SUFFIXES:
         return from_moves(path)
-    raise ValueError(f"{path} is neither .pgn nor one of moves ({', '.join(MOVES_SUFFIXES)})")
+    raise ValueError(f"{path} is neither a .pgn file nor a file of moves ({', '.join(MOVES_SUFFIXES)})")
 
 
 def source_of(path: Path | None, count: int, seed: int) -> tuple[Iterator[Found], dict[str, object]]:
-    """The games of a file, or made up where there is none, and what tells them from all others."""
+    """Returns the games of a file, or random ones without a file, and what identifies their source."""
     if path is None:
         return made_up(count, seed), {"made_up": count, "seed": seed}
     games, facts = read(path), path.stat()
@@ -123,9 +123,9 @@ def source_of(path: Path | None, count: int, seed: int) -> tuple[Iterator[Found]
 
 
 def write(games: Iterable[Found], source: dict[str, object], output: Path) -> str:
-    """Rows with a `text`, and beside them what was left out and why; of several processes one writes.
+    """Writes rows with a `text`, and beside them a list of what was left out and why. Returns a closing line.
 
-    What was written of the same source is left as it is. Returns a closing line, the same for each of them.
+    Of several processes one writes, and all return the same line. Rows of the same source are not written again.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_suffix(".lock").open("a") as held:
@@ -133,7 +133,7 @@ def write(games: Iterable[Found], source: dict[str, object], output: Path) -> st
         meta = _meta(output)
         for path in (output, output.with_suffix(".meta.json")):
             if path.exists() and meta is None:
-                raise ValueError(f"{path} is there and was not made here; name another, or remove it")
+                raise ValueError(f"{path} exists and was not written by this script; choose another, or remove it")
         if meta is None or meta.get("source") != source or not output.exists():
             meta = _write(games, source, output)
     skipped = f"; left out: {meta['skipped']} ({'; '.join(meta['skipped_games'][:3])})" if meta["skipped"] else ""
@@ -141,7 +141,7 @@ def write(games: Iterable[Found], source: dict[str, object], output: Path) -> st
 
 
 def _meta(output: Path) -> dict[str, Any] | None:
-    """Returns what was written beside games; None if nothing was."""
+    """Returns the metadata beside a file of games; None if there is none."""
     try:
         found = json.loads(output.with_suffix(".meta.json").read_text())
     except (OSError, ValueError):
@@ -162,7 +162,7 @@ def _write(games: Iterable[Found], source: dict[str, object], output: Path) -> d
         if not kept:
             raise ValueError(f"no game to write to {output}; {skipped[0] if skipped else 'the source is empty'}")
         meta = {"source": source, "games": kept, "skipped": len(skipped), "skipped_games": skipped[:100]}
-        output.unlink(missing_ok=True)  # first: meta.json beside games of another source would vouch for them
+        output.unlink(missing_ok=True)  # first, or the new meta.json would stand beside games of another source
         output.with_suffix(".meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         partial.rename(output)
     finally:
@@ -177,8 +177,10 @@ def made_up(count: int, seed: int) -> Iterator[tuple[str, str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", type=Path, help=".pgn, or moves in .txt or .moves")
-    parser.add_argument("--games", type=int, default=1000, help="how many to make up where there is no source (1000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--games", type=int, default=1000, help="number of random games without a source (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random games (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="a .jsonl file to write")
     arguments = parser.parse_args()
     try:

@@ -2,30 +2,30 @@
 # Turns a Slurm allocation into one training run; the .sbatch files of this folder source it and call `job`:
 #   job USER VARIANT_FLAG... -- [llama2|llama3 TRAINING_FLAG...]
 #
-# Words after `--` are those after the script's name in `sbatch`. A script that sbatch reads from a pipe gets none, so all
-# that matters has a variable as well. One that is unset adds no flag; of a flag given twice the last counts.
-# Those of the first four lines are about one run: a sweep keeps them from its cells (OF_ONE_RUN in launch/sweep_run.py).
-#   FAMILY MODEL DATA LENGTH MAX_STEPS OUTPUT_DIR   llama2 or llama3, and what most runs say by flags
-#   GLOBAL_BATCH                                    sequences of a step; the accumulation is worked out
-#   MICRO_BATCH SEQUENCE_PARALLEL                   sequences of a forward pass, ranks that share a sequence
-#   FLAGS_FILE                                      a file of further flags, one word a line
-#   NPROC PYTHON                                    processes of a node, the interpreter
-#   CONTAINER                                       an environment (.toml) or image to run in, see docs/launching.md
-#   REQUEUE                                         1 lets Slurm start the job again after a node failed
+# Words after `--` are those after the script's name in `sbatch`. A script that sbatch reads from a pipe gets none, so these
+# variables do the same. An unset variable adds no flag; if a flag is given twice, the last one counts.
+# The first four lines describe one run: a sweep does not pass them to its cells (OF_ONE_RUN in launch/sweep_run.py).
+#   FAMILY MODEL DATA LENGTH MAX_STEPS OUTPUT_DIR   llama2 or llama3, and the most common flags
+#   GLOBAL_BATCH                                    sequences per step; sets the gradient accumulation
+#   MICRO_BATCH SEQUENCE_PARALLEL                   sequences per forward pass, ranks that share a sequence
+#   FLAGS_FILE                                      file with further flags, one word per line
+#   NPROC PYTHON                                    processes per node, interpreter
+#   CONTAINER                                       environment (.toml) or image to run in, see docs/launching.md
+#   REQUEUE                                         1 lets Slurm restart the job after a node failed
 
 refuse() {
     echo "${SLURM_JOB_NAME:-launch/slurm}: error: $*" >&2
     exit 2
 }
 
-# The value of a variable, if arithmetic can rely on it: neither empty, 0, octal, nor too long to multiply.
+# Prints the value of a variable if it is a whole number that is safe in arithmetic: not 0, octal, or too long.
 whole() {
     [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1 '$2' is not a whole number above 0"
     ((${#2} < 10)) || refuse "$1 $2 is too large; give at most 999999999"
     echo "$2"
 }
 
-# Whether a flag is among the words after it, as `--flag value` or `--flag=value`, with hyphens for underscores or without.
+# Succeeds if a flag is among the words after it, as `--flag value` or `--flag=value`, with hyphens or underscores.
 given() {
     local flag=$1 word
     shift
@@ -36,7 +36,7 @@ given() {
     return 1
 }
 
-# Flags that make a step of GLOBAL_BATCH sequences on so many processes, into the array `flags`.
+# Adds the flags for a step of GLOBAL_BATCH sequences on $1 processes to the array `flags`.
 add_batch_flags() {
     local processes=$1 micro global sequence data_ranks pass
     micro=$(whole MICRO_BATCH "${MICRO_BATCH:-1}")
@@ -55,21 +55,21 @@ add_batch_flags() {
     )
 }
 
-# The multiples of a number around another, leaving out 0.
+# Prints the multiples of $2 next to $1, without 0.
 nearest() {
     local below=$(($1 / $2 * $2))
     if ((below > 0)); then echo "$below or $((below + $2))"; else echo "$2"; fi
 }
 
-# Processes of all nodes; only asked where they have to be counted.
+# Prints the number of processes on all nodes. Called only if it is needed, since it may be unknown.
 count_processes() {
     local per_node=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
-    [[ -n $per_node ]] || refuse "GPUs of a node are not known here; set NPROC"
+    [[ -n $per_node ]] || refuse "the number of GPUs per node is unknown here; set NPROC"
     per_node=$(whole NPROC "$per_node")
     echo $(($1 * per_node))
 }
 
-# What the variables ask for, into the array `flags`.
+# Adds the flags of the variables to the array `flags`.
 add_variable_flags() {
     local nodes=$1 processes name
     [[ -z ${MODEL:-} ]] || flags+=(--model_name_or_path "$MODEL")
@@ -85,7 +85,7 @@ add_variable_flags() {
     done
 }
 
-# Words of FLAGS_FILE, into the array `flags`: one a line, so that none has to be quoted.
+# Adds the words of FLAGS_FILE to the array `flags`. There is one per line, so that none needs quotes.
 add_file_flags() {
     local words=()
     [[ -z ${FLAGS_FILE:-} ]] && return
@@ -94,18 +94,18 @@ add_file_flags() {
     flags+=("${words[@]}")
 }
 
-# A batch that is worked out and given as well would hold only one of the two.
+# Refuses batch flags beside the variables that set them, because only one of the two could hold.
 check_batch_flags() {
     local flag name
     for name in GLOBAL_BATCH MICRO_BATCH SEQUENCE_PARALLEL; do
         [[ -n ${!name:-} ]] || continue
         for flag in --gradient_accumulation_steps --per_device_train_batch_size --sequence_parallel_size; do
-            ! given "$flag" "$@" || refuse "$flag is worked out from $name; give one of the two"
+            ! given "$flag" "$@" || refuse "$flag is set by $name; give one of the two"
         done
     done
 }
 
-# REQUEUE=1 lets Slurm start the job again after a node failed or was taken; it then goes on from its newest checkpoint.
+# REQUEUE=1 lets Slurm restart the job after a node failed or was taken; it resumes from its newest checkpoint.
 add_requeue_flags() {
     case "${REQUEUE:-0}" in
     0) return ;;
@@ -116,7 +116,7 @@ add_requeue_flags() {
     ((${SLURM_RESTART_COUNT:-0} == 0)) || flags+=(--resume_from_checkpoint auto)
 }
 
-# Where the processes meet and how many there are, into the array `launcher`. In a container the interpreter is its own.
+# Sets the array `launcher`: number of processes and rendezvous. A container has its own interpreter.
 set_launcher() {
     local hosts=("$@") python=${PYTHON:-}
     if [[ -z $python ]]; then
@@ -129,7 +129,7 @@ set_launcher() {
         launcher+=(--standalone)
         return
     fi
-    # Two jobs may share a head node: the port comes from the job's number, below the range systems hand out.
+    # Two jobs may share a head node, so the port comes from the job's number, below the ephemeral range.
     launcher+=(
         --rdzv_backend=c10d
         "--rdzv_id=$SLURM_JOB_ID"
@@ -137,18 +137,18 @@ set_launcher() {
     )
 }
 
-# How srun starts one launcher a node, into the array `step`.
+# Sets the array `step`: srun starts one launcher per node.
 set_step() {
     local nodes=$1 logs=$2
     step=(
         srun
         "--nodes=$nodes"
         --ntasks-per-node=1
-        # A node that fails ends the job at once instead of leaving the others to wait for it.
+        # A failed node ends the job at once, so that the others do not wait for it.
         --kill-on-bad-exit=1
-        # The task is a launcher of several processes: not to be bound to the one CPU of one task.
+        # The task launches several processes, so do not bind it to one CPU.
         --cpu-bind=none
-        # Slurm makes no folder for a job's own output file, so each node's log is opened by srun, once there is one.
+        # srun opens each node's log, because Slurm does not create the folder of a job's own output file.
         "--output=$logs/%N.log"
         --open-mode=append
     )
@@ -164,8 +164,8 @@ set_step() {
 
 job() {
     set -euo pipefail
-    shopt -s inherit_errexit # a refusal inside $(...) ends the job as well
-    local user=$1 variant=() flags=() launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs worked_out
+    shopt -s inherit_errexit # a refusal inside $(...) ends the job too
+    local user=$1 variant=() flags=() launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs of_variables
     shift
     while [[ $1 != -- ]]; do variant+=("$1") && shift; done
     shift
@@ -184,20 +184,20 @@ job() {
     place=${user:+$user/}$SLURM_JOB_NAME-$SLURM_JOB_ID
     flags=(--output_dir "${OUTPUT_DIR:-outputs/$place}")
     add_variable_flags "${#hosts[@]}"
-    worked_out=${#flags[@]}
+    of_variables=${#flags[@]}
     flags+=("${variant[@]}")
     add_file_flags
     flags+=("$@")
-    check_batch_flags "${flags[@]:worked_out}"
+    check_batch_flags "${flags[@]:of_variables}"
     add_requeue_flags
 
     logs=logs/$place
     set_launcher "${hosts[@]}"
     set_step "${#hosts[@]}" "$logs"
     mkdir -p "$logs"
-    # Threads for tokenising and the optimizer on the host; the launcher's own default is one.
+    # Threads for tokenization and the optimizer on the host; the launcher's default is one.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-    # Asked to stop, the launcher passes the signal on, and ends ranks that last longer: a step and its checkpoint need that time.
+    # On a signal the launcher forwards it and kills ranks after this time, which a step and its checkpoint need.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
     export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
     command=("${step[@]}" "${launcher[@]}" "$family/train.py" "${flags[@]}")
@@ -206,7 +206,7 @@ job() {
     exec "${command[@]}"
 }
 
-# A job of the attention and FSDP experiments, which compare a few variants of one run on one node.
+# Runs a job of the attention and FSDP experiments, which compare variants of one run on one node.
 experiment() {
     : "${FAMILY:=llama3}" "${MODEL:=llama3.2-1b}" "${DATA:=data/zipf}" "${LENGTH:=4096}" "${MAX_STEPS:=50}"
     : "${GLOBAL_BATCH:=32}" "${MICRO_BATCH:=1}" "${SEQUENCE_PARALLEL:=1}"

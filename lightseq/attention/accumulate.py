@@ -12,14 +12,14 @@ from lightseq.kernels import Launches, addresses, merge_into
 
 
 class Accumulator(ABC):
-    """The final tensors of an item on its home rank: (B, S, N, D), and perhaps the lse (B, N, S).
+    """Reduction of an item's parts to its final tensors on their home rank: (B, S, N, D), and the lse (B, N, S) if any.
 
-    Memory is allocated when the first part arrives: until then a pass holds most of its operands. Parts that all arrive
-    in one step are reduced in the final tensors, others in float32 or wider.
+    Memory is allocated when the first part arrives, because until then a pass holds most of its operands. With
+    `single_step` all parts arrive in one step and are reduced in the final tensors, else in float32 or wider.
     """
 
-    def __init__(self, layout: BufferLayout, device: torch.device, at_once: bool) -> None:
-        self._layout, self._device, self._at_once = layout, device, at_once
+    def __init__(self, layout: BufferLayout, device: torch.device, single_step: bool) -> None:
+        self._layout, self._device, self._single_step = layout, device, single_step
         self.finals: Buffer = ()
         self._totals: Buffer = ()
         self._begun: set[ChunkSlot] = set()
@@ -29,11 +29,11 @@ class Accumulator(ABC):
         self._begun.clear()
 
     def open(self) -> None:
-        """Allocates the totals, on the stream that reads them later. Call it before the first part is written."""
+        """Allocates the totals. Call it before the first part is written, on the stream that reads them later."""
         if not self._totals:
             dtype = self._layout.dtype
-            self._totals = self._layout.whole(self._device, dtype if self._at_once else wide(dtype))
-            self.finals = self._totals if self._at_once else ()
+            self._totals = self._layout.whole(self._device, dtype if self._single_step else wide(dtype))
+            self.finals = self._totals if self._single_step else ()
 
     @abstractmethod
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
@@ -41,7 +41,7 @@ class Accumulator(ABC):
 
     def finish(self) -> None:
         """Casts the totals to the final dtype."""
-        if not self._at_once:
+        if not self._single_step:
             count = self._layout.tensors  # the lse follows them
             self.finals = (*(x.to(self._layout.dtype) for x in self._totals[:count]), *self._totals[count:])
 
@@ -52,14 +52,14 @@ class Sum(Accumulator):
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
         parts = reduction.parts
         for fresh in (True, False):
-            some = {slot: buffers for slot, buffers in parts.items() if (slot not in self._begun) == fresh}
-            if some:
-                key = (Sum, addresses(self._totals), reduction.key, tuple(some))
-                launches.add(key, lambda some=some: self._terms(some), fresh)  # type: ignore[misc]
+            chosen = {slot: buffers for slot, buffers in parts.items() if (slot not in self._begun) == fresh}
+            if chosen:
+                key = (Sum, addresses(self._totals), reduction.key, tuple(chosen))
+                launches.add(key, lambda chosen=chosen: self._terms(chosen), fresh)  # type: ignore[misc]
         self._begun |= parts.keys()
 
     def _terms(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Returns totals, and for each the parts to add."""
+        """Returns the totals and, for each, the parts to add."""
         totals = [self._layout.local(self._totals, start, 1, group) for start, group in parts]
         terms = [[buffer[i] for buffer in buffers] for buffers in parts.values() for i in range(self._layout.tensors)]
         return [x for total in totals for x in total], terms
@@ -80,7 +80,7 @@ class Merge(Accumulator):
         self._begun |= parts.keys()
 
     def _copy_first(self, parts: Parts, reduction: Reduction, launches: Launches) -> None:
-        """Copies the first part of each slot as it is."""
+        """Copies the first part of each slot, which has nothing to merge with yet."""
 
         def pairs() -> list[tuple[Tensor, Tensor]]:
             totals = [
@@ -88,7 +88,7 @@ class Merge(Accumulator):
             ]
             return [pair for total, part in totals for pair in zip(total, part, strict=True)]
 
-        if self._at_once:
+        if self._single_step:
             launches.copy((Merge, addresses(self._totals), reduction.key, tuple(parts)), pairs)
         else:  # into float32
             for total, part in pairs():

@@ -1,7 +1,7 @@
 """Memory layout of tensors that travel between ranks.
 
-Rows come first, then batch, then the heads of all tensors of an item side by side. So a chunk is one piece of memory,
-and neighbouring chunks are one tensor that kernels read in place.
+Rows come first, then batch, then the heads of all tensors of an item side by side. A chunk is therefore contiguous, and
+neighbouring chunks form one tensor that kernels read in place.
 
 Shape suffixes: B batch, S local sequence, R rows of a chunk, N heads, D head dim.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightseq.schedule.table import Schedule
 
-# The tensors of an item. Packed: (rows, B, tensors x heads, D), and perhaps the lse (chunks, B, heads, R).
+# The tensors of an item. Packed: (rows, B, tensors x heads, D), and the lse (chunks, B, heads, R) if the item has one.
 Buffer = tuple[Tensor, ...]
 
 
@@ -23,12 +23,12 @@ Buffer = tuple[Tensor, ...]
 class BufferLayout:
     """Layout of one chunk and one head group of an item (q, kv, out, dq, dkv).
 
-    An item is several tensors of one shape, and perhaps their log-sum-exp, of dtype `lse`.
+    An item is one or more tensors of the same shape; `lse` is the dtype of their log-sum-exp, None if they have none.
     """
 
     tensors: int
     heads: int  # of one tensor in one group
-    groups: int  # fewer than the schedule's where several groups of queries share key/value heads
+    groups: int  # fewer than the schedule's if groups of queries share key/value heads
     chunks: int  # on one rank
     rows: int  # tokens of a chunk
     batch: int
@@ -62,7 +62,7 @@ class BufferLayout:
         return chunks, self.batch, self.heads, self.rows
 
     def packed(self, memory: Tensor, chunks: int) -> Buffer:
-        """Returns views of the first bytes of `memory` (uint8) as that many neighbouring chunks."""
+        """Returns the first bytes of `memory` (uint8) viewed as `chunks` neighbouring chunks."""
         shape = self.packed_shape(chunks)
         x = memory[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
         if self.lse is None:
@@ -71,7 +71,7 @@ class BufferLayout:
         return x, lse.view(self.lse_shape(chunks))
 
     def empty(self, chunks: int, device: torch.device) -> Buffer:
-        """Allocates that many neighbouring chunks."""
+        """Allocates `chunks` neighbouring chunks."""
         x = torch.empty(self.packed_shape(chunks), dtype=self.dtype, device=device)
         if self.lse is None:
             return (x,)
@@ -124,20 +124,17 @@ class BufferLayout:
         """Returns neighbouring chunks and one head group of a rank's own tensors as views."""
         found = []
         for x in tensors:
-            of_rows, of_heads = (1, 2) if x.ndim == 4 else (2, 1)
+            row_dim, head_dim = (1, 2) if x.ndim == 4 else (2, 1)
             if count < self.chunks:
-                x = x.narrow(of_rows, start * self.rows, count * self.rows)
-            found.append(x if self.groups == 1 else x.narrow(of_heads, group * self.heads, self.heads))
+                x = x.narrow(row_dim, start * self.rows, count * self.rows)
+            found.append(x if self.groups == 1 else x.narrow(head_dim, group * self.heads, self.heads))
         return tuple(found)
 
 
 def buffer_layout(
     schedule: Schedule, shape: Sequence[int], dtype: torch.dtype, tensors: int = 1, lse: torch.dtype | None = None
 ) -> BufferLayout:
-    """Returns the layout of an item: `tensors` of a rank's own, each (B, S, N, D), and perhaps their lse (B, N, S).
-
-    `shape` is that of one tensor.
-    """
+    """Returns the layout of an item: `tensors` local tensors of `shape` (B, S, N, D), and an lse (B, N, S) if given."""
     batch, length, heads, dim = shape
     groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
     chunks = schedule.layout.chunks_per_rank

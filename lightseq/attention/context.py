@@ -25,30 +25,30 @@ from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 
 @dataclass
 class Progress:
-    """Number of attention passes that a rank's host has begun, or finished if they are long."""
+    """Counter of the attention passes that this rank has launched."""
 
     passes: int = 0
 
 
 @dataclass
 class ForwardPass:
-    """State of the forward pass under way, against which attention and the loss are checked."""
+    """State of the current forward pass, used to check attention and the loss."""
 
-    outermost: object = None  # the module that was called; it calls the modules inside of it
-    packed: bool = False  # it was passed documents
-    attention_passes: int = 0  # of the rank before this forward pass
-    loss: tuple[Tensor, int] | None = None  # returned by the loss function, and its version
-    batches: int = 0  # passed to the model so far
-    comparison: tuple[dist.Work, list[Tensor]] | None = None  # of the documents of all ranks, under way
-    shared: bool = False  # by a model and its deep copy
+    outermost: object = None  # the module that the user called
+    packed: bool = False  # the batch holds documents
+    attention_passes: int = 0  # launched before this forward pass
+    loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
+    batches: int = 0  # batches passed to the model so far
+    comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
+    shared: bool = False  # a deep copy of the model uses the context too
 
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """Everything that distributed attention needs on one rank. Made by `make_context` and passed on.
+    """Everything that distributed attention needs on one rank; made by `make_context`.
 
-    A custom operator takes tensors, numbers and strings only, so it is passed `name`. A registry holds the
-    context under that name, with the memory of its transport, until `release`.
+    A custom operator takes only tensors, numbers and strings, so it gets `name`. A registry holds the context and the
+    memory of its transport under that name until `release`.
     """
 
     name: str
@@ -60,7 +60,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
-    keeps_gathered: bool = False  # gathered q, k and v stay from a forward pass to its backward pass
+    keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
 
     @property
     def layout(self) -> Layout:
@@ -77,18 +77,18 @@ class SequenceContext:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of one packed sequence, the same on all ranks of a group; made by `pack`, passed to `attention`.
+    """Documents of one packed sequence, the same on all ranks of a group; made by `pack`, passed to `attention`.
 
-    It is not a tensor, because model wrappers move tensors to the device, where the host would wait for them.
+    Not a tensor, because model wrappers move tensors to the device, and reading them there makes the host wait.
     """
 
-    boundaries: Tensor  # int64, on the CPU, the end repeated so that shapes do not change
+    boundaries: Tensor  # int64 on the CPU, padded by repeating the end so that shapes rarely change
     layout: Layout
-    balance: float  # attention area of the mean rank over the largest
+    balance: float  # mean attention area of a rank over the largest
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """First positions of all documents, those of padding among them, and the end."""
+        """First position of every document, including padding, and the end."""
         return without_repeats(self.boundaries)
 
     def match(self, context: SequenceContext) -> bool:
@@ -103,13 +103,14 @@ class Documents:
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
 
-MIN_BOUNDARIES = 256  # in the tensor, so that compiled graphs see a new shape only for more documents
+MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes
 
 
 def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
-    """Returns documents that begin at `boundaries`, whose last entry is the end, in a sequence of `length` tokens.
+    """Packs documents into a sequence of `length` tokens (default: the end of the last document).
 
-    The rest up to `length`, or to what the schedule needs, is padding. Raises ValueError if boundaries do not rise.
+    `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`, and
+    further if the schedule needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.
     """
     length = int(boundaries[-1]) if length is None else length
     real = check_boundaries(boundaries, length)
@@ -132,35 +133,35 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Options of distributed attention. Schedules, kernels and transports are named as in the README's tables."""
+    """Options of distributed attention. `lightseq train --help` lists schedules, kernels and transports."""
 
     schedule: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
-    # Ranks in a Ulysses group, which splits heads; a divisor of all ranks (default: the schedule's).
+    # Ranks in a Ulysses group, which split its heads; divides the ranks (default: set by the schedule).
     ulysses_size: int | None = None
     # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
     head_groups: int | None = None
     dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
     device: torch.device | None = None  # of q, k and v (default: the parameters')
-    # Sequence length in tokens that `schedule="auto"` is chosen for; the longest allowed if layers have a window.
+    # Sequence length in tokens for which `schedule="auto"` chooses; the longest allowed if layers have a window.
     length: int = 65536
-    deterministic: bool = False  # gradients are the same to the bit each time
+    deterministic: bool = False  # bit-identical gradients in every run
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
-    # Under ulysses, save gathered q, k and v for the backward pass instead of a rank's own: they travel once. Set it to
-    # False if a checkpoint recomputes q, k and v.
+    # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
+    # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
 
 
 def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
     """Makes the context of one sequence-parallel group. Every rank of the group passes the same arguments.
 
-    Open options are chosen for `shape`; the config has dtype and device. Raises ValueError for names that are unknown
-    or cannot run here.
+    Options that the config leaves open are chosen for `shape`; dtype and device must be set. Raises ValueError for
+    unknown names, and for kernels and transports that cannot run here.
     """
     device, dtype = config.device, config.dtype
-    assert device is not None and dtype is not None, "the caller knows them"
+    assert device is not None and dtype is not None, "the caller sets both"
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -174,8 +175,8 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
-    # Compiled graphs contain the name, and torch's cache on disk finds them by it, so it has all that decides shapes.
-    cut = f"{schedule.ulysses_size}x{schedule.turns}{'-keeps' if keeps_gathered else ''}"
+    # Compiled graphs contain the name and torch's disk cache looks them up by it, so it must determine all shapes.
+    cut = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
     name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
@@ -190,7 +191,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
 
 
 def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
-    """Chooses what the config leaves open: by predicted time between GPUs, by counting between CPU processes."""
+    """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU."""
     asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.packed:
         asked = choose_packed(world, shape, asked)
@@ -203,14 +204,14 @@ def _choose(world: int, shape: AttentionShape, transport: str, config: Attention
 
 
 def release(context: SequenceContext) -> None:
-    """Drops a context, so that the memory of its transport is freed. No attention may use it afterwards.
+    """Drops a context and frees the memory of its transport. Attention must not use it afterwards.
 
-    A context that a deep copy of its model shares stays.
+    A context that a deep copy of the model uses too is kept.
     """
     if not context.forward_pass.shared:
         _CONTEXTS.pop(context.name, None)
 
 
 def find(name: str) -> SequenceContext:
-    """Returns the context of a name."""
+    """Returns the context with this name."""
     return _CONTEXTS[name]

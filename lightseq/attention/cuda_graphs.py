@@ -1,8 +1,8 @@
 """CUDA graphs of short passes that run again in the same memory.
 
-A pass is tens of kernels, copies and waits. Launched one by one they take the host one to two milliseconds, more than
-a short pass takes the GPU; a graph is one launch. In training memory repeats from step to step, layer by layer.
-Temporary memory of graphs is in a pool of its own, so only small passes are recorded.
+A pass is tens of kernels, copies and waits. Launching them one by one takes the host one to two milliseconds, longer
+than a short pass runs on the GPU. A graph is one launch. Training uses the same memory again in every step, so graphs
+can be replayed. Their temporary memory comes from a separate pool, so only small passes are recorded.
 """
 
 import gc
@@ -18,9 +18,9 @@ from lightseq.attention.program import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
 
-MAX_FLOPS = 2e12  # of a pass: about three milliseconds of an H100, which hide the host's work for the next one
-MAX_OUTBOX_BYTES = 2**28  # temporary memory of a pass is about twice as much
-RUNS_BEFORE_RECORDING = 2  # in the same memory, before a pass is recorded
+MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass
+MAX_OUTBOX_BYTES = 2**28  # a pass needs about twice as much temporary memory
+RUNS_BEFORE_RECORDING = 2  # in the same memory
 MAX_GRAPHS = 512  # two passes of every layer
 MAX_SEEN = 4096
 
@@ -32,33 +32,33 @@ class RecordedPass(NamedTuple):
 
 
 class GraphCache:
-    """Graphs of the passes over one outbox; they hold addresses in it, and are dropped with it."""
+    """Cache of the graphs that use one outbox. They contain addresses in it, and are dropped with it."""
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, RecordedPass] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes = 0
-        self._fails = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
-        self._failed: torch.cuda.CUDAGraph | None = None
+        self._disabled = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
+        self._failed_graph: torch.cuda.CUDAGraph | None = None
 
     def run(
         self, spec: PassSpec, memory_key: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> None:
-        """Runs a pass, by its graph if there is one. `memory_key` is its memory and what it computes."""
+        """Runs a pass, as a graph if one is recorded. `memory_key` identifies its memory and its computation."""
         key = (spec, memory_key, torch.cuda.current_stream().stream_id)
         if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
             transport.count_replay(known.bytes_sent, self._bytes)
-        elif self._comes_again(key) and (made := self._record(spec, run, launches, transport)) is not None:
+        elif self._should_record(key) and (made := self._record(spec, run, launches, transport)) is not None:
             self.graphs[key] = made
             made.graph.replay()
             transport.count_replay(0, self._bytes)
         else:
             run()
 
-    def _comes_again(self, key: Hashable) -> bool:
-        if self._fails or len(self.graphs) >= MAX_GRAPHS or torch.cuda.is_current_stream_capturing():
+    def _should_record(self, key: Hashable) -> bool:
+        if self._disabled or len(self.graphs) >= MAX_GRAPHS or torch.cuda.is_current_stream_capturing():
             return False
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
@@ -68,7 +68,7 @@ class GraphCache:
     def _record(
         self, spec: PassSpec, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> RecordedPass | None:
-        """Records a pass; returns None where something in it cannot be recorded, such as another library's kernel."""
+        """Records a pass. Returns None if something in it cannot be recorded, such as a kernel of another library."""
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -89,15 +89,13 @@ class GraphCache:
         return RecordedPass(graph, transport.bytes_sent - sent, collected)
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
-        """Ends the recording in torch's allocator, which would otherwise never release cached memory again."""
-        self._fails, self._failed = True, graph
-        with suppress(RuntimeError):  # if it has ended already
+        """Turns recording off, and ends it in torch's allocator, which would otherwise never release cached memory."""
+        self._disabled, self._failed_graph = True, graph
+        with suppress(RuntimeError):  # raised if it has ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         if rank == 0:
             why = str(error).splitlines()[0]
-            warnings.warn(
-                f"short passes of attention are launched one by one, for recording failed: {why}", stacklevel=2
-            )
+            warnings.warn(f"short attention passes run without CUDA graphs: recording one failed ({why})", stacklevel=2)
 
 
 @contextmanager
@@ -113,6 +111,6 @@ def _nothing_freed() -> Iterator[None]:
 
 
 def is_short(spec: PassSpec) -> bool:
-    """Returns whether a pass may take the host longer than the GPU. Tables of packed documents do not repeat."""
+    """Returns whether launching a pass may take longer than running it. Tables of packed documents do not repeat."""
     small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
-    return small and not spec.schedule.boundaries and all(spec.at_once.values())
+    return small and not spec.schedule.boundaries and all(spec.single_step.values())

@@ -1,4 +1,4 @@
-"""The executor, which runs the programs of any schedule on one rank, forward and backward.
+"""Executor of any schedule's programs on one rank, forward and backward.
 
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
@@ -32,7 +32,7 @@ from lightseq.kernels import Kernel, Launches, Saved, addresses, backward_tile, 
 from lightseq.schedule.documents import MAX_PACKED_TABLES
 from lightseq.schedule.table import Schedule
 
-MAX_PROGRAMS = 128  # kept for an outbox: a forward and a backward pass for every length that data may have
+MAX_PROGRAMS = 128  # cached per outbox: a forward and a backward pass for every sequence length
 
 GatheredBuffers = Mapping[tuple[str, int], Buffer]  # by item and head group
 
@@ -50,7 +50,7 @@ class Executor:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
 
-        `gathered` is memory that keeps all gathered operands for the backward pass.
+        `gathered` is memory that keeps the gathered operands for the backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
         with self._prepare(spec, {"q": (q,), "kv": (k, v)}, gathered) as (run, accumulators):
@@ -63,7 +63,7 @@ class Executor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of the local chunks, in the inputs' dtypes; partial gradients add up in float32.
 
-        `own` are the rank's q, k and v, or everything that the forward pass gathered.
+        `own` is the rank's q, k and v, or the operands that the forward pass gathered.
         """
         operands: dict[str, Buffer]
         if isinstance(own, Gathered):
@@ -81,13 +81,14 @@ class Executor:
     def _prepare(
         self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None
     ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
-        """Opens the outbox; yields a function that runs the pass, and the accumulators of its results.
+        """Opens the outbox, and yields a function that runs the pass and the accumulators of its results.
 
-        A short pass runs as a CUDA graph once it has run in the same memory before.
+        A short pass runs as a CUDA graph after a few runs in the same memory.
         """
         device = operands["q"][0].device
         accumulators = {
-            item: ACCUMULATORS[item](spec.layouts[item], device, at_once) for item, at_once in spec.at_once.items()
+            item: ACCUMULATORS[item](spec.layouts[item], device, single_step)
+            for item, single_step in spec.single_step.items()
         }
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             program, launches = prepared(spec, self.transport, outbox)
@@ -99,14 +100,14 @@ class Executor:
                 accumulator.open()
             touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
             memory = [] if gathered is None else [gathered.memory]
-            places = addresses([x for buffer in touched for x in buffer] + memory)
+            memory_key = addresses([x for buffer in touched for x in buffer] + memory)
             graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
-            same = (self.kernel, self.scale, places)
-            yield partial(graphs.run, spec, same, execution.run, launches, self.transport), accumulators
+            key = (self.kernel, self.scale, memory_key)
+            yield partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
 
 
 class _Execution:
-    """One pass under way: what the rank holds, what it gathered, and results that have yet to be reduced."""
+    """Running pass: the rank's operands, the gathered ones, and results that are still to be reduced."""
 
     def __init__(
         self, executor: Executor, spec: PassSpec, program: Program, operands: Mapping[str, Buffer],
@@ -115,9 +116,9 @@ class _Execution:
         self._executor, self._spec, self._program, self._layouts = executor, spec, program, spec.layouts
         self._operands, self._accumulators, self._launches = operands, accumulators, launches
         self._kept = gathered
-        self._gathered: GatheredBuffers = {}  # views of what is kept, made when the pass runs
+        self._gathered: GatheredBuffers = {}  # views of the kept operands, made when the pass runs
         self._arenas: dict[int, Buffer] = {}
-        # Results of this rank for itself, reduced beside the next step.
+        # Results for this rank's own chunks, reduced during the next step.
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
 
     def run(self) -> None:
@@ -130,7 +131,7 @@ class _Execution:
             finish_exchange = self._exchange(step)
             for tile, q, kv, outputs in step.tiles:
                 into = [self._memory_of(output) for output in outputs]
-                # Operands and results have no names here: a name would hold their memory until the next tile.
+                # Do not name the operands and results here: a name would keep their memory until the next tile.
                 if self._spec.backward:
                     self._deliver(
                         outputs,
@@ -166,7 +167,7 @@ class _Execution:
             accumulator.finish()
 
     def _kept_buffers(self) -> GatheredBuffers:
-        """Returns views of what is kept between the passes: packed to gather into, as tensors to compute from."""
+        """Returns views of the operands kept between the passes: packed in the forward pass, which fills them."""
         if self._kept is None:
             return {}
         schedule, rank = self._executor.schedule, self._executor.rank
@@ -180,8 +181,8 @@ class _Execution:
         """Copies the operands that travel into the outbox."""
         staged = self._program.staged
         if staged:
-            places = tuple(addresses(self._operands[item]) for item, _ in staged)
-            self._launches.copy((self._program, places), self._staging_copies)
+            operand_keys = tuple(addresses(self._operands[item]) for item, _ in staged)
+            self._launches.copy((self._program, operand_keys), self._staging_copies)
 
     def _staging_copies(self) -> list[tuple[Tensor, Tensor]]:
         staged = self._program.staged
@@ -192,7 +193,7 @@ class _Execution:
         arena_slots: dict[int, list[Buffer]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            # The forward pass keeps whole arenas; the backward pass has no arena for what was kept.
+            # The forward pass gathers into the kept memory; the backward pass has no arena for kept operands.
             kept = None if self._spec.backward else self._gathered.get((arena.item, arena.heads))
             device = self._operands[arena.item][0].device
             self._arenas[i] = kept or self._layouts[arena.item].empty(len(arena.chunks), device)
@@ -208,11 +209,11 @@ class _Execution:
             self._accumulators[item].open()
 
         def then(received: list[Tensor]) -> None:
-            came = received[fetched:]
-            if step.reductions is not None and all(x is r.remote for x, r in zip(came, step.receives, strict=True)):
+            parts = received[fetched:]
+            if step.reductions is not None and all(x is r.remote for x, r in zip(parts, step.receives, strict=True)):
                 self._reduce(step.reductions)
                 return
-            rest, arrived = iter(came), []
+            rest, arrived = iter(parts), []
             for item, slot, _, remote, unpacked in step.arrivals:
                 here = tuple(next(rest) for _ in remote)
                 arrived.append((item, slot, unpacked if here[0] is remote[0] else self._layouts[item].unpacked(here)))
@@ -236,18 +237,18 @@ class _Execution:
 
     def _forward_operands(self, q: Operand, kv: Operand | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of a tile."""
-        assert kv is not None, "only a backward pass finds keys and values that were kept"
+        assert kv is not None, "only the backward pass reuses kept keys and values"
         (q_,), (k, v) = self._operand("q", q), self._operand("kv", kv)
         return q_, k, v
 
     def _backward_operands(self, heads: int, q: Operand, kv: Operand | None) -> tuple[Tensor, Saved]:
-        """Returns dout of a tile, and what its forward pass saved."""
+        """Returns dout of a tile, and the tensors that its forward pass saved."""
         q_, dout, out, lse = self._gathered.get(("q", heads), ()) + self._operand("q", q)
         k, v = self._gathered[("kv", heads)] if kv is None else self._operand("kv", kv)
         return dout, Saved(q_, k, v, out, lse)
 
     def _memory_of(self, output: OutputSlot) -> Buffer:
-        """Returns the memory that a tile may write a result to; empty where it has none."""
+        """Returns the memory that a tile may write a result to; empty if there is none."""
         if output.outbox is not None:
             return output.outbox
         if output.final is not None:
@@ -258,7 +259,7 @@ class _Execution:
         return ()
 
     def _deliver(self, outputs: tuple[OutputSlot, ...], into: list[Buffer], made: tuple[Tensor, ...]) -> None:
-        """Copies results to their memory where the kernel did not write there, and lists those to be reduced here.
+        """Copies results to their memory unless the kernel wrote there, and collects those that this rank reduces.
 
         `made` is (out, lse), or (dq, dk, dv).
         """
@@ -267,39 +268,39 @@ class _Execution:
             for dst, x in zip(memory, result, strict=bool(memory)):
                 if dst is not x:
                     _copy(dst, x)
-            for chunk, slot, place in output.own:
-                part = place or self._layouts[output.item].local(result, chunk, 1, 0)
+            for chunk, slot, view in output.own:
+                part = view or self._layouts[output.item].local(result, chunk, 1, 0)
                 self._own.append((output.item, slot, part))
 
 
 def _gradient_memory(into: list[Buffer]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the memory that a kernel may write dq, dk and dv to, None where it has none."""
+    """Returns the memory that a kernel may write dq, dk and dv to; None if there is none."""
     (dq,), (dk, dv) = into[0] or (None,), into[1] or (None, None)
     return dq, dk, dv
 
 
 def _copy(dst: Tensor, x: Tensor) -> None:
-    """Copies x to dst, by chunk where dst is the lse of several in an outbox: (chunks, B, N, R) from (B, N, S)."""
+    """Copies x to dst. An lse (B, N, S) is split by chunk if dst is in an outbox: (chunks, B, N, R)."""
     by_chunk = dst.ndim > x.ndim
     dst.copy_(x.unflatten(2, (dst.shape[0], -1)).permute(2, 0, 1, 3) if by_chunk else x)
 
 
-# ---- made once ------------------------------------------------------------------------------------------------------
+# ---- caches ---------------------------------------------------------------------------------------------------------
 
 
 def prepared(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
-    """Returns the program of a pass in this outbox, and its launches. The oldest is dropped if there are too many."""
+    """Returns a pass's program in this outbox and its launches, cached. The oldest is dropped if there are too many."""
     packed = bool(spec.schedule.boundaries)
     known: dict[PassSpec, tuple[Program, Launches]] = outbox.cache.setdefault((Program, packed), {})
     if spec not in known:
         if len(known) >= (MAX_PACKED_TABLES if packed else MAX_PROGRAMS):
             del known[next(iter(known))]
-        known[spec] = lower(spec, outbox.memory, transport.at), outbox.cache.get(Launches, Launches)()
+        known[spec] = lower(spec, outbox.memory, transport.peer_view), outbox.cache.get(Launches, Launches)()
     return known[spec]
 
 
 def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
-    """Caches specs, which all layers share. Few of packed sequences: each has a table of its own."""
+    """Caches specs, which all layers share; only a few of packed sequences, since each has its own table."""
     whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
     return wraps(make)(lambda schedule, *more: (packed if schedule.boundaries else whole)(schedule, *more))
 
@@ -316,7 +317,7 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
 
 @_cached_specs
 def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
-    """Makes the spec of a backward pass. Queries travel as q (unless it was kept), dout, out and lse."""
+    """Makes the spec of a backward pass. The item `q` holds q (unless it was kept), dout, out and lse."""
     tensors = 2 if schedule.keeps_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {

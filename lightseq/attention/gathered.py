@@ -1,4 +1,4 @@
-"""q, k and v that a rank gathered in the forward pass, kept in one tensor for its backward pass."""
+"""Gathered q, k and v of a rank, kept in one tensor from the forward to the backward pass."""
 
 import math
 from collections.abc import Mapping
@@ -35,15 +35,17 @@ class Gathered(NamedTuple):
 @lru_cache(maxsize=MAX_PACKED_TABLES)
 def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
     found = arenas(schedule.forward, schedule.layout, rank)
-    assert all(len(arena.chunks) == schedule.layout.chunk_count for arena in found), f"{schedule} gathers parts"
+    assert all(len(arena.chunks) == schedule.layout.chunk_count for arena in found), (
+        f"{schedule} does not gather the whole sequence"
+    )
     return found
 
 
 def gathered_elements(schedule: Schedule, q_BSHD: Tensor, kv_heads: int) -> int:
     """Returns the number of elements that one rank gathers: q, k and v of the whole sequence, for its heads.
 
-    Lengths may be symbols of a compiler.
+    Lengths may be symbolic under torch.compile.
     """
     batch, local, heads, dim = q_BSHD.shape
-    of_group = heads // schedule.head_groups + 2 * max(kv_heads // schedule.head_groups, 1)
-    return batch * local * schedule.world * dim * schedule.turns * of_group
+    heads_per_group = heads // schedule.head_groups + 2 * max(kv_heads // schedule.head_groups, 1)
+    return batch * local * schedule.world * dim * schedule.head_groups_per_rank * heads_per_group

@@ -1,4 +1,4 @@
-"""Attention of one module of a patched model, as transformers calls it."""
+"""Attention function of a patched model, with the interface that transformers calls."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 
-# Keyword arguments of an attention call. Everything else that is not None or False changes what attention computes.
+# Keyword arguments of an attention call. Any other that is not None or False would change the result.
 HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"})
 HARMLESS: Final = frozenset(
     {
@@ -31,9 +31,7 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Runs distributed attention in place of transformers' own attention function. Returns out (B, S, H, D)."""
     if attention_mask is not None:
-        raise ValueError(
-            "the model passes attention a mask of its own, for which there is no kernel; use a plain causal model"
-        )
+        raise ValueError("the model passes its own attention mask, which no kernel supports; use a plain causal model")
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; set attention_dropout to 0 in the model's config")
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
@@ -49,10 +47,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module.
 
-    `others` are the keywords that transformers passes. Raises ValueError for those that cannot be honoured.
+    `others` are further keywords from transformers. Raises ValueError for unsupported ones.
     """
     device = q_BSHD.device.type
-    if torch.is_autocast_enabled(device):  # it casts what products return, but not rotated q and k
+    if torch.is_autocast_enabled(device):  # autocast casts outputs of matrix products, but not rotated q and k
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
@@ -61,21 +59,23 @@ def attend(
 
 
 def _checked_context(module: nn.Module, q_BSHD: Tensor, others: Mapping[str, Any]) -> SequenceContext:
-    """Returns the module's context. Raises ValueError for keywords that attention cannot honour."""
+    """Returns the module's context. Raises ValueError for unsupported keywords."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
-        raise ValueError(f"attention was passed {unknown}, for which there is no kernel; {remedy}")
+        raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
     context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
     if not isinstance(context, SequenceContext):
-        raise ValueError("this model shares its config with a patched one; give it a copy of the config, or enable it")
+        raise ValueError(
+            "this model shares its config with a patched one; give it a copy of the config, or call hf.enable on it"
+        )
     if window is not None and q_BSHD.shape[1] * context.layout.world > window:
         length = q_BSHD.shape[1] * context.layout.world
-        raise ValueError(f"{length} tokens are more than the model's sliding window of {window}; give at most {window}")
+        raise ValueError(f"{length} tokens exceed the model's sliding window of {window}; give at most {window}")
     return context
 
 
 def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:
-    """Returns the first keyword of an attention call that distributed attention would have to drop."""
+    """Returns the first keyword of an attention call that distributed attention does not support."""
     if keywords.get("is_causal") is False:
         return "is_causal=False"
     dropped = (name for name in keywords if name not in HONOURED | HARMLESS)

@@ -22,7 +22,7 @@ from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
 
-LONG_FLOPS = 1e15  # of a pass of attention on one rank: a second or two
+LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
 
 
 def attention(
@@ -33,12 +33,12 @@ def attention(
     scale: float | None = None,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes causal attention of the local queries over the whole sequence that the group's ranks hold together.
+    """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
     Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
-    log-sum-exp of the scaled scores (B, H, S), at least float32, through which no gradient flows. `scale` defaults to
-    D ** -0.5. With `documents`, in whose layout the parts then are, no query sees a key of another document. Raises
-    ValueError for shapes that do not fit together.
+    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5.
+    With `documents` the parts are in their layout, and no query sees a key of another document. Raises ValueError for
+    shapes that do not fit together.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
@@ -64,21 +64,21 @@ def attention_backward(
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Returns whether the operator must be seen: by a compiler, a checkpoint's dispatch mode, or a profiler."""
+    """Returns whether a compiler, a dispatch mode (as of a checkpoint) or a profiler has to see the operator."""
     traced = type(x) is not Tensor or torch.compiler.is_compiling()
     return traced or is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled()
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
-    """Returns x as kernels read it; the gradient of a sum, for example, is one number expanded."""
+    """Returns x with a contiguous last dimension, as kernels need it; the gradient of a sum is an expanded scalar."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
     if k.shape[:-1] == v.shape[:-1] and k.shape[-1] != v.shape[-1]:
         raise ValueError(
-            f"attention has keys of {k.shape[-1]} and values of {v.shape[-1]} dimensions a head, for which there is no "
-            "kernel; use a model with as many of both"
+            f"attention has keys of {k.shape[-1]} and values of {v.shape[-1]} dimensions per head, which no kernel "
+            "supports; use a model with equal ones"
         )
     if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         shapes = _shapes(q, k, v)
@@ -86,11 +86,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, doc
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one dtype")
     if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"as many keys as queries are needed: {_shapes(q, k, v)}; turn the key/value cache off (use_cache=False)"
-        )
+        raise ValueError(f"attention needs as many keys as queries, not {_shapes(q, k, v)}; pass use_cache=False")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key/value heads")
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
     check_heads(context.schedule, q.shape[2], k.shape[2])
     if documents is not None:
         _check_packed(q, context, documents)
@@ -107,12 +105,14 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> None:
     if q.shape[0] != 1:
-        raise ValueError(f"{q.shape[0]} packed sequences in a batch; documents need a batch of one, so lengthen that")
+        raise ValueError(
+            f"the batch has {q.shape[0]} packed sequences; documents need a batch of 1, so use one longer sequence"
+        )
     expected = context.layout.world * q.shape[1]
     if not torch.compiler.is_compiling() and int(documents.boundaries[-1]) != expected:
         raise ValueError(
-            f"{q.shape[1]} local tokens on {context.layout.world} ranks are not the {int(documents.boundaries[-1])} "
-            "that the documents have; shard the sequence by their layout"
+            f"{q.shape[1]} local tokens on {context.layout.world} ranks do not add up to the documents' "
+            f"{int(documents.boundaries[-1])}; shard the sequence by their layout"
         )
 
 
@@ -122,9 +122,10 @@ def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
 
 
 def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
-    """Raises ValueError on every rank if shapes differ between ranks, instead of a deadlock.
+    """Raises ValueError on every rank if shapes differ between ranks, which would otherwise deadlock.
 
-    A shape is compared once, because comparing waits. Ranks that differ in shapes seen before are not found.
+    Each shape is compared only once, because comparing waits for all ranks. Ranks whose shapes differ but were all seen
+    before go unnoticed.
     """
     shape = (*q.shape, k.shape[2], int(documents is not None))
     waits_for_ranks = base_transport_name(context.transport.name) != "none"
@@ -135,7 +136,9 @@ def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: T
     dist.all_gather_object(everyone, mine, group=context.group)
     if len({theirs for theirs, _ in everyone}) > 1:
         found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, (x, _) in enumerate(everyone))
-        raise ValueError(f"the ranks pass different shapes to attention: {found}; shard one padded sequence for all")
+        raise ValueError(
+            f"the ranks pass different shapes to attention: {found}; shard the same padded sequence on all of them"
+        )
     if len({boundaries for _, boundaries in everyone}) > 1:
         raise ValueError("the ranks pass different documents to attention; pack the same sequence on all of them")
     context.shapes.add(shape)
@@ -144,8 +147,8 @@ def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: T
 def _advance(context: SequenceContext, q: Tensor) -> None:
     """Counts a pass, and waits for it if it takes seconds, at no measurable cost for the GPU.
 
-    A host that runs ahead blocks inside a launch once the queue is full (about a thousand launches), and some launches
-    hold the interpreter lock: the rank would miss signals and heartbeats, and others would think it dead.
+    A host that runs ahead fills the launch queue (about a thousand launches) and then blocks inside a launch. Some
+    launches hold the interpreter lock, so the rank would miss signals and heartbeats and look dead to the others.
     """
     context.progress.passes += 1
     batch, tokens, heads, dim = q.shape
@@ -157,14 +160,14 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
-    if torch.is_inference_mode_enabled():  # else a training pass could not use the buffers made here
+    if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
             return _forward(q, k, v, scale, context, documents)
     c = find(context)
     if documents is None and c.forward_pass.packed:
         raise ValueError(
-            "the batch holds packed documents, and the model's layers do not hand them on to attention; train "
-            "without packing, or use another model"
+            "the batch holds packed documents, but the model's layers do not pass them to attention; train without "
+            "packing, or use another model"
         )
     _compare_shapes(c, q, k, documents)
     gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
@@ -177,7 +180,7 @@ def _forward(
 def _forward_in_checkpoint(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs `_forward`, unless a checkpoint around it has stored the results."""
+    """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
     wrapper = operator_wrapper()
     if wrapper is None:
         return _forward(q, k, v, scale, context, documents)
@@ -237,8 +240,8 @@ def _(
     context: str,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_keys = (*dout.shape[:2], kv_heads, dout.shape[3])
-    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
+    kv_shape = (*dout.shape[:2], kv_heads, dout.shape[3])
+    return dout.new_empty(dout.shape), dout.new_empty(kv_shape), dout.new_empty(kv_shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -252,20 +255,20 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None):  # type: ignore[no-untyped-def]
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
-    assert dout is not None, "autograd calls the backward only where some gradient arrives"
+    assert dout is not None, "autograd calls the backward only if a gradient arrives"
     documents, out, lse, *tensors = ctx.saved_tensors
     gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
     return (*gradients, None, None, None)
 
 
 def _differentiate(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # The operator refuses gradients of gradients, for which autograd records what runs here.
+    # With create_graph autograd records this call, so it has to be the operator, which refuses second derivatives.
     call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
     return call(_last_dim_contiguous(dout), *arguments)
 
 
 def _no_second_backward(_ctx, *_gradients):  # type: ignore[no-untyped-def]
-    raise ValueError("no gradients of gradients through distributed attention; leave create_graph out")
+    raise ValueError("distributed attention has no second derivatives; leave create_graph out")
 
 
 _attention_backward.register_autograd(_no_second_backward)
@@ -273,7 +276,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without torch's dispatcher, whose host time exceeds that of a launch."""
+    """Operator that bypasses torch's dispatcher, which takes the host longer than a kernel launch."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]

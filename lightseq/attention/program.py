@@ -1,7 +1,7 @@
-"""The lowered program of a rank: one pass over a schedule, with the address of every buffer.
+"""Lowered program of a rank: one pass over a schedule, with the address of every buffer.
 
-A schedule's table is lowered once for given shapes and run for every layer and step: at short lengths the host has less
-than a millisecond for a layer. `PassSpec` is what a program is lowered from; it also gives the size of the outbox.
+A schedule's table is lowered once for given shapes and run for every layer and step, because at short lengths the host
+has less than a millisecond per layer. A program is lowered from a `PassSpec`, which also gives the size of the outbox.
 """
 
 from collections import Counter
@@ -20,33 +20,33 @@ from lightseq.schedule.placement import Arena, arenas, local_start, result_block
 from lightseq.schedule.table import Schedule, Step, Tile
 
 ALIGNMENT = 256  # bytes; suits the widest loads and the copy engines
-REGIONS = 3  # of results in the outbox, used in turn; `Transport.exchange` defines how long sent data has to stay
+REGIONS = 3  # for results in the outbox, used in turn; `Transport.exchange` says how long sent data must stay
 
 Layouts = Mapping[str, BufferLayout]
 ChunkSlot = tuple[int, int]  # (index of a chunk in its rank's tensors, head group of the item)
 PartCounts = Mapping[ChunkSlot, Counter[int]]  # by result: how many parts are computed, by step
 
 
-# ---- what a program is lowered from ---------------------------------------------------------------------------------
+# ---- the specification ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class PassSpec:
-    """One pass of one rank, forward or backward, as far as the table and the shapes determine it."""
+    """One forward or backward pass of one rank: everything that the table and the shapes determine."""
 
     schedule: Schedule
     backward: bool
     rank: int
     layouts: Layouts  # by item
     parts: Mapping[str, PartCounts]  # by result item, of this rank's own results
-    at_once: Mapping[str, bool]  # by result item: its parts all come in one step, so no float32 total is needed
+    single_step: Mapping[str, bool]  # by result item: all parts come in one step, so no float32 total is needed
     operand_offsets: Mapping[str, int]  # bytes into the outbox, by item that travels
     result_offsets: Mapping[int, int]  # bytes into the outbox, by step that sends results
     outbox_bytes: int
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of one rank: the causal half of its share, a backward pass as 2.5 forward passes."""
+        """FLOPs of one rank: the causal half only; a backward pass counts as 2.5 forward passes."""
         q = self.layouts["q"]
         forward = 2 * q.batch * (q.rows * q.chunks) ** 2 * self.schedule.world * q.heads * q.groups * q.dim
         return 2.5 * forward if self.backward else forward
@@ -61,7 +61,7 @@ def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: Layouts) -
         rank=rank,
         layouts=layouts,
         parts=parts,
-        at_once={item: _comes_at_once(item, counts) for item, counts in parts.items()},
+        single_step={item: _is_single_step(item, counts) for item, counts in parts.items()},
         operand_offsets=operand_offsets,
         result_offsets=result_offsets,
         outbox_bytes=outbox_bytes,
@@ -73,7 +73,7 @@ def steps(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
 
 
 def item_group(layout: BufferLayout, schedule: Schedule, heads: int) -> int:
-    """Returns an item's own head group for one of the schedule's; they differ for replicated key/value heads."""
+    """Maps a head group of the schedule to that of an item, which has fewer if groups share key/value heads."""
     return heads * layout.groups // schedule.head_groups
 
 
@@ -81,11 +81,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _comes_at_once(item: str, parts: PartCounts) -> bool:
-    """Returns whether results can go straight to the final tensor, without a float32 total.
-
-    True for sums whose parts all come in one step, and for outputs that are not merged.
-    """
+def _is_single_step(item: str, parts: PartCounts) -> bool:
+    """Returns whether an item needs no float32 total: its parts come in one step, or its outputs are not merged."""
     if item == "out":
         return all(counts.total() == 1 for counts in parts.values())
     return all(len(counts) == 1 for counts in parts.values())
@@ -141,7 +138,7 @@ class Fetch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A result of another rank for this one; `unpacked` are its tensors as views in the outbox of `src`."""
+    """A result that another rank computed for this one; `unpacked` are views of its tensors in the outbox of `src`."""
 
     item: str
     slot: ChunkSlot
@@ -162,7 +159,7 @@ class Reduction:
 
     @cached_property
     def key(self) -> Hashable:
-        """Identifies where the parts lie in memory."""
+        """Key of the addresses of the parts."""
         return tuple((slot, addresses(buffer)) for slot, buffers in self.parts.items() for buffer in buffers)
 
 
@@ -178,8 +175,8 @@ class Operand(NamedTuple):
 class OutputSlot(NamedTuple):
     """Memory for a tile's result of an item.
 
-    It is in the outbox (`outbox`), in the final tensor if no other tile contributes (`final`), or new. `own` are the
-    chunks that this rank has yet to reduce: index in the tile, slot, and view in the outbox.
+    It is in the outbox (`outbox`), in the final tensor if no other tile contributes (`final`), or newly allocated.
+    `own` are the chunks that this rank still has to reduce: index in the tile, slot, and view in the outbox.
     """
 
     item: str
@@ -191,7 +188,7 @@ class OutputSlot(NamedTuple):
 class TileProgram(NamedTuple):
     tile: Tile
     q: Operand
-    kv: Operand | None  # None: kept since the forward pass
+    kv: Operand | None  # None: kept from the forward pass
     outputs: tuple[OutputSlot, ...]
 
 
@@ -201,13 +198,13 @@ class StepProgram(NamedTuple):
     fetches: tuple[Fetch, ...]
     arrivals: tuple[Arrival, ...]
     receives: tuple[Receive, ...]  # of the arrivals
-    reduced_items: tuple[str, ...]  # items of which results are reduced here
-    # For a transport that reads in place. None: some parts are in memory of the pass.
+    reduced_items: tuple[str, ...]  # items whose results are reduced here
+    # For a transport that reads in place. None: some parts are not in an outbox.
     reductions: tuple[Reduction, ...] | None
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]  # arenas that are freed
-    has_moves: bool  # on this rank or another
-    fresh: bool  # outboxes were written to since the last exchange
+    has_moves: bool  # between any two ranks
+    fresh: bool  # some outbox was written to since the last exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +214,12 @@ class Program:
     steps: tuple[StepProgram, ...]
 
 
-def lower(spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> Program:
+def lower(spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Tensor]) -> Program:
     """Lowers a pass to a program in an outbox.
 
-    `memory` is the outbox (uint8); `at(rank, tensor)` is the same offset in another rank's (`Transport.at`).
+    `memory` is the outbox (uint8), `peer_view` is `Transport.peer_view`.
     """
-    lowering = _Lowering(spec, memory, at)
+    lowering = _Lowering(spec, memory, peer_view)
     programs: list[StepProgram] = []
     for t in range(len(lowering.steps)):
         programs.append(lowering.step(t, programs[-1].tiles if programs else ()))
@@ -240,9 +237,9 @@ def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Red
 class _Lowering:
     """Lowering of one pass: finds the memory of everything that it touches."""
 
-    def __init__(self, spec: PassSpec, memory: Tensor, at: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Tensor]) -> None:
         self.spec, self.layout, self.rank, self.layouts = spec, spec.schedule.layout, spec.rank, spec.layouts
-        self.memory, self.at = memory, at
+        self.memory, self.peer_view = memory, peer_view
         self.steps = steps(spec.schedule, spec.backward)
         self.first_move = next((t for t, step in enumerate(self.steps) if step.moves), None)
         self.gathered_items = spec.schedule.gathered_items(spec.backward)
@@ -253,18 +250,18 @@ class _Lowering:
         }
 
     def step(self, t: int, tiles_before: tuple[TileProgram, ...]) -> StepProgram:
-        """Lowers step `t`; results of the tiles of the step before are reduced beside it."""
+        """Lowers step `t`, during which the results of the previous step's tiles are reduced."""
         step = self.steps[t]
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         sends, fetched, arrivals = self.messages(t)
         fetches = [own for i in opens for own in self.own_fetches(i)] + fetched
-        # This rank's own first, then the next neighbour's, so that no rank is read by all others at once.
+        # This rank's own first, then the next neighbour's, so that ranks do not all read from the same one.
         fetches.sort(key=lambda fetch: (fetch.src - self.rank) % self.layout.world)
         results = [
-            (output.item, slot, place)
+            (output.item, slot, part)
             for tile in tiles_before
             for output in tile.outputs
-            for _, slot, place in output.own
+            for _, slot, part in output.own
         ]
         results += [(arrival.item, arrival.slot, arrival.unpacked) for arrival in arrivals]
         known = [(item, slot, part) for item, slot, part in results if part is not None]
@@ -283,10 +280,10 @@ class _Lowering:
         )
 
     def messages(self, t: int) -> tuple[list[Send], list[Fetch], list[Arrival]]:
-        """Returns what this rank sends in a step, and the operands and results that come to it."""
+        """Returns a step's sends, and the operands and results that this rank receives."""
         sends, fetches, arrivals = list[Send](), list[Fetch](), list[Arrival]()
         mine = (move for move in self.steps[t].moves if self.rank in (move.src, move.dst))
-        # Operands before results, as they are received: both ends of a message have to list it in the same order.
+        # Operands before results: both ends must list their messages in the same order.
         for move in sorted(mine, key=lambda move: move.is_result):
             if move.is_result:
                 here = self.sent_result(t - 1, move.src, move.tile, move.item, move.chunk)
@@ -295,7 +292,7 @@ class _Lowering:
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
-            remote = tuple(self.at(move.src, x) for x in here)
+            remote = tuple(self.peer_view(move.src, x) for x in here)
             if move.is_result:
                 slot = self.slot(move.item, move.chunk, move.heads)
                 arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
@@ -317,11 +314,11 @@ class _Lowering:
         if sent is not None:
             buffer = sent[1]
             views = (*layout.unpacked(buffer[:1]), *buffer[1:])
-            places = tuple((c, slot, layout.unpacked(layout.slots(buffer, c, 1))) for c, slot in own)
-            return OutputSlot(item, views, None, places)
+            own_views = tuple((c, slot, layout.unpacked(layout.slots(buffer, c, 1))) for c, slot in own)
+            return OutputSlot(item, views, None, own_views)
         start = local_start(self.layout, self.rank, chunks)
         parts = self.spec.parts[item]
-        if start is not None and self.spec.at_once[item] and all(parts[slot].total() == 1 for _, slot in own):
+        if start is not None and self.spec.single_step[item] and all(parts[slot].total() == 1 for _, slot in own):
             return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
         return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 

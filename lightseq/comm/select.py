@@ -1,4 +1,4 @@
-"""Choice of the transport by name, and variants that measure overlap, CUDA graphs and communication."""
+"""Choice of a transport by name, and variants that turn off overlap, CUDA graphs or communication to measure them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +12,7 @@ from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, Send
 
 
 class _WrappedTransport:
-    """Base of transports that change one thing about another one."""
+    """Base of transports that wrap another one and change one thing about it."""
 
     def __init__(self, inner: Transport, suffix: str) -> None:
         self.name, self.fallback_reason = inner.name + suffix, inner.fallback_reason
@@ -37,8 +37,8 @@ class _WrappedTransport:
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
         return self._inner.outbox(size)
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
-        return self._inner.at(rank, here)
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
+        return self._inner.peer_view(rank, here)
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         return self._inner.exchange(asked)
@@ -70,8 +70,8 @@ class Unrecorded(_WrappedTransport):
 class NoTransport:
     """Transport that moves nothing, to measure a schedule without its communication.
 
-    Memory that is seen for the first time is filled with this rank's own data: a GPU at its power limit computes a
-    tenth faster on zeros.
+    Memory is filled with this rank's own data when it is first used, because a GPU at its power limit computes 10%
+    faster on zeros.
     """
 
     name, fallback_reason = "none", ""
@@ -89,7 +89,7 @@ class NoTransport:
             self._outbox = Outbox(torch.randint(256, (size,), dtype=torch.uint8, device=self._device))
         yield self._outbox
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
@@ -123,7 +123,7 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     """Makes a transport by name. Raises ValueError for one that cannot work here.
 
     `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. The suffix `-blocking` turns
-    overlap off, `-unrecorded` CUDA graphs of passes.
+    off overlap, `-unrecorded` CUDA graphs of passes.
     """
     for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
         if name.endswith(suffix):

@@ -1,4 +1,4 @@
-"""The transport between GPUs of one host through memory that all of them map."""
+"""Transport between GPUs of one host, through memory that all of them map."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.comm.transport import Copy, Exchange, Outbox, Receive
 
-ENGINE_BYTES = 2**20  # a copy engine, and the host, take about 5 microseconds for a copy of any size
+ENGINE_BYTES = 2**20  # least for a copy engine: it and the host take about 5 microseconds for a copy of any size
 
 
 class SymmetricTransport:
@@ -46,7 +46,7 @@ class SymmetricTransport:
         self.buffer_bytes = size
 
     def _allocate(self, size: int) -> Tensor:
-        """Allocates memory of the driver, and frees torch's cache if the driver has none left."""
+        """Allocates symmetric memory. If the driver has none left, frees torch's cache and tries again."""
         for cached in (True, False):
             try:
                 return symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
@@ -54,10 +54,10 @@ class SymmetricTransport:
                 if "out of memory" not in str(error):
                     raise
                 if not cached:
-                    asked = f"Tried to allocate {size / 2**30:.2f} GiB for what ranks send each other"
-                    raise torch.OutOfMemoryError(f"CUDA out of memory. {asked}") from error
+                    tried = f"Tried to allocate {size / 2**30:.2f} GiB of symmetric memory for attention's exchange"
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. {tried}") from error
                 torch.cuda.empty_cache()
-        raise AssertionError("it returns or raises")
+        raise AssertionError("unreachable: the loop returns or raises")
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
@@ -77,7 +77,7 @@ class SymmetricTransport:
         own = [r for r in receives if r.src == self._rank]  # already on this rank
         self._side.wait_stream(current)
         with self._side:
-            if not asked.idle:  # else they run beside the barrier and the fetches from others
+            if not asked.idle:  # if idle, they run beside the barrier and the fetches from others
                 _fetch(own, copy)
             if asked.fresh:
                 self._handle.barrier()
@@ -87,7 +87,7 @@ class SymmetricTransport:
         done = self._side.record_event()
         if asked.idle:
             _fetch(own, copy)
-        in_use = [then]  # and its tensors, whose memory must not be reused while it is read
+        in_use = [then]  # keeps its tensors alive: their memory must not be reused while it is read
 
         def wait() -> None:
             current.wait_event(done)
@@ -103,14 +103,14 @@ class SymmetricTransport:
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device.index)  # without an index torch looks for devices first
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         start = here.data_ptr() - self._memory.data_ptr()
         flat = self._peers[rank][start : start + here.nbytes]
         return flat.view(here.dtype).view(here.shape)
 
 
 def _fetch(receives: list[Receive], copy: Copy | None) -> None:
-    """Copies large tensors by copy engines, which need no SM, and all small ones by one kernel."""
+    """Copies large tensors with copy engines, which need no SM, and all small ones with one kernel."""
     large: list[tuple[Tensor, Tensor]] = []
     small: list[tuple[Tensor, Tensor]] = []
     for _, remote, into in receives:
@@ -141,15 +141,15 @@ def _why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str:
     dist.all_gather_object(everyone, (socket.gethostname(), index), group=group)
     hosts = len({host for host, _ in everyone})
     if len(everyone) == 1:
-        return "one rank has nobody to read from"
+        return "there is only one rank"
     if hosts > 1:
         return f"the ranks are on {hosts} hosts"
-    hub_error = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
-    return f"GPU {index} cannot access GPU {hub_error[0]}" if hub_error else ""
+    unreachable = [i for _, i in everyone if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    return f"GPU {index} cannot access GPU {unreachable[0]}" if unreachable else ""
 
 
 def _why_no_memory(device: torch.device) -> str:
-    """Returns why this rank has no symmetric memory, before ranks that have some would wait for it."""
+    """Returns why this rank cannot allocate symmetric memory; asked first, because other ranks would wait for it."""
     try:
         symmetric_memory.empty(1, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def _why_no_memory(device: torch.device) -> str:
 
 
 def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
-    """Returns the first reason that any rank has."""
+    """Returns the reason of the first rank that has one, the same on every rank."""
     reasons = [""] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), "")

@@ -1,7 +1,7 @@
-"""The interface of transports, and the one over send and recv. No transport makes the host wait for a GPU.
+"""Interface of transports, and the transport over send and recv. No transport makes the host wait for a GPU.
 
-A rank sends from its outbox. The outboxes of all ranks have one layout, so an offset in a rank's own outbox is valid in
-every other. A transport over shared memory reads the other outbox; others send the tensor.
+A rank sends from its outbox. The outboxes of all ranks have the same layout, so an offset is valid in all of them. A
+transport over shared memory reads the other rank's outbox; others send the tensor.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 BLOCKING = "-blocking"  # suffix of a transport without overlap
 UNRECORDED = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
 
-# Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; for a new key the function is
-# called, which makes the pairs.
+# Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; the function returns the pairs,
+# and is called for a new key only.
 Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
@@ -36,7 +36,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A tensor in the outbox of `src`, a view from `Transport.at`. Without `into` it may be read in place."""
+    """A tensor in the outbox of `src`, a view from `Transport.peer_view`. Without `into` it may be read in place."""
 
     src: int
     remote: Tensor
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
     sends: Sequence[Send]
     receives: Sequence[Receive]
-    # Called with the received tensors, in the order of `receives`; on another stream it may run beside the caller's
+    # Called with the received tensors, in the order of `receives`; it may run on another stream, beside the caller's
     # next work.
     then: Callable[[list[Tensor]], None] | None = None
     fresh: bool = True  # some rank has written to its outbox since the last exchange
@@ -94,22 +94,21 @@ class Transport(Protocol):
         """Yields an outbox of at least `size` bytes. All ranks ask for the same size."""
         ...
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
-        """Returns the tensor of another rank's outbox at the offset of `here` in this rank's own, for `Receive`."""
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
+        """Returns the view of another rank's outbox at the offset that `here` has in this rank's own, for `Receive`."""
         ...
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
-        """Starts every message. Returns a function that waits until the received tensors may be used.
+        """Starts all messages, and returns a function that waits until the received tensors may be used.
 
-        Sent memory may be overwritten after the second next fresh exchange, once the caller has waited for that one or
-        the one before it.
+        Sent memory may be overwritten after two more fresh exchanges, once the caller has waited for one of the two.
         """
         ...
 
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         """Counts a pass that ran as a CUDA graph, before its outbox closes.
 
-        `bytes_sent` are those not counted yet; `recorded_bytes` is the memory of all graphs.
+        `bytes_sent` are not counted yet; `recorded_bytes` is the memory of all graphs.
         """
         ...
 
@@ -127,16 +126,16 @@ class SendRecvTransport:
         self._peers = dist.get_process_group_ranks(group)
         self._outbox = Outbox(torch.empty(0, dtype=torch.uint8, device=device))
         if len(self._peers) > 1:
-            # The first collective makes the communicator, and all ranks have to join; a step's messages join only some.
+            # The first operation makes the communicator and needs all ranks; the messages of a step involve only some.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @contextmanager
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
             self._outbox = Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
-        yield self._outbox  # the same from layer to layer, so that cached programs stay valid
+        yield self._outbox  # the same for all layers, so that cached programs stay valid
 
-    def at(self, rank: int, here: Tensor) -> Tensor:
+    def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:

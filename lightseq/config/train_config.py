@@ -117,8 +117,8 @@ class ParallelismConfig:
     )
     ulysses_size: int | None = flag(
         None,
-        "Ranks that hold the same part of the sequence and split its heads. Default: all for ulysses, half for usp, "
-        "1 otherwise.",
+        "Ranks of a Ulysses group, which attend for the same part of the sequence, each with its own heads. "
+        "Default: all for ulysses, half for usp, 1 otherwise.",
     )
     kernel: str = flag("auto", "Kernel for one tile of attention. auto: the fastest that supports the run.")
     fused_attention: bool | None = flag(

@@ -21,7 +21,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch'
 
 
 def is_main_process() -> bool:
-    """Returns whether this process reports for all. Known before the ranks have connected."""
+    """Returns whether this process is rank 0, which reports for all ranks. Works before the ranks have connected."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -37,44 +37,44 @@ def launcher_shutdown_seconds() -> float | None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    told = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
-    return float(told) if told.isdecimal() else LAUNCHER_SECONDS
+    setting = os.environ.get(SHUTDOWN_TIMEOUT, os.environ.get("PET_SHUTDOWN_TIMEOUT", ""))
+    return float(setting) if setting.isdecimal() else LAUNCHER_SECONDS
 
 
 def launcher_note() -> tuple[str, ...]:
-    """Returns a warning about what a signal to torch's launcher would cost and how to avoid it, or nothing."""
+    """Returns a warning if a signal to torch's launcher would end the run without a checkpoint, and its remedy."""
     patience = launcher_shutdown_seconds()
     if patience is None:
         return ()
-    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
+    forwarded = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get(SIGNALS, ""))
     missing, why = [], []
     if patience <= LAUNCHER_SECONDS:
         missing.append(SHUTDOWN_TIMEOUT)
         why.append(f"{patience:.0f} s after SIGTERM, saved or not")
-    if "SIGUSR1" not in passed_on.split(","):
+    if "SIGUSR1" not in forwarded.split(","):
         missing.append(SIGNALS)
         why.append("at once on SIGUSR1, without a checkpoint")
     remedy = " ".join(f"{name}={LAUNCHER_SETTINGS[name]}" for name in missing)
-    said = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
-    return (said,) if missing else ()
+    warning = f"warning: torch's launcher ends this run {', and '.join(why)}; before starting it, export {remedy}"
+    return (warning,) if missing else ()
 
 
 def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
-    """Prints the line that ends a run, and writes it where torch's launcher looks for the root cause.
+    """Prints the error that ends a run, and writes it to the file in which torch's launcher looks for the root cause.
 
-    The launcher picks the earliest failure, at a resolution of one second: `seconds_ago` says when this one happened,
-    and the rank that prints dates its own a second earlier. The first of several lines wins. Ranks that do not print
-    call this too, for the launcher of their own host.
+    The launcher picks the earliest failure, with a resolution of one second. `seconds_ago` is the age of this failure,
+    and the rank that prints makes its own a second older. The first error written to the file stays. Ranks that do not
+    print call this too, for the launcher of their own host.
     """
     if prints:
         print(f"error: {line}", file=sys.stderr, flush=True)
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     if path.exists():
         return
-    about = {"timestamp": str(int(time.time() - seconds_ago - prints))}
+    extra = {"timestamp": str(int(time.time() - seconds_ago - prints))}
     with suppress(OSError):
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": about}}))
+        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}))
         partial.replace(path)
 
 
@@ -86,24 +86,24 @@ def set_up_process() -> None:
 
 
 def disable_multicast() -> None:
-    """Turns off NVLink multicast in symmetric memory, whose failures outlast the process.
+    """Turns off NVLink multicast in symmetric memory, because its failures outlast the process.
 
-    Call it before any is allocated.
+    Call it before symmetric memory is allocated.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def use_large_pages() -> None:
-    """Has torch put host tensors in 2 MiB pages where the kernel offers them.
+    """Makes torch put host tensors in 2 MiB pages if Linux offers them.
 
-    They are ready sooner, and AdamW on the CPU runs a tenth faster. torch reads the setting at its first tensor; the
+    They are allocated faster, and AdamW on the CPU runs 10% faster. torch reads the setting at its first tensor; the
     user's own setting wins.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def lock_pages_on_all_threads() -> None:
-    """Has torch page-lock memory on eight threads, in a quarter of the time (docs/log.md).
+    """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log.md).
 
     torch reads the setting at its first page-locked tensor; the user's own setting wins.
     """
@@ -115,12 +115,12 @@ def lock_pages_on_all_threads() -> None:
 
 
 def cache_compiled_kernels() -> None:
-    """Keeps kernels that FlashAttention-4 compiles (3 to 4 s each) on this host for later processes.
+    """Caches the kernels that FlashAttention-4 compiles (3 to 4 s each) on disk for later processes.
 
-    The directory belongs to this user alone, because its files are code. Call it before FlashAttention-4 is imported;
+    Only this user can write to the directory, because its files are code. Call it before FlashAttention-4 is imported;
     the user's own settings win.
     """
-    with suppress(OSError):  # no directory, or no locks on it, for which FlashAttention-4 would wait
+    with suppress(OSError):  # no directory, or one without file locks, on which FlashAttention-4 would hang
         folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -134,6 +134,6 @@ def cache_compiled_kernels() -> None:
 
 def _is_ours_alone(folder: Path) -> bool:
     """Returns whether no other user can write to the directory or replace it."""
-    about, parent = folder.lstat(), folder.parent.stat()
-    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    status, parent = folder.lstat(), folder.parent.stat()
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))

@@ -1,4 +1,4 @@
-"""Host memory available to this host's processes: the machine's, or less if their cgroups limit it."""
+"""Memory available to processes on this host: the machine's, or less if their cgroups limit it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ class CgroupFiles(NamedTuple):
     """File names of a group's limit, its usage, and the reclaimable page cache, for one version of cgroups."""
 
     limit: str
-    taken: str
+    usage: str
     cache: str  # a line of memory.stat
 
 
@@ -30,30 +30,30 @@ V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
-    """Returns the machine's memory, or less where a container or batch system allows less and the kernel would kill."""
+    """Returns the machine's memory, or the lower limit of a container or batch job, beyond which Linux kills."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
-    for limit, taken in _limits(membership, cgroups):
-        total, free = min(total, limit), min(free, limit - taken)
+    for limit, used in _limits(membership, cgroups):
+        total, free = min(total, limit), min(free, limit - used)
     return MemoryBytes(total, max(0, free))
 
 
 def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and usage of every readable group that this process is in."""
+    """Yields the limit and usage of every readable cgroup of this process, in bytes."""
     for directory, names in _groups(membership, cgroups):
         try:
             limit = int((directory / names.limit).read_text())
-            taken = int((directory / names.taken).read_text())
+            used = int((directory / names.usage).read_text())
             lines = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        yield limit, taken - sum(int(size) for name, size in lines if name == names.cache)
+        yield limit, used - sum(int(size) for name, size in lines if name == names.cache)
 
 
 def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles]]:
-    """Yields the process's own group and its parents up to the root.
+    """Yields the directories of the process's own cgroup and of its parents up to the root.
 
-    A container sees its own group as the root, whatever its name.
+    Inside a container its own group is the root, whatever its name.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,6 +1,6 @@
 """Process group, devices and meshes of a run: how data, sequences and parameters are split among ranks.
 
-With environment.py and launch/, the only place that reads environment variables.
+Only this module, environment.py and launch/ read environment variables.
 """
 
 import os
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
-from lightseq.utils.formatting import first_line
+from lightseq.utils.formatting import first_line, plural
 
 T = TypeVar("T")
 GLOO_RELEASE_SECONDS = 0.1
@@ -32,7 +32,7 @@ FREE_SHARE = 0.8  # of free host memory that automatic offloading may use
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `local_size` processes share its host."""
+    """Rank and device of this process. `local_size` processes share its host."""
 
     rank: int
     size: int
@@ -58,16 +58,16 @@ class Meshes:
 
 
 def make_deterministic() -> None:
-    """Makes torch compute the same bits from the same inputs, also on GPUs."""
+    """Makes torch compute the same bits from the same inputs, on GPUs too."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def use_host_cores(world: World) -> None:
-    """Gives CPU work beside the GPUs, such as AdamW, this rank's share of the host's cores.
+    """Gives CPU work of GPU runs, such as AdamW, this rank's share of the host's cores.
 
     torch's launcher allows one thread if OMP_NUM_THREADS is unset; a larger number set by the user stays. CPU runs are
-    left alone, because the number of threads decides the last bits of sums.
+    left alone, because the number of threads changes the last bits of sums.
     """
     share = len(os.sched_getaffinity(0)) // world.local_size
     if world.device.type == "cuda" and torch.get_num_threads() == 1 < share:
@@ -82,7 +82,7 @@ def set_deepspeed_environment(world: World) -> None:
 
 @contextmanager
 def init_distributed(timeout_seconds: float) -> Iterator[World]:
-    """Joins the processes that torchrun started; without a launcher, a world of this one process.
+    """Joins the processes that torchrun started; without a launcher the world is this process alone.
 
     The timeout applies to every later collective. Ranks that have not joined after half of it are named in an error.
     """
@@ -94,9 +94,9 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
-    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as meeting:
+    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
         store = _store(timeout)
-        meeting.at(store)
+        monitor.connect(store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
@@ -113,14 +113,14 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
         raise
     finally:
-        # gloo's thread releases its last work once it has the interpreter's lock, and aborts without an interpreter:
-        # its group may live on in torch's caches, so that nothing waits for the thread.
+        # gloo's thread needs the interpreter's lock to release its last work, and aborts if the interpreter is gone.
+        # torch's caches may keep the group, so nothing waits for that thread.
         time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    """Returns the store of the rendezvous, which a restarting launcher keeps. Waits for no other rank."""
+    """Returns the rendezvous store, which a launcher keeps when it restarts the ranks. Waits for no other rank."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
@@ -139,10 +139,10 @@ def _require_env(name: str) -> str:
 
 
 def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
-    """Returns `prepare()` on every rank; if it refuses its input on any, all ranks exit with status 2.
+    """Returns `prepare()` on every rank; if it raises ValueError or OSError on any, all ranks exit with status 2.
 
-    The lowest rank with a ValueError or OSError prints its one line. `prepare` must not wait for other ranks unless it
-    fails on all of them alike.
+    The lowest failing rank prints its error in one line. `prepare` must not wait for other ranks unless it fails on all
+    of them alike.
     """
     refusal, result = None, None
     try:
@@ -162,30 +162,30 @@ def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
 
 
 def set_device(world: World) -> None:
-    """Makes the world's GPU the current device of this thread; new threads start with the first one."""
+    """Makes the world's GPU the current device of this thread; new threads start with GPU 0."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
 
 
 def is_first_to(task: str) -> bool:
-    """Returns whether no other rank has asked this before. Waits for nobody, so a failing rank may call it."""
+    """Returns True on the rank that calls this first for `task`. Waits for no rank, so a failing one may call it."""
     return dist.distributed_c10d._get_default_store().add(f"lightseq: {task}", 1) == 1
 
 
 def mark_done(task: str) -> None:
-    """Tells ranks that were not `is_first_to` do this that it is done."""
+    """Marks a task as done for the ranks in `wait_until_done`."""
     dist.distributed_c10d._get_default_store().set(f"lightseq: {task}: done", "")
 
 
 def wait_until_done(task: str, seconds: float) -> None:
-    """Waits until the rank that was `is_first_to` do this has done it, at most `seconds`."""
+    """Waits until another rank has marked the task as done, at most `seconds`."""
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
     while time.monotonic() < until and not store.check([f"lightseq: {task}: done"]):
         time.sleep(0.1)
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits at once, without the shutdown that needs answers from ranks which may be waiting for this one."""
+    """Exits at once. The usual shutdown would wait for ranks that may be waiting for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -205,7 +205,7 @@ def check_devices(world: World) -> None:
     """Raises ValueError if two processes would share a GPU."""
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
         raise ValueError(
-            f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process a GPU "
+            f"{world.local_size} processes on a host with {torch.cuda.device_count()} GPUs; start one process per GPU "
             "(--nproc_per_node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPU"
         )
 
@@ -219,7 +219,8 @@ def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int
     if world.size % size:
         divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
         raise ValueError(
-            f"--sequence_parallel_size {size} does not divide the {world.size} processes; give one of {divisors}"
+            f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; "
+            f"use {', '.join(map(str, divisors))}"
         )
     return size
 
@@ -251,11 +252,11 @@ def _check_hosts(world: World) -> None:
         dist.all_gather_object(sizes, world.local_size)
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"--fsdp hybrid_shard splits weights over the ranks of a host, of which hosts here have {min(sizes)} to "
-            f"{max(sizes)}; start as many on each, or give --fsdp full_shard"
+            f"--fsdp hybrid_shard needs equally many ranks on every host, but they have {min(sizes)} to {max(sizes)}; "
+            "start as many on each, or use --fsdp full_shard"
         )
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned as it is."""
+    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

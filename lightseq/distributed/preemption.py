@@ -12,51 +12,51 @@ from lightseq.distributed.environment import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_MESSAGE = "ends after this step, with a checkpoint if this run saves any; {} Ctrl-C ends it at once"
-CTRL_C_SECONDS = 1.0  # seconds in which a terminal and a launcher may both deliver one
+CTRL_C_SECONDS = 1.0  # within which a terminal and a launcher may deliver the same Ctrl-C twice
 
 
 class StopRequest:
-    """Signal handlers that remember a signal, and a vote of all ranks. Previous handlers return after the `with`.
+    """Signal handlers that record a request to stop, and a vote of all ranks on it. `__exit__` restores the old ones.
 
     A step can take hours, so a second Ctrl-C ends the process at once. Other signals may arrive twice, from a scheduler
     and from a launcher that forwards its own.
     """
 
     def __init__(self) -> None:
-        self._asked, self._first = 0, 0.0
-        self._answer: tuple[torch.Tensor, dist.Work] | None = None
-        self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        self._signal, self._first = 0, 0.0
+        self._poll: tuple[torch.Tensor, dist.Work] | None = None
+        self._previous = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
     def begin_poll(self, failed: bool) -> None:
         """Starts asking all ranks for signals and failures so far. Called once in every step."""
-        said = torch.tensor([self._asked, failed], dtype=torch.int32)
-        self._answer = said, dist.all_reduce(said, op=dist.ReduceOp.MAX, async_op=True)
+        state = torch.tensor([self._signal, failed], dtype=torch.int32)
+        self._poll = state, dist.all_reduce(state, op=dist.ReduceOp.MAX, async_op=True)
 
     def poll_result(self) -> tuple[str | None, bool]:
-        """Returns the name of a signal that any rank got, and whether anything failed on any; equal on all ranks.
+        """Returns the name of a signal that any rank got, and whether any rank failed; the same on all ranks.
 
-        Reports the state when each rank asked. Waits for the other hosts, not for the GPU.
+        The answer is as of each rank's `begin_poll`. Waits for the other ranks' hosts, not for the GPU.
         """
-        assert self._answer is not None, "who did not ask would wait for nobody, and the others for it"
-        (said, work), self._answer = self._answer, None
+        assert self._poll is not None, "call begin_poll first"
+        (state, work), self._poll = self._poll, None
         work.wait()
-        number, any_failed = said.tolist()
+        number, any_failed = state.tolist()
         return signal.Signals(number).name if number else None, bool(any_failed)
 
     def __enter__(self) -> "StopRequest":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and time.monotonic() - self._first > CTRL_C_SECONDS and self._is_ctrl_c(number):
+        if self._signal and time.monotonic() - self._first > CTRL_C_SECONDS and self._is_ctrl_c(number):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        if self._asked:
+        if self._signal:
             return
-        self._asked, self._first = number, time.monotonic()
+        self._signal, self._first = number, time.monotonic()
         if is_main_process():
             answer = STOP_MESSAGE.format("another" if number == signal.SIGINT else "a")
             line = f"\n{signal.Signals(number).name}: {answer}\n"
@@ -64,4 +64,4 @@ class StopRequest:
 
     def _is_ctrl_c(self, number: int) -> bool:
         """Returns whether a signal is a Ctrl-C; torch's launcher forwards the second one as SIGTERM."""
-        return number == signal.SIGINT or (number == signal.SIGTERM and self._asked == signal.SIGINT)
+        return number == signal.SIGINT or (number == signal.SIGTERM and self._signal == signal.SIGINT)

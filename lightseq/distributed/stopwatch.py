@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceTimestamp:
-    """A point in the device's work on GPUs, in time on CPUs."""
+    """Timestamp in a GPU's stream of work, or of the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = time.perf_counter()
@@ -21,7 +21,7 @@ class DeviceTimestamp:
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: "DeviceTimestamp") -> float:
-        """Returns seconds from this point to `later`, for which it waits."""
+        """Waits for `later`, and returns the seconds from this timestamp to it."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
         later._event.synchronize()
@@ -29,7 +29,7 @@ class DeviceTimestamp:
 
 
 class Stopwatch:
-    """Timer of work that is equal on all ranks and waits for none, so that a slow rank shows."""
+    """Timer of work that is the same on all ranks and waits for none of them, so that a slow rank shows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,9 +1,9 @@
 """Watchdog that names the rank that died, froze or fell behind, and ends all ranks, so that no run waits forever.
 
-Every rank reports its place to a shared store once a second, from a thread that keeps running while the main one waits
-in a collective. A rank whose heartbeat stops is dead or frozen; among the others, the furthest behind is the one they
-wait for. If a rank's death breaks a connection, the other ranks' main threads get an error that does not name it: they
-wait for its heartbeat to stop, and name it.
+Every rank reports its step and phase to a shared store once a second, from a thread that keeps running while the main
+one waits in a collective. A rank whose heartbeat stops is dead or frozen; among the others, the furthest behind is the
+one they wait for. If a rank's death breaks a connection, the other ranks' main threads get an error that does not name
+it: they wait for its heartbeat to stop, and name it.
 """
 
 import faulthandler
@@ -24,21 +24,21 @@ import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
 from lightseq.distributed.mesh import World, exit_process
-from lightseq.distributed.rendezvous import STATUS
+from lightseq.distributed.rendezvous import STATUS, STORE
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
-SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # a busy interpreter may lose fewer heartbeats
+SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
 # Messages of gloo, NCCL and sockets when a peer is gone.
 PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
 
 class RankNotResponding(Exception):
-    """An operation that failed because another rank did not answer; the watchdog adds which one and why."""
+    """Failure because another rank did not answer; the watchdog adds which rank, and why."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Place of a rank: `number` grows while the rank lives, `seconds` is the time spent in the current phase."""
+    """Step and phase of a rank. `number` grows while it is alive; `seconds` is its time in the phase."""
 
     rank: int
     host: str
@@ -48,7 +48,7 @@ class Heartbeat:
     seconds: float
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         return self.step, PHASES.index(self.phase)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Watchdog:
         self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
         if self._store is not None:
             self._publish(self._here(0))
-        self._asked: float | None = None  # when the unanswered request to the store began
+        self._request_began: float | None = None  # when the unanswered request to the store began
         self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
@@ -103,7 +103,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Reports this rank as done; after an error it stays silent, so that the others miss it."""
+        """Reports this rank as done. After an error it stays silent instead, so that the others notice."""
         if self._store is not None and isinstance(error, Exception):
             self._error = error
             self._wait_for_a_verdict()
@@ -118,7 +118,7 @@ class Watchdog:
                 self._publish(self._here(-1))
 
     def _wait_for_a_verdict(self) -> None:
-        """Waits long enough to see whether the error is another rank's death; if so, the process ends here.
+        """Waits until the watchdog would know that another rank's death caused the error; it then ends the process.
 
         Ignores SIGTERM meanwhile, which a launcher sends to all ranks as soon as one has ended.
         """
@@ -127,7 +127,7 @@ class Watchdog:
         signal.signal(signal.SIGTERM, before)
 
     def _beat(self) -> None:
-        """Publishes heartbeats and does nothing else: a busy interpreter delays a thread after every answer."""
+        """Publishes heartbeats and does nothing else: a busy interpreter delays a thread after every request."""
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
@@ -138,26 +138,24 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
-            self._asked = time.monotonic()
+            self._request_began = time.monotonic()
             try:
                 text = self._judge(self._here(0))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-                text = (
-                    f"the store that the ranks meet in is gone, and with it the rank or launcher that held it ({error})"
-                )
+                text = f"{STORE} is gone, and with it the rank or launcher that hosted it ({error})"
             if text and not self._closed.is_set():
                 self._end(text)
                 return
-            self._asked = None
+            self._request_began = None
 
     def _guard(self) -> None:
-        """Ends the process if the store stops answering, as behind a cut cable."""
+        """Ends the process if the store stops answering, for example after a network failure."""
         while not self._closed.wait(self._interval):
-            asked = self._asked
-            if asked is not None and time.monotonic() - asked > self._timeout:
+            began = self._request_began
+            if began is not None and time.monotonic() - began > self._timeout:
                 self._store = None  # do not ask it again
                 waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
-                self._end(f"the store that the ranks meet in {waited}: rank 0 or the launcher that holds it is frozen, "
+                self._end(f"{STORE} {waited}: rank 0 or the launcher that hosts it is frozen, "
                           "or its host is unreachable")  # fmt: skip
                 return
 
@@ -173,10 +171,10 @@ class Watchdog:
             store.set(f"beat {here.rank}", json.dumps(asdict(here)))
 
     def _judge(self, here: Heartbeat) -> str | None:
-        """Returns what is wrong, in the words of the rank that saw it first; None if all is well."""
+        """Returns the verdict of the rank that found the fault first, None without a fault."""
         late = here.seconds > self._timeout and here.phase != "start"  # one rank may download weights for hours
         if self._store is None:
-            return f"{here} does not go on" if late else None
+            return f"{here} makes no progress" if late else None
         if self._store.check(["verdict"]):
             return self._store.get("verdict").decode()
         beats = self._read_beats()
@@ -202,7 +200,7 @@ class Watchdog:
             if beat.rank not in self._heard or self._heard[beat.rank][0] != beat.number:
                 self._heard[beat.rank] = (beat.number, now)
         unheard = {beat.rank: now - self._heard[beat.rank][1] for beat in beats}
-        silent = [  # assume that each is still where it was
+        silent = [  # assume that each is still in that phase
             replace(beat, seconds=beat.seconds + unheard[beat.rank])
             for beat in beats
             if beat.phase != "end" and unheard[beat.rank] > patience
@@ -215,7 +213,7 @@ class Watchdog:
     def _give_up(self, text: str) -> None:
         """Writes the stacks of all threads to a file, prints the verdict once, and ends this process.
 
-        Also shows this rank's own error, which may be the cause; the file holds it in any case.
+        Also prints this rank's own error if it may be the cause; the file has it in any case.
         """
         remedy = ""
         if isinstance(self._error, RankNotResponding):
@@ -224,9 +222,9 @@ class Watchdog:
             traceback.print_exception(self._error)
         try:
             self._write_stacks(text)
-            where = f"where every rank was is in {self._stacks}"
+            where = f"the stacks of all ranks are in {self._stacks}"
         except OSError as error:
-            where = f"where rank {self._world.rank} was is not in {self._stacks} ({error.strerror})"
+            where = f"the stacks of rank {self._world.rank} could not be written to {self._stacks} ({error.strerror})"
         first = True
         with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
@@ -250,17 +248,17 @@ def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     if silent:
         names = ", ".join(map(str, silent))
         return f"no sign of life from {names}: the process is dead or frozen, or its host is unreachable"
-    last = min(beats, key=lambda beat: beat.place)
-    ahead = [beat for beat in beats if beat.place > last.place]
+    last = min(beats, key=lambda beat: beat.position)
+    ahead = [beat for beat in beats if beat.position > last.position]
     if not ahead:
-        return f"no rank goes on: all are where {last} is; a collective or a kernel does not end"
-    behind = [beat for beat in beats if beat.place == last.place]
-    furthest = max(ahead, key=lambda beat: beat.place)
+        return f"no rank makes progress, and all are in the same phase as {last}: a collective or a kernel does not end"
+    behind = [beat for beat in beats if beat.position == last.position]
+    furthest = max(ahead, key=lambda beat: beat.position)
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
 
 
 def _own_store_connection(restarts: int) -> dist.Store:
-    """Returns a connection besides the one the main thread may be waiting on, with keys of this restart alone."""
+    """Returns a second connection to the store, as the main thread may wait on the first, with keys of this restart."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""The interface of attention kernels: each computes one tile, under a full or a causal mask.
+"""Interface of attention kernels, which compute one tile under a full or a causal mask.
 
 Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -43,7 +43,7 @@ class Kernel(Protocol):
 
     out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
     scaled scores. The backward takes the *global* out and lse of its queries, over the keys of all tiles.
-    A kernel may write its result to `into`, memory of any strides, and then returns that tensor.
+    A kernel may write its result to `into`, a tensor of any strides, and then returns that tensor.
     """
 
     @property
@@ -51,7 +51,7 @@ class Kernel(Protocol):
 
     @property
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
-        """Alignment of causal masks; square: the kernel has them only for as many keys as queries."""
+        """Alignment of causal masks; square: only for as many keys as queries."""
         ...
 
     def why_not(self, spec: KernelSpec) -> str | None:
@@ -72,7 +72,7 @@ class Kernel(Protocol):
 
 
 def gradient_memory(into: GradientMemory, saved: Saved) -> list[Tensor]:
-    """Returns memory for dq, dk and dv: what was given, else new."""
+    """Returns memory for dq, dk and dv: the given tensors, or new ones in the place of None."""
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
         for given, x in zip(into, saved[:3], strict=True)

@@ -1,4 +1,4 @@
-"""A kernel without arithmetic: it allocates the memory of the real one and returns zeros."""
+"""Kernel without arithmetic, which allocates the memory of the real one and returns zeros."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ from lightseq.kernels.base import GradientMemory, Kernel, KernelSpec, Saved, gra
 class Elided:
     """Stand-in for a kernel, for rehearsals.
 
-    Its workspace is that of flash kernels: dq in float32, and dk and dv too where query heads share them.
+    Its workspace is that of flash kernels: dq in float32, and dk and dv too if query heads share key/value heads.
     """
 
     kernel: Kernel

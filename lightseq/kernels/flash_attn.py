@@ -41,7 +41,7 @@ class _FlashAttention:
         if not self.lowest <= spec.capability < self.above:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
         if spec.head_dim > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.head_dim > 128):
-            return f"has no head dimension {spec.head_dim}"
+            return f"does not support head dimension {spec.head_dim}"
         return None
 
     def why_not(self, spec: KernelSpec) -> str | None:
@@ -50,8 +50,8 @@ class _FlashAttention:
         try:
             self._load()
         except Exception as error:  # a broken installation raises any error: fa4 a RuntimeError, others an OSError
-            said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            return f"{self.package} cannot be imported ({textwrap.shorten(said, 160, placeholder=' ...')})"
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            return f"{self.package} cannot be imported ({textwrap.shorten(reason, 160, placeholder=' ...')})"
         return None
 
     def _load(self) -> ModuleType:
@@ -152,7 +152,7 @@ class FlashAttention4(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Computes segments, or a dense batch without lengths."""
+        """Computes segments, or a dense batch if `lengths` is None."""
         out, lse, *_ = self._load()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
         )
@@ -180,7 +180,7 @@ def _named(lengths: Lengths | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@cache  # each call resets the warnings that Python has given once
+@cache  # each call would make Python repeat warnings that it shows once
 def _silence_fa4() -> None:
-    """Silences a harmless warning of its compiler, which would fill pages on every rank."""
+    """Silences a harmless warning of FlashAttention-4's compiler, which would fill pages on every rank."""
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)

@@ -22,7 +22,7 @@ SUM_ELEMENTS = 2048  # for one program of a sum
 
 
 def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
-    """Prepares dst.copy_(src) for pairs of equal shape and dtype. Returns None if 8-byte words do not fit."""
+    """Prepares dst.copy_(src) for pairs of equal shape and dtype. Returns None if not all fit 8-byte words."""
     lines, starts, steps = [], [], []  # a line for every pair: addresses, shape and strides in words
     for dst, src in ((_as_rows(dst), _as_rows(src)) for dst, src in pairs):
         per_word = 8 // dst.element_size()
@@ -102,20 +102,20 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
         return table
     if not torch.cuda.is_current_stream_capturing():
         return table.pin_memory().to(device, non_blocking=True)
-    while True:  # a CUDA graph repeats its work, but the table is copied once, before
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses a few, among them the recording one
+    while True:  # copied at once, outside the CUDA graph, which would repeat the copy
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be recording
             if not torch.cuda.is_current_stream_capturing():
                 return table.to(device)
 
 
 @triton.jit
 def _copy(table, lines, LINE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr):
-    # Neighbouring programs work on different lines: all peers are read at once, and none by everybody first.
+    # Neighbouring programs work on different lines, so that all peers are read at the same time.
     line, tile = table + tl.program_id(0) % lines * LINE, tl.program_id(0) // lines
     rows, width = tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     length, dim = tl.load(line + 4).to(tl.int32), tl.load(line + 5).to(tl.int32)
     across = tl.cdiv(width, WORDS)
-    if tile < tl.cdiv(rows, ROWS) * across:  # of the line with most tiles, all are
+    if tile < tl.cdiv(rows, ROWS) * across:  # the grid has tiles for the longest line
         row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
         word = (tile % across * WORDS + tl.arange(0, WORDS))[None, :]
         b, s = (row // length).to(tl.int64), (row % length).to(tl.int64)
@@ -145,7 +145,7 @@ def _add(
     n, d = (column // dim).to(tl.int64), (column % dim).to(tl.int64)
     total = tl.load(line).to(like_total.dtype)
     offset = b * total_b + s * total_s + n * total_n + d
-    if WIDE > 1:  # elements that lie together at addresses which sixteen divides
+    if WIDE > 1:  # neighbouring elements at addresses divisible by 16
         total, offset = tl.multiple_of(total, 16), tl.max_contiguous(tl.multiple_of(offset, (1, WIDE)), (1, WIDE))
     home = total + offset
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -191,7 +191,7 @@ def _merge(
     lse_at = lse + b * lse_b + n * lse_n + s * lse_s
     old = tl.load(lse_at)
     new = tl.load(part_lse + b * part_lse_b + n * part_lse_n + s * part_lse_s)
-    # A part that saw no key has lse -inf: weight 0, also where what it joins saw none.
+    # A part that saw no key has lse -inf and weight 0, even if the total saw none either.
     weight = tl.where(new == float("-inf"), 0.0, tl.sigmoid(new - old))
     out_at = out + b * out_b + s * out_s + n * out_n + column
     x = tl.load(out_at, mask=inside)

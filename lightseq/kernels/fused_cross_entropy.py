@@ -1,4 +1,4 @@
-"""A Triton kernel that computes cross entropy, and overwrites the logits by their gradient."""
+"""Triton kernel for cross entropy, which overwrites the logits with their gradient."""
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
@@ -14,7 +14,7 @@ BLOCK = 8192  # logits that one program reads at once
 def cross_entropy_(logits_NV: Tensor, labels_N: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
     """Computes -log p(label) of every row (N,), float32, 0 where the label is `ignore_index`.
 
-    With the gradient, logits are overwritten by p - onehot(label), and by 0 in rows without a label.
+    With the gradient, logits are overwritten with p - onehot(label), and with 0 in rows without a label.
     """
     assert logits_NV.is_contiguous() and labels_N.is_contiguous()
     rows, vocabulary = logits_NV.shape
@@ -41,9 +41,9 @@ def _cross_entropy(
             for start in range(0, VOCABULARY, BLOCK):
                 tl.store(at + start + block, tl.zeros((BLOCK,), tl.float32), mask=start + block < VOCABULARY)
     else:
-        # Before the reductions, at whose barriers warps wait for one another: below some write where others would read.
+        # Load the target before the reductions: their barriers separate it from the writes below.
         target = tl.load(at + label).to(tl.float32)
-        highest = -3.0e38  # finite, so that a difference of two such is no NaN
+        highest = -3.0e38  # finite, because -inf minus -inf is NaN
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, VOCABULARY, BLOCK):
             x = tl.load(at + start + block, mask=start + block < VOCABULARY, other=-float("inf")).to(tl.float32)

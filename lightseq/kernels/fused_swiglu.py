@@ -1,4 +1,4 @@
-"""Triton kernels for the product in a gated MLP, silu(gate) * up, and its gradients."""
+"""Triton kernels for silu(gate) * up, the product in a gated MLP, and its gradients."""
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source and have no types that a checker could read.
@@ -20,7 +20,7 @@ def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Writes the gradients of gate and up, and overwrites dact, the gradient of the product, by the product.
+    """Writes the gradients of gate and up, and overwrites dact, the gradient of the product, with the product.
 
     dgate and dup may be gate and up.
     """

@@ -1,4 +1,4 @@
-"""Copies and sums of many tensors: on a GPU in few launches, prepared once; elsewhere one by one."""
+"""Copies and sums of many tensors: on a GPU in a few prepared launches, elsewhere one by one."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_LAUNCHES = 4096  # prepared; more means that addresses do not repeat
+MAX_LAUNCHES = 4096  # in a cache; more would mean that addresses do not repeat
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of equal shape and dtype
 # Totals of equal shape, dtype and strides; the parts of each.
@@ -23,7 +23,7 @@ class Launch:
 
     The first call compiles. Later calls go straight to the compiled kernel, past Triton's look-up, which takes the host
     longer than the launch; so tensors must have the same device, dtypes and `alignments` each time. Its table holds
-    addresses of other tensors, and does not keep those alive.
+    addresses of other tensors, but does not keep them alive.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Launches:
 
     @contextmanager
     def collect(self) -> Iterator[list[Launch]]:
-        """Yields a list of the launches made inside. A CUDA graph of them reads their tables as long as it lives."""
+        """Yields a list of the launches made inside. A CUDA graph of them must keep it: it reads their tables."""
         self._collected = []
         try:
             yield self._collected
@@ -110,7 +110,7 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 
 
 def alignments(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Returns which addresses are multiples of sixteen, as Triton assumes of a compiled kernel."""
+    """Returns whether each address is a multiple of 16, which a compiled Triton kernel assumes."""
     return tuple(x.data_ptr() % 16 == 0 for x in tensors)
 
 

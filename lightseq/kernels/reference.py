@@ -1,4 +1,4 @@
-"""Attention written out in torch: any dtype, any device, quadratic memory. Other kernels are tested against it."""
+"""Attention in plain torch: any dtype, any device, quadratic memory. Other kernels are tested against it."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Choice of the kernel: the fastest that can run here, and the reasons against faster ones."""
+"""Choice of the kernel: the fastest that can run here, and why faster ones cannot."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from lightseq.kernels.registry import KERNELS
 
 @dataclass(frozen=True)
 class Selection:
-    """A kernel, and (name, reason) of every faster one that cannot run."""
+    """Chosen kernel, and (name, reason) of every faster one that cannot run."""
 
     kernel: Kernel
     skipped: tuple[tuple[str, str], ...] = ()
@@ -48,7 +48,7 @@ def why_unsupported(name: str, spec: KernelSpec) -> str | None:
 def _order(spec: KernelSpec) -> tuple[str, ...]:
     if spec.device_type == "cpu":
         return ("cpu", "reference")
-    if spec.packed:  # varlen kernels first: others make one call a document, with costs for every new length
+    if spec.packed:  # varlen kernels first: others need a call per document, and set up each new length
         later = ("fa3", "cudnn", "reference")
         return ("fa4", "fa2", "aten", *later) if spec.capability >= (9, 0) else ("fa2", "aten", *later[1:])
     if spec.capability >= (9, 0):

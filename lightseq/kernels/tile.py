@@ -58,16 +58,16 @@ def backward_tile(
     if before == 0 or kernel.causal_alignment == "bottom_right":
         return kernel.backward(dout, saved, True, scale, into)
     dq, dk, dv = gradient_memory(into, saved)
-    of_queries = []
+    dqs = []
     for keys, causal in ((slice(before), False), (slice(before, None), True)):
         memory = (None, dk[:, keys], dv[:, keys])
         part = saved._replace(k=saved.k[:, keys], v=saved.v[:, keys])
         made = kernel.backward(dout, part, causal, scale, memory)
-        of_queries.append(made[0])
+        dqs.append(made[0])
         for x, gradient in zip(memory[1:], made[1:], strict=True):
             if x is not gradient:
                 x.copy_(gradient)
-    return torch.add(*of_queries, out=dq), dk, dv  # each rounded by its kernel, their sum once more
+    return torch.add(*dqs, out=dq), dk, dv  # each is rounded by its kernel, and the sum again
 
 
 # ---- strict: the causal tile of all queries but the first against all keys but the last ------------------------------
@@ -141,7 +141,7 @@ class _Part:
         return isinstance(self.q, slice) and (self.q.start, self.q.stop) == (0, q.shape[1])
 
     def of(self, saved: Saved) -> Saved:
-        """Returns the rows and keys of this part."""
+        """Returns this part's rows and keys of the saved tensors."""
         q, k, v, out, lse = saved
         return Saved(q[:, self.q], k[:, self.k], v[:, self.k], out[:, self.q], lse[:, :, self.q])
 
@@ -182,7 +182,7 @@ def _forward_segments(
 def _forward_part(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of one part; q, k and v hold its rows and keys alone."""
+    """Returns (out, lse) of one part; q, k and v hold only its rows and keys."""
     if len(part.sizes) == 1:
         return forward_tile(kernel, q, k, v, part.mask, scale, into)
     if isinstance(kernel, VarlenKernel):
@@ -218,7 +218,7 @@ def _backward_segments(
     for part in parts:
         made = _backward_part(kernel, dout, saved, part, scale, (None, None, None))
         for total, gradient, where in zip(sums, made, (part.q, part.k, part.k), strict=True):
-            total[:, where] += gradient  # no index twice in one part
+            total[:, where] += gradient  # an index occurs once in a part
     for x, total in zip((dq, dk, dv), sums, strict=True):
         x.copy_(total)
     return dq, dk, dv

@@ -25,7 +25,7 @@ def _swap(x: Tensor) -> Tensor:
 
 
 def why_not_flash(spec: KernelSpec) -> str | None:
-    """Returns the first requirement of all GPU flash kernels that is not met."""
+    """Returns the first unmet requirement that all GPU flash kernels share; None if all are met."""
     if spec.device_type != "cuda":
         return "needs a CUDA device"
     if spec.dtype not in HALF:
@@ -119,7 +119,7 @@ class AtenKernel:
 
 @contextmanager
 def _deterministic(asked: bool) -> Iterator[None]:
-    """Turns on deterministic algorithms within, a switch of the whole process that torch's kernels read."""
+    """Turns on deterministic algorithms inside the block; torch has one switch for the whole process."""
     if not asked or torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -131,7 +131,7 @@ def _deterministic(asked: bool) -> Iterator[None]:
 
 
 class CudnnKernel:
-    """cuDNN's fused attention, Ampere and newer."""
+    """cuDNN's fused attention, for Ampere and newer GPUs."""
 
     name = "cudnn"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left

@@ -1,1 +1,1 @@
-"""Parts of a decoder layer and the loss, where transformers' own take more memory or time."""
+"""Replacements for parts of transformers' decoder layers and loss, which take less memory or time."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-MULTIPLE = 16  # torch._scaled_mm needs multiples of it
+MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it
 
 # A fused recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns such a difference into a whole
 # step of its grid; recomputed queries and keys no longer match the stored log-sum-exp, and gradients explode
@@ -23,24 +23,26 @@ def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], devic
     if recipe is None:
         return
     if find_spec("torchao") is None:
-        raise ValueError(f"--fp8 {recipe} is torchao's, which is not installed; pip install torchao")
+        raise ValueError(f"--fp8 {recipe} needs torchao, which is not installed; pip install torchao")
     if emulate:
         return
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
     check_hardware(recipe, name, torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
     if odd := [f"{what} {size}" for what, size in sizes.items() if size % MULTIPLE]:
-        raise ValueError(f"--fp8 {recipe}: {odd[0]} is no multiple of {MULTIPLE}; leave --fp8 out for this model")
+        raise ValueError(f"--fp8 {recipe}: {odd[0]} is not a multiple of {MULTIPLE}; leave --fp8 out for this model")
 
 
 def check_hardware(recipe: str, name: str, capability: tuple[int, int]) -> None:
-    """Raises ValueError for a GPU without kernels.
+    """Raises ValueError for a GPU without kernels for the recipe.
 
     Ada, Hopper and Blackwell multiply in FP8; torch has rowwise kernels for the first two and for 10.x only.
     """
-    leave = "leave it out to train in bfloat16, or add --fp8_emulate to see its losses, slowly"
+    leave = "leave it out to train in bfloat16, or add --fp8_emulate to get its losses at low speed"
     if capability < (8, 9):
-        raise ValueError(f"--fp8 {recipe} needs a GPU of compute capability 8.9 or newer, {name} has no FP8; {leave}")
+        raise ValueError(
+            f"--fp8 {recipe} needs a GPU of compute capability 8.9 or newer, but {name} has no FP8; {leave}"
+        )
     if recipe == "rowwise" and capability[0] > 10:
         raise ValueError(f"--fp8 rowwise has no kernel for {name}; use --fp8 tensorwise")
 
@@ -49,7 +51,7 @@ def to_fp8(layers: Any, recipe: str, emulate: bool, local_tokens: int) -> None:
     """Replaces every linear of the layers by one that casts its operands to FP8, with dynamic scales.
 
     Master weights, gradients, the LM head and attention do not change. The sum over tokens in a weight's gradient is
-    padded if a rank's part of a sequence is no multiple of 16.
+    padded if a rank's part of a sequence is not a multiple of 16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

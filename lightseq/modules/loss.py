@@ -9,15 +9,15 @@ from torch import Tensor
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 
-IGNORE_INDEX = -100  # a label without a target, as in torch
+IGNORE_INDEX = -100  # label of a token without a target, as in torch
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
-    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX where there is no target. The
-    sum over no valid label is 0, with zero gradients. Whatever divides it, and any upstream gradient, comes after.
+    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target. The
+    sum over no valid label is 0, with zero gradients. The caller divides the sum.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -46,7 +46,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
 
 @torch.no_grad()
 def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Returns the most probable next token wherever there is a label, else 0; meant for few labels."""
+    """Returns the most probable next token of every row with a label, 0 for others; meant for few labels."""
     found = torch.zeros_like(labels)
     marked = labels != IGNORE_INDEX
     found[marked] = F.linear(hidden[marked], weight).argmax(-1)
@@ -56,7 +56,7 @@ def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross entropy that computes the gradients in the forward pass, while a chunk's logits exist.
 
-    The backward pass scales them. This takes three matrix products a chunk instead of four with recomputed logits.
+    The backward pass scales them. A chunk takes three matrix products; recomputing the logits would take four.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:
-    """Returns -log p(label) of every row, 0 without a label; optionally turns the logits into their gradient."""
+    """Returns -log p(label) of every row, 0 without a label; optionally overwrites the logits with their gradient."""
     if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
         return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
@@ -109,5 +109,5 @@ def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) ->
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x * factor, rounded once. On a GPU a factor without dimensions would first be rounded to x's dtype."""
+    """Returns x * factor, rounded once. On a GPU a 0-dimensional factor would first be rounded to x's dtype."""
     return torch.mul(x, factor.reshape([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

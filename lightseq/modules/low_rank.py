@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class LinearWeights(NamedTuple):
     """Weights of y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without an adapter A and B are None.
 
-    Computed as one product of [x, scale · x Aᵀ] and [W, B]. Added to a rounded product, an adapter's small part would
-    be lost where it is less than half a step; cuBLAS rounds to bfloat16 before it adds, too.
+    y is one product of [x, scale · x Aᵀ] and [W, B]. An adapter's small output, added to a rounded x Wᵀ, would be lost
+    where it is less than half a rounding step; cuBLAS also rounds to bfloat16 before it adds.
     """
 
     weight: Tensor
@@ -45,21 +45,21 @@ class LinearWeights(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
         """Builds the weights from their `tensors`."""
-        weight, *low = tensors
-        a, b = low or (None, None)
+        weight, *adapter = tensors
+        a, b = adapter or (None, None)
         return cls(weight, a, b, scale)
 
     def gradients(
-        self, dy_NO: Tensor, x_NI: Tensor, of_x: bool, of_tensors: Sequence[bool]
+        self, dy_NO: Tensor, x_NI: Tensor, needs_x: bool, needs_tensors: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Returns the gradients of the input and of `tensors` in order, as far as they are wanted."""
+        """Returns the gradients of the input and of `tensors` in order, None for those that are not needed."""
         makers = (
             lambda: dy_NO.T @ x_NI,
             lambda: self.adapter_output_gradient(dy_NO).T @ x_NI,
             lambda: dy_NO.T @ self.adapter_output(x_NI),
         )
-        found = [make() if wanted else None for make, wanted in zip(makers, of_tensors, strict=False)]
-        return input_gradient([self], [dy_NO], torch.empty_like(x_NI)) if of_x else None, found
+        found = [make() if needed else None for make, needed in zip(makers, needs_tensors, strict=False)]
+        return input_gradient([self], [dy_NO], torch.empty_like(x_NI)) if needs_x else None, found
 
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -70,7 +70,7 @@ def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
 
 
 def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Writes the gradient of an input that linears share to `into`, adapters included, and returns it."""
+    """Writes the gradient of an input that several linears share to `into`, adapters included, and returns it."""
     for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
@@ -80,7 +80,7 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
 
 
 def is_linear(module: Any) -> bool:
-    """Returns whether `linear_weights` takes a module: no bias, and no adapter or one without dropout."""
+    """Returns whether `linear_weights` supports a module: no bias, and at most one adapter, without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
         module = module.base_layer
@@ -103,7 +103,7 @@ def lora_linear(x_NI: Tensor, linear: LinearWeights) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Autograd of a linear with an adapter. Autograd alone would make the whole gradient of the joined weight."""
+    """Linear with an adapter. Plain autograd would compute the gradient of the whole joined weight."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -114,6 +114,6 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, a, b = ctx.saved_tensors
-        of_x, *of_tensors, _ = ctx.needs_input_grad
-        dx_NI, found = LinearWeights(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, of_x, of_tensors)
+        needs_x, *needs_tensors, _ = ctx.needs_input_grad
+        dx_NI, found = LinearWeights(weight, a, b, ctx.scale).gradients(dy_NO, x_NI, needs_x, needs_tensors)
         return dx_NI, *found, None

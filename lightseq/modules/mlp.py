@@ -16,18 +16,18 @@ from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
 
-TILE_TOKENS = 8192  # three buffers of 14336 wide in bfloat16 are 0.7 GiB; smaller ones leave a GPU's last wave empty
+TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
 def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
-    """Replaces the forward of every MLP that is `down(silu(gate(x)) * up(x))` of linears, with low-rank adapters
-    beside them or without; others stay.
+    """Replaces the forward of every MLP that computes `down(silu(gate(x)) * up(x))` with plain linears; others stay.
 
-    The backward pass makes gate and up again from the input, tile by tile. What fits one tile keeps the module's own
-    forward. With `store` gate and up stay for the backward pass, of short sequences too, and a checkpoint may keep
-    them; then a layer whose MLP is another raises ValueError. With `store` or `ends_layer` no backward pass may need
-    what the MLP returns (`Architecture.mlp_is_last`), which is not computed where a checkpoint runs the layer again.
+    The linears may have low-rank adapters. The backward pass recomputes gate and up from the input, tile by tile. An
+    input that fits in one tile takes the module's own forward. With `store`, gate and up are saved for the backward
+    pass at any length, a checkpoint may store them, and a layer with any other MLP raises ValueError. With `store` or
+    `ends_layer`, no backward pass may need the MLP's output (`Architecture.mlp_is_last`), because it is not computed
+    when a checkpoint recomputes the layer.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
@@ -35,7 +35,7 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
             mlp.tile_tokens, mlp.stores_products, mlp.ends_layer = TILE_TOKENS, store, ends_layer
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
         elif store:
-            raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears, of which to keep gate and up")
+            raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears whose gate and up to store")
 
 
 def is_gated(mlp: Any) -> bool:
@@ -46,10 +46,10 @@ def is_gated(mlp: Any) -> bool:
 
 @cache
 def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass with another forward.
+    """Returns a subclass with a tiled forward.
 
-    Replacing each module's forward would make the compiler treat every layer as different, compile all, and give up
-    after eight.
+    If the forward of each module were replaced instead, the compiler would treat every layer as different, compile each
+    of them, and give up after eight.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ def gated_mlp(
 ) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
-    For the backward pass it keeps x, and with `store` gate(x) and up(x), which are made again otherwise.
-    Of what `ends_layer` memory alone is given where a checkpoint runs the layer again.
-    `linears` are gate (I, H), up (I, H) and down (H, I). The product is rounded once, and gradients of weights and of
-    adapters add up over the tiles in float32 or wider; weights that do not train get none.
+    `linears` are gate (I, H), up (I, H) and down (H, I). The backward pass uses x, and gate(x) and up(x), which it
+    recomputes unless they are saved by `store`. With `ends_layer` the result is uninitialized memory while a checkpoint
+    recomputes the layer. silu(gate) * up is rounded once; gradients of weights and adapters accumulate over the tiles
+    in float32 or wider, and frozen weights get none.
     """
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
@@ -104,7 +104,7 @@ def _gated_mlp(
         gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
         _silu_mul(gate, up, gate)
         down_HI.forward(gate, out=out[rows])
-        del gate, up  # or they would stay while the next tile's are allocated
+        del gate, up  # before the next tile's are allocated
     return out
 
 
@@ -172,7 +172,7 @@ def _gated_mlp_backward(
         gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
         dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if stored else (gate, up)
         act = input_gradient([down_HI], [dout], torch.empty_like(gate))
-        _silu_mul_backward(gate, up, act, dgate, dup)  # act becomes the product itself
+        _silu_mul_backward(gate, up, act, dgate, dup)  # overwrites act with silu(gate) * up
         for total, dy, y_from in zip(sums, (dgate, dup, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
         input_gradient([gate_IH, up_IH], [dgate, dup], dx[rows])
@@ -246,7 +246,7 @@ def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Computes gradients of gate and up, maybe in their place; dact becomes the product."""
+    """Writes the gradients of gate and up, which may overwrite them, and overwrites dact with the product."""
     if fused := fused_kernels(gate, "fused_swiglu"):
         fused.silu_mul_backward(gate, up, dact, dgate, dup)
         return
@@ -261,13 +261,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, tensors, *ctx.others = inputs  # scales, tile_tokens, and what may follow
+    x, tensors, *ctx.others = inputs  # scales, tile_tokens, and perhaps ends_layer
     stored = output[1:] if isinstance(output, tuple) else ()
-    ctx.set_materialize_grads(False)  # nothing comes back through what is kept
+    ctx.set_materialize_grads(False)  # no gradients arrive for gate and up
     ctx.save_for_backward(x, *stored, *tensors)
 
 
-def _backward(ctx, dout: Tensor, *_of_kept: None):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout: Tensor, *_stored: None):  # type: ignore[no-untyped-def]
     trains = list(ctx.needs_input_grad[1])
     x, *saved = ctx.saved_tensors
     stored, tensors = saved[: -len(trains)], saved[-len(trains) :]

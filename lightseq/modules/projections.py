@@ -14,26 +14,26 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def store_projections(layers: Iterable[nn.Module]) -> None:
-    """Has a checkpoint around each layer store the outputs of attention's projections.
+    """Lets a checkpoint around each layer store the outputs of attention's projections.
 
-    Raises ValueError for a layer that has others than four plain linears, with low-rank adapters or without.
+    Raises ValueError for a layer whose projections are not four plain linears, with or without low-rank adapters.
     """
     for layer in layers:
         if not has_projections(layer):
-            raise ValueError(f"{type(layer).__name__} has no four plain linears around its attention, to keep")
+            raise ValueError(f"{type(layer).__name__} has no four plain linears around its attention to store")
         for name in PROJECTIONS:
             linear: Any = getattr(layer.self_attn, name)
             linear.__class__ = _storing_class(type(linear))  # type: ignore[arg-type]
 
 
 def has_projections(layer: nn.Module) -> bool:
-    """Returns whether `store_projections` takes a layer."""
+    """Returns whether `store_projections` supports a layer."""
     return all(is_linear(getattr(getattr(layer, "self_attn", None), name, None)) for name in PROJECTIONS)
 
 
 @cache
 def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass with another forward; as for tiled MLPs, the compiler then treats all layers alike."""
+    """Returns a subclass with a storing forward; as with tiled MLPs, the compiler then treats all layers alike."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -64,8 +64,8 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     x, *tensors = ctx.saved_tensors
-    of_x, of_tensors, _ = ctx.needs_input_grad
-    return *LinearWeights.of(tensors, ctx.scale).gradients(dy.contiguous(), x, of_x, of_tensors), None
+    needs_x, needs_tensors, _ = ctx.needs_input_grad
+    return *LinearWeights.of(tensors, ctx.scale).gradients(dy.contiguous(), x, needs_x, needs_tensors), None
 
 
 _linear_stored.register_autograd(_backward, setup_context=_setup_context)

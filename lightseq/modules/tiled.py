@@ -1,8 +1,8 @@
-"""Decoder layers over tiles of tokens: what is made around attention exists for one tile at a time.
+"""Decoder layers that run everything except attention in tiles of tokens.
 
-A layer keeps its input, and attention's out and lse unless that is computed again. Beside what attention itself takes,
-its backward pass then holds six tensors as long as the sequence: the gradients of what goes out of the layer, of the
-residual and of attention's output, and q, k and v.
+A layer saves its input, and attention's out and lse unless attention is recomputed. Besides attention's own memory, its
+backward pass holds six tensors of the local sequence: the gradients of the layer's output, of the residual and of
+attention's output, and q, k and v.
 
 Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """
@@ -23,7 +23,7 @@ from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
 
-# Norm, attention, residual, norm, MLP, residual; q and k perhaps with norms of their own.
+# Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 Pair = tuple[Tensor, Tensor]
@@ -35,9 +35,9 @@ def tile_layers(
     compiled: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Replaces the forward of every layer. Raises ValueError for layers that are put together in another way.
+    """Replaces the forward of every layer by a tiled one. Raises ValueError for a class of layers not in `KNOWN`.
 
-    `options` are the compiler's.
+    `options` are those of torch.compile.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
     tiled = _Tiled(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
@@ -47,9 +47,9 @@ def tile_layers(
 
 
 def check_layer_class(name: str) -> None:
-    """Raises ValueError for a class of layers that cannot be cut into tiles."""
+    """Raises ValueError for a class of layers that cannot run in tiles."""
     if name not in KNOWN:
-        raise ValueError(f"--tile_layers knows {', '.join(KNOWN)}, but this model has {name}; leave it out")
+        raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
 def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,8 +68,8 @@ def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tupl
 def finish(layer: Any, x_BSH: Tensor, out_BSND: Tensor) -> Tensor:
     """Returns a layer's output from its input and attention's output."""
     hidden = x_BSH + layer.self_attn.o_proj(out_BSND.flatten(2))
-    given: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return given
+    output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return output
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class _Tiled:
     store_attention: bool
     layer: Any = None
     cos_sin: Pair = None  # type: ignore[assignment]
-    others: Any = None  # arguments that attention is passed
+    others: Any = None  # further keyword arguments of attention
 
     def tiles(self, x: Tensor) -> Iterator[slice]:
         size = max(1, self.tile_tokens // x.shape[0])
-        size -= size % MULTIPLE if size > MULTIPLE else 0  # which FP8's products want
+        size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
-        x = x.detach()  # or the compiler tells training from evaluation
+        x = x.detach()  # else the compiler compiles training and evaluation separately
         for rows in self.tiles(x):
             parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin))
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
@@ -112,7 +112,7 @@ class _Tiled:
         return attend(module, *self.projected(x), module.scaling, sliding_window=window, **self.others)
 
     def attention_backward(self, dout: Tensor, x: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Returns the gradients of q, k and v."""
         module, documents = self.layer.self_attn, self.others.get("documents")
         context = module.sequence_context
         saved = Saved(*self.projected(x), out, lse)
@@ -120,6 +120,8 @@ class _Tiled:
 
 
 class _Layer(torch.autograd.Function):
+    """Tiled layer, whose backward pass runs tile by tile before and after that of attention."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
         out, lse = tiled.attention(x)
@@ -149,7 +151,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of parameters, added up over tiles in float32 or wider."""
+    """Gradients of parameters, accumulated over tiles in float32 or wider."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -193,10 +195,10 @@ def _forward(
     position_embeddings: Pair | None = None,
     **others: Any,
 ) -> Tensor:
-    """Runs a decoder layer in tiles; takes what transformers passes it."""
+    """Runs a decoder layer in tiles, with the arguments that transformers passes."""
     if past_key_values is not None:
-        raise ValueError("tiled layers keep no key/value cache; pass use_cache=False")
-    assert position_embeddings is not None, "the model turns q and k"
+        raise ValueError("tiled layers do not support a key/value cache; pass use_cache=False")
+    assert position_embeddings is not None, "the model passes position embeddings"
     this = replace(tiled, layer=layer, cos_sin=position_embeddings, others=others)
     result: Tensor = _Layer.apply(hidden_states, this, *_trained(layer))
     return result

@@ -1,6 +1,6 @@
 """Breakdown of a traced step on a GPU: every millisecond counts once, by the kind of work.
 
-It reads files of torch.profiler, and does not import torch.
+Reads files of torch.profiler without importing torch.
 """
 
 import bisect
@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lightseq.profiling.traffic import transfers_by_kind
 
-# Kinds of kernels by the first pattern that matches their name. Earlier rows win where kernels run side by side, so
-# that communication counts only while nothing else runs, which is its cost.
+# Kinds of kernels by the first pattern that matches their name. If kernels run side by side, the earlier row counts, so
+# communication counts only while nothing else runs, which is its cost.
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention, backward", r"FlashAttentionBackward|flash_bwd|fmha.*bwd|sdpa.*(bprop|bwd)|bprop"),
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
@@ -65,33 +65,33 @@ class StepBreakdown:
 def read_trace(path: Path) -> list[Mapping[str, Any]]:
     """Reads the events of a trace. Raises ValueError for an incomplete file."""
     if not path.is_file():
-        raise ValueError(f"{path} is not there; train with --profile_steps 10:12 first")
+        raise ValueError(f"{path} does not exist; train with --profile_steps 10:12 first")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         try:
             events = json.load(file)["traceEvents"]
         except (ValueError, KeyError, EOFError) as error:
-            raise ValueError(f"{path} is no whole trace ({error}); profile again") from error
+            raise ValueError(f"{path} is not a complete trace ({error}); profile again") from error
     return events
 
 
 def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Returns the breakdown of a trace. Raises ValueError for one of a CPU."""
+    """Returns the breakdown of a trace. Raises ValueError for a trace without GPU events."""
     spans, steps = device_spans(events)
     if not spans:
-        raise ValueError("the trace holds nothing that ran on a GPU; on CPU open it in https://ui.perfetto.dev")
+        raise ValueError("the trace has no GPU events; open a CPU trace in https://ui.perfetto.dev")
     begin, end = spans[0].start, max(span.end for span in spans)
-    account = StepBreakdown(steps, (end - begin) / steps / 1e3)
+    breakdown = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
         ms = (span.end - span.start) / steps / 1e3
-        account.launches[KINDS[span.kind][0]] += 1
-        account.hidden[KINDS[span.kind][0]] += ms
-        account.names[span.name] += ms
+        breakdown.launches[KINDS[span.kind][0]] += 1
+        breakdown.hidden[KINDS[span.kind][0]] += ms
+        breakdown.names[span.name] += ms
     for us, busy, phase in busy_intervals(spans):
         kind = KINDS[busy.kind][0] if busy else IDLE
-        account.spent[kind, phase] += us / steps / 1e3
+        breakdown.spent[kind, phase] += us / steps / 1e3
         if busy:
-            account.hidden[kind] -= us / steps / 1e3
-    return account
+            breakdown.hidden[kind] -= us / steps / 1e3
+    return breakdown
 
 
 def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
@@ -129,7 +129,7 @@ def kind_of(name: str) -> int:
 
 
 def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, str]]:
-    """Yields (microseconds, span, phase) without gaps. Of spans side by side the first kind counts; None: idle."""
+    """Yields (microseconds, span, phase) without gaps; None if idle. Of spans side by side the first kind counts."""
     edges = sorted(
         [(span.start, 1, i) for i, span in enumerate(spans)] + [(span.end, 0, i) for i, span in enumerate(spans)]
     )
@@ -148,40 +148,40 @@ def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, 
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarises a trace: milliseconds a step by kind and phase, longest kernels, bytes and GB/s of transfers.
+    """Summarises a trace: milliseconds per step by kind and phase, longest kernels, bytes and GB/s of transfers.
 
-    On a CPU it has the phases alone.
+    A CPU trace gives only the phases.
     """
     try:
-        account = gpu_breakdown(events)
+        breakdown = gpu_breakdown(events)
     except ValueError:
-        account = phase_breakdown(events)
-    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in account.spent.items()]
-    longest = sorted(account.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
+        breakdown = phase_breakdown(events)
+    spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in breakdown.spent.items()]
+    longest = sorted(breakdown.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
     moved = [
         {
-            "kind": name, "calls": len(kind.sizes) / account.steps, "bytes": sum(kind.sizes) / account.steps,
-            "seconds": sum(kind.seconds) / account.steps, "gb_per_second": median(kind.rates) / 1e9,
+            "kind": name, "calls": len(kind.sizes) / breakdown.steps, "bytes": sum(kind.sizes) / breakdown.steps,
+            "seconds": sum(kind.seconds) / breakdown.steps, "gb_per_second": median(kind.rates) / 1e9,
             "highest_gb_per_second": max(kind.rates) / 1e9,
         }
         for name, kind in transfers_by_kind(events).items()
     ]  # fmt: skip
     return {
-        "steps": account.steps, "step_ms": account.step_ms, "spent": spent, "hidden_ms": dict(account.hidden),
-        "launches": {kind: count / account.steps for kind, count in account.launches.items()},
+        "steps": breakdown.steps, "step_ms": breakdown.step_ms, "spent": spent, "hidden_ms": dict(breakdown.hidden),
+        "launches": {kind: count / breakdown.steps for kind, count in breakdown.launches.items()},
         "kernels": [{"name": name, "ms": ms} for name, ms in longest], "moved": moved,
     }  # fmt: skip
 
 
 def phase_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
-    """Returns the breakdown by the phases that the program annotates. Raises ValueError without a step."""
-    said = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
-    steps = [e for e in said if re.fullmatch(r"step \d+", e["name"])]
+    """Returns the breakdown by the phases that the program annotates. Raises ValueError for a trace without a step."""
+    annotations = [e for e in events if e.get("cat") == "user_annotation" and e.get("ph") == "X"]
+    steps = [e for e in annotations if re.fullmatch(r"step \d+", e["name"])]
     if not steps:
-        raise ValueError("the trace holds no step of training; train with --profile_steps 10:12")
+        raise ValueError("the trace has no training step; train with --profile_steps 10:12")
     count = len({e["name"] for e in steps})
-    account = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
-    for e in said:
+    breakdown = StepBreakdown(count, sum(e["dur"] for e in steps) / count / 1e3)
+    for e in annotations:
         if e["name"] in PHASES:
-            account.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
-    return account
+            breakdown.spent[ON_HOST, e["name"]] += e["dur"] / count / 1e3
+    return breakdown

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 # Bytes that one of n ranks sends or receives, over (n - 1) / n of the larger of its input and output: NCCL's "bus
-# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count that side
-# once.
+# bandwidth" (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Other collectives count the
+# larger side once.
 BUS_SHARES: Final[Mapping[str, float]] = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 BYTES: Final[Mapping[str, int]] = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "BFloat16": 2, "Half": 2, "Short": 2, "Int": 4, "Float": 4,
@@ -25,7 +25,7 @@ class Transfers:
     """Transfers of one kind."""
 
     sizes: list[float] = field(default_factory=list)  # bytes that crossed a link
-    seconds: list[float] = field(default_factory=list)  # with waiting for other ranks
+    seconds: list[float] = field(default_factory=list)  # including the wait for other ranks
 
     @property
     def rates(self) -> list[float]:
@@ -51,12 +51,12 @@ def _copy(event: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _collective(event: Mapping[str, Any]) -> tuple[str, float] | None:
-    about = event.get("args", {})
-    if event.get("cat") != "kernel" or about.get("dtype") not in BYTES or "Collective name" not in about:
+    arguments = event.get("args", {})
+    if event.get("cat") != "kernel" or arguments.get("dtype") not in BYTES or "Collective name" not in arguments:
         return None
-    name = about["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
-    name, ranks = name.replace("allreduce", "all_reduce"), int(about["Group size"])
-    elements = max(int(about["In msg nelems"]), int(about["Out msg nelems"]))
+    name = arguments["Collective name"].strip("_").removesuffix("_base").replace("allgather", "all_gather")
+    name, ranks = name.replace("allreduce", "all_reduce"), int(arguments["Group size"])
+    elements = max(int(arguments["In msg nelems"]), int(arguments["Out msg nelems"]))
     share = BUS_SHARES[name] * (ranks - 1) / ranks if name in BUS_SHARES else 1.0
-    label = f"{name.replace('_', '-')}, {about['dtype'].lower()}, {ranks} ranks"
-    return label, elements * BYTES[about["dtype"]] * share
+    label = f"{name.replace('_', '-')}, {arguments['dtype'].lower()}, {ranks} ranks"
+    return label, elements * BYTES[arguments["dtype"]] * share

@@ -227,14 +227,14 @@ def assign_tiles(schedule: Schedule) -> Assignment:
     algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
     if not algorithm.has_head_groups:
         return algorithm.assign_tiles(outer)
-    return algorithm.assign_tiles(outer, schedule.turns)
+    return algorithm.assign_tiles(outer, schedule.head_groups_per_rank)
 
 
 def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
     """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
     groups = schedule.head_groups
     if heads % groups or (kv_heads % groups and groups % kv_heads):
-        if schedule.turns > 1:
+        if schedule.head_groups_per_rank > 1:
             remedy = "leave head_groups out"
         elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ulysses_group == "one":
             remedy = "leave --ulysses_size out"
@@ -262,7 +262,7 @@ def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
     if shared_by == "half" and not 1 < size < world:
         sizes = f" with ulysses_size {asked}" if asked else ""
         raise ValueError(
-            f"schedule {name} needs more than one place and more than one rank in each: {world} ranks{sizes} have not; "
-            f"use {'ulysses' if size == world > 1 else 'prefix'}"
+            f"schedule {name} needs two or more Ulysses groups of two or more ranks; {world} ranks{sizes} cannot form "
+            f"them; use {'ulysses' if size == world > 1 else 'prefix'}"
         )
     return size

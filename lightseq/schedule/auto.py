@@ -37,7 +37,7 @@ def choose_by_time(
     asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
     keep_gathered: bool = False,
 ) -> ScheduleChoice:
-    """Chooses the schedule of least predicted time. Every rank chooses the same: only the arguments count.
+    """Chooses the schedule with the least predicted time. The result depends on the arguments only, so ranks agree.
 
     Raises ValueError if no choice fits `asked`.
     """
@@ -49,7 +49,7 @@ def choose_by_time(
 
 
 def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = ScheduleChoice()) -> ScheduleChoice:  # noqa: B008
-    """Chooses by counts alone: least arithmetic on the critical path, then fewest exposed, then fewest moved bytes.
+    """Chooses by counts: least arithmetic on the critical path, then fewest exposed bytes, then fewest moved bytes.
 
     Raises ValueError as `choose_by_time`.
     """
@@ -64,13 +64,14 @@ def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = 
 def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:
     """Chooses for packed documents: `auto` is prefix, which balances their work.
 
-    It takes the fewest head groups that memory for keys allows: with packed documents more of them hide nothing.
+    It takes the fewest head groups that the memory for keys allows: with packed documents more groups hide no
+    communication.
     """
     asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
     whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
     allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, asked)] or [1]
-    turns = next((turns for turns in allowed if whole / turns <= MAX_GATHERED_BYTES), allowed[-1])
-    return asked._replace(head_groups=asked.head_groups or turns)
+    fewest = next((groups for groups in allowed if whole / groups <= MAX_GATHERED_BYTES), allowed[-1])
+    return asked._replace(head_groups=asked.head_groups or fewest)
 
 
 def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
@@ -78,16 +79,18 @@ def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
     fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
     most = max(kv_heads, _head_parts(fastest.choice))
-    alike = [p for p in found if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
-    frugal = [p for p in alike if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most]
+    similar = [p for p in found if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
+    frugal = [
+        p for p in similar if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most
+    ]
     return max(frugal, key=lambda p: p.choice.head_groups or 1)
 
 
 def _head_parts(choice: ScheduleChoice) -> int:
     """Returns the number of parts that heads are cut into.
 
-    More parts than key/value heads take memory where keys travel: parts that share a head each gather it, and its
-    gradients add up in float32.
+    More parts than key/value heads need more memory if keys travel: each part that shares a head gathers it, and the
+    head's gradients add up in float32.
     """
     return (choice.head_groups or 1) * (choice.ulysses_size or 1)
 
@@ -109,7 +112,7 @@ def possible_choices(
     shape: AttentionShape,
     asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008
 ) -> Iterator[ScheduleChoice]:
-    """Yields every choice that these ranks and heads allow and that fits `asked`."""
+    """Yields every choice that fits `asked` and that these ranks and heads allow."""
     for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
         shared = SCHEDULES[name].ulysses_group == "half"
         sizes = [u for u in range(2, world) if world % u == 0] if shared else [None]

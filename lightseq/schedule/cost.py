@@ -23,7 +23,7 @@ class AttentionShape:
 class Cost:
     """Cost of one layer, forward and backward. FLOPs count the causal half.
 
-    `busy` is the share of the critical path that the mean rank computes.
+    `busy` is the mean share of the critical path in which a rank computes.
     """
 
     flops: float
@@ -32,11 +32,11 @@ class Cost:
     forward_bytes: int
     backward_bytes: int
     max_rank_bytes: int  # forward + backward, received by the rank that receives most
-    exposed_bytes: int  # of the rank that waits longest: bytes of steps that compute nothing
+    exposed_bytes: int  # received in steps without tiles, by the rank that waits longest
 
 
 def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
-    """Counts tiles and moves; nothing is timed."""
+    """Counts the FLOPs and bytes of a schedule's tiles and moves."""
     per_step: list[float] = []
     total = 0.0
     for weight, steps in ((1.0, schedule.forward), (BACKWARD_FLOPS, schedule.backward)):
@@ -64,8 +64,8 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
 
 
 def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
-    """Returns the FLOPs of a tile's forward: two matrix products, 2 FLOPs a multiply-add, masked pairs not counted."""
-    assert isinstance(tile.mask, Mask), "segments have an area of their own, at one length only"
+    """Returns the FLOPs of a tile's forward pass: two matrix products, 2 FLOPs per multiply-add, no masked pairs."""
+    assert isinstance(tile.mask, Mask), "segments have their own area, for one length only"
     chunk = shape.length / schedule.layout.chunk_count
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
     if tile.mask is not Mask.FULL:
@@ -79,10 +79,13 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
     q = rows * shape.heads / schedule.head_groups * shape.head_dim
     kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
     lse = 4 * rows * shape.heads / schedule.head_groups
-    e, again = shape.element_bytes, 0 if backward and schedule.keeps_gathered else 1  # q, k and v that were not kept
+    e, moves = (
+        shape.element_bytes,
+        0 if backward and schedule.keeps_gathered else 1,
+    )  # kept ones do not move
     sizes = {
-        "kv": again * 2 * kv * e,
-        "q": (again + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
+        "kv": moves * 2 * kv * e,
+        "q": (moves + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
         "out": q * e + lse,
         "dq": q * e,
         "dkv": 2 * kv * e,

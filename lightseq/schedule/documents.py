@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 # Cached tables of packed sequences. They rarely repeat, and each keeps index tensors of kernels on the device (12 MiB
 # at 1M tokens over four ranks under striped).
 MAX_PACKED_TABLES = 8
-PADDING_TOKENS = 128  # of a document of padding: one tile of a kernel. So every row has a key.
+PADDING_TOKENS = 128  # length of a padding document: one tile of a kernel. So padding sees a key too.
 MAX_CHUNKS = 32  # of one rank
 MIN_CHUNK_TOKENS = 16
 MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
@@ -35,7 +35,9 @@ def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
     found = tuple(int(x) for x in boundaries)
     if len(found) < 2 or found[0] != 0 or any(b <= a for a, b in pairwise(found)):
         shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
-        raise ValueError(f"document boundaries {shown} do not rise from 0; give the first token of each, and the end")
+        raise ValueError(
+            f"document boundaries {shown} do not rise from 0; give the first token of each document, and the end"
+        )
     if found[-1] > length:
         raise ValueError(f"documents end at token {found[-1]} of a sequence of {length}; cut them, or pad the sequence")
     return found
@@ -68,7 +70,7 @@ def area_before(boundaries: Sequence[int], positions: Ints) -> Ints:
 
 
 def max_chunks_per_rank(length: int, groups: int) -> int:
-    """Returns the largest number of chunks a rank for this length. Every packed sequence is padded for it."""
+    """Returns the largest number of chunks per rank at this length. Packed sequences are padded to allow it."""
     chunks = 1
     while groups > 1 and chunks < MAX_CHUNKS and length // (groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
         chunks *= 2
@@ -76,10 +78,10 @@ def max_chunks_per_rank(length: int, groups: int) -> int:
 
 
 def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
-    """Assigns chunks to Ulysses groups: as many for each, of nearly the same area.
+    """Assigns the same number of chunks to each Ulysses group, with nearly equal areas.
 
-    Greedy: the largest chunk left goes to the group of least area that has room. Then chunks are swapped with the
-    fullest group as long as that lowers its area.
+    Greedy: the largest chunk left goes to the group with the smallest area that has room. Then chunks of the fullest
+    group are swapped with others as long as that lowers the largest area.
     """
     room = [len(areas) // groups] * groups
     heap = [(0, group) for group in range(groups)]
@@ -109,7 +111,7 @@ def imbalance(areas: Ints, homes: Sequence[int]) -> float:
 
 
 def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> Layout:
-    """Returns the layout of the fewest chunks a rank within MAX_IMBALANCE: kernels are faster on large chunks."""
+    """Returns the layout with the fewest chunks per rank within MAX_IMBALANCE: kernels are faster on large chunks."""
     groups, length = world // ulysses, boundaries[-1]
     best: tuple[float, Layout] | None = None
     chunks, most = 1, max_chunks_per_rank(length, groups)
@@ -140,7 +142,7 @@ def padded_length(schedule: Schedule, length: int) -> int:
 
 
 def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
-    """Returns the tokens of one rank, of a packed sequence or of one document."""
+    """Returns the number of tokens on one rank, for a packed sequence or for one document."""
     whole = padded_length(schedule, length) if packed else schedule.layout.padded_length(length)
     return whole // schedule.world
 
@@ -151,7 +153,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     layout = schedule.layout
     if _is_balanced(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = one_tile_per_step(prefix(layout.outer, schedule.turns))
+        tiles = one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
     else:
         tiles = assign_tiles(schedule)
     limited = limit_to_documents(tiles, layout.outer, boundaries)
@@ -166,13 +168,13 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
 def one_tile_per_step(assignment: Assignment) -> Assignment:
     """Gives every tile of a rank a step of its own, so that only the first one waits for its keys.
 
-    Tiles keep the order of the sequence: keys that neighbouring tiles share stay from one to the next.
+    Tiles keep the order of the sequence, so that keys that neighbouring tiles share do not travel again.
     """
     return [[mine[i : i + 1] for mine in row] for row in assignment for i in range(max(len(mine) for mine in row))]
 
 
 def balance(schedule: Schedule) -> float:
-    """Returns the attention area of the mean rank over that of the fullest, of a packed table."""
+    """Returns the mean attention area of a rank over the largest, for a packed table."""
     areas = [sum(_area(tile) for step in schedule.forward for tile in step.tiles[r]) for r in range(schedule.world)]
     return sum(areas) / schedule.world / max(areas)
 
@@ -212,11 +214,11 @@ def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
 
 
 def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
-    """Finds the segments of a tile: runs of queries of one document against the keys of it that they see.
+    """Finds the segments of a tile: runs of a document's queries against the keys that they see.
 
     A chunk is (first, step, count) of its positions; the tile's chunks are in rising order. The queries of a document
-    in one chunk form one run. From query to query it sees one more key until all are visible (a causal segment), or the
-    same keys (a full segment).
+    in one chunk form one run. Each query sees one more key than the one before it (a causal segment) until all are
+    visible (a full segment).
     """
     starts, steps, sizes = kv.T
 
@@ -245,7 +247,7 @@ def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
 
 
 def _append(found: list[list[int]], segment: list[int]) -> None:
-    """Appends a segment, or extends the last one if it continues that in the next chunk of queries."""
+    """Appends a segment, or extends the last one if this continues it in the next chunk of queries."""
     row, rows, key, keys, causal = segment
     last = found[-1] if found else [0, 0, -1, 0, 0]
     if last[Q] + last[ROWS] == row and last[K] == key:

@@ -1,6 +1,6 @@
 """Layouts of a sequence over ranks, and the global position of every local token.
 
-Loads without torch, so that the command line knows the names of schedules at once.
+Loads without torch, so that the command line knows the names of schedules without delay.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Layout:
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
-    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` names the rank of every
-    chunk, as many for each, which packed documents need: their work depends on where they begin.
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` gives the rank of every
+    chunk, equally many for each. Packed documents need it, because their work depends on where they begin.
 
     A Ulysses group is `ulysses` neighbouring ranks that together compute attention for the same chunks, each for its
     own heads. Outside attention each of these chunks is cut into one piece for each rank of the group. With
@@ -43,14 +43,14 @@ class Layout:
         if self.world < 1:
             raise ValueError(f"a layout needs at least one rank, not {self.world}")
         if self.world % self.ulysses:
-            raise ValueError(f"{self.world} ranks do not divide into groups of {self.ulysses} that share heads")
+            raise ValueError(f"{self.world} ranks do not divide into Ulysses groups of {self.ulysses}")
         if self.kind == "zigzag":
             assert self.chunks_per_rank == 2, "zigzag pairs a chunk with its mirror image"
         if self.kind == "striped":
-            assert self.chunks_per_rank == 1, "striped has one chunk a rank"
+            assert self.chunks_per_rank == 1, "striped has one chunk per rank"
         if self.kind == "balanced":
             held = [self.homes.count(group) for group in range(self.world // self.ulysses)]
-            assert {*held} == {self.chunks_per_rank}, f"{held} chunks a rank, not {self.chunks_per_rank} each"
+            assert {*held} == {self.chunks_per_rank}, f"{held} chunks per rank, not {self.chunks_per_rank} each"
 
     @property
     def chunk_count(self) -> int:
@@ -107,7 +107,7 @@ class Layout:
     def positions(self, rank: int, length: int) -> Tensor:
         """Returns the global position of every local token, int64 (length / world,).
 
-        Ids, labels, RoPE and masks follow from it.
+        Ids, labels, RoPE and masks are indexed by it.
         """
         import torch
 

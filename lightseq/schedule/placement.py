@@ -9,7 +9,7 @@ from lightseq.schedule.table import OPERANDS, Items, Step, Tile
 
 @dataclass(frozen=True)
 class Arena:
-    """Chunks that the tiles of one rank read side by side, some of them from other ranks.
+    """Buffer of chunks side by side, some of them from other ranks, that the tiles of one rank read in place.
 
     It is filled from the step before `first` on, and freed after step `last`.
     """

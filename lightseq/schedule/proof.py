@@ -1,4 +1,4 @@
-"""Proof of a schedule without running it: every causal pair once, every operand there, every result home."""
+"""Proof of a schedule without running it: each causal pair is computed once, operands arrive, results go home."""
 
 from functools import lru_cache
 
@@ -12,13 +12,13 @@ TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongl
 
 
 class InvalidSchedule(ValueError):
-    """A table that would compute something other than causal attention."""
+    """Error for a table that does not compute causal attention."""
 
 
 def validate(schedule: Schedule) -> None:
     """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
 
-    A schedule of packed documents has to compute it over each document by itself.
+    A schedule of packed documents must compute it within each document.
     """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
@@ -42,7 +42,7 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
             if away == home or layout.home(move.chunk) != home:
                 raise InvalidSchedule(f"{name}, step {t}: {move} does not run between a chunk's home and another rank")
         if sent != owed:
-            raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are owed and not sent, or not owed")
+            raise InvalidSchedule(f"{name}, step {t}: results {sorted(owed ^ sent)} are due but not sent, or not due")
         used, owed = _needs_and_results(schedule, step, backward)
         if used - held:
             raise InvalidSchedule(f"{name}, step {t}: operands {sorted(used - held)} are missing")
@@ -50,10 +50,10 @@ def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, na
         held = used & next_used
         if received - next_used or received & held:
             idle = sorted(received - next_used | received & held)
-            raise InvalidSchedule(f"{name}, step {t}: operands {idle} arrive for nothing")
+            raise InvalidSchedule(f"{name}, step {t}: operands {idle} arrive without use")
         held |= received
     if held or owed:
-        raise InvalidSchedule(f"{name}: after the last step {sorted(held)} are unused and {sorted(owed)} not home")
+        raise InvalidSchedule(f"{name}: after the last step {sorted(held)} are unused and {sorted(owed)} not sent home")
 
 
 def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[set, set]:
@@ -71,7 +71,7 @@ def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[
 
 
 def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
-    """Counts, token by token on a short sequence, how often each query meets each key."""
+    """Counts how often each query meets each key, token by token on a short sequence."""
     layout = schedule.layout
     boundaries = schedule.boundaries or (0, layout.chunk_count * TOKENS_PER_CHUNK)
     length, sizes = boundaries[-1], torch.tensor(boundaries).diff()

@@ -19,7 +19,7 @@ def render(schedule: Schedule) -> str:
 
 
 def _table(title: str, steps: tuple[Step, ...], held: list[str]) -> list[str]:
-    rows = [[title, *(f"rank {r}" for r in range(len(held))), "moves beside"], ["holds", *held, ""]]
+    rows = [[title, *(f"rank {r}" for r in range(len(held))), "moves"], ["holds", *held, ""]]
     for t, step in enumerate(steps):
         rows.append([f"step {t}", *(" ".join(map(_cell, tiles)) or "·" for tiles in step.tiles), _count(step)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

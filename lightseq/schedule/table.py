@@ -21,7 +21,7 @@ class Mask(Enum):
 class Tile(NamedTuple):
     """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes.
 
-    Where a sequence holds several documents, segments take the place of the mask.
+    With packed documents, segments take the place of the mask.
     """
 
     q: tuple[int, ...]
@@ -34,7 +34,7 @@ class Move(NamedTuple):
     """One item of one chunk that travels from src to dst. Both ends read the same object, so they cannot disagree.
 
     An item is a group of tensors that travel together. Operands: kv (k and v), q (forward: q; backward: q, dout, out
-    and lse, without q where the schedule keeps it). Results: out (out and lse), dq, dkv; `tile` is the index of the
+    and lse, without q if the schedule keeps it). Results: out (out and lse), dq, dkv; `tile` is the index of the
     tile of the sending rank that computed them in the step before.
     """
 
@@ -93,9 +93,9 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
-    # Gathered q, k and v can replace a rank's own between the passes: no tile reads those.
+    # Gathered q, k and v can be kept between the passes instead of a rank's own, which no tile reads.
     can_keep_gathered: bool = False
-    # The backward pass finds q, k and v as the forward pass gathered them; they do not move again.
+    # The backward pass reuses q, k and v as the forward pass gathered them; they do not move again.
     keeps_gathered: bool = False
 
     @property
@@ -104,13 +104,14 @@ class Schedule:
 
     def __str__(self) -> str:
         inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
-        turns = f"heads in {self.turns} turns" if self.turns > 1 else ""
+        groups = self.head_groups_per_rank
+        turns = f"heads in {groups} turns" if groups > 1 else ""
         notes = ", ".join(filter(None, (inside, turns)))
         return self.name + (f" ({notes})" if notes else "")
 
     @property
-    def turns(self) -> int:
-        """Head groups that a rank computes one after the other: the head_groups asked for."""
+    def head_groups_per_rank(self) -> int:
+        """Head groups that a rank computes one after the other: the `head_groups` of `make_schedule`."""
         return self.head_groups // self.ulysses_size
 
     @property
@@ -125,7 +126,7 @@ class Schedule:
     @cached_property
     def keeping_gathered(self) -> "Schedule":
         """The schedule with a backward pass that reuses what the forward pass gathered. Needs `can_keep_gathered`."""
-        assert self.can_keep_gathered, f"{self} needs its ranks' own tensors again"
+        assert self.can_keep_gathered, f"{self} cannot keep gathered tensors"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
         return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
 

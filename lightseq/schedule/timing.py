@@ -1,4 +1,4 @@
-"""Prediction of the seconds of an attention layer from a schedule's traffic and a machine's rates."""
+"""Predicted time of an attention layer, from a schedule's traffic and a machine's rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ class Rates:
     exchange_seconds: float  # latency of an exchange: barriers, launches
     overlap_loss: float  # slowdown of kernels by communication beside them, as a share of its time
     message_seconds: float  # fixed cost of every item received
-    memory_bytes_per_second: float  # for packing what is sent and adding up results
+    memory_bytes_per_second: float  # for packing sent data and adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
 
 
 # Fitted (least relative error, by Gauss-Newton on the logarithms) to benchmarks/results/attention-4xh200.jsonl and
 # -512k.jsonl: layers of 32/8 heads of 128 in bfloat16, kernel fa4, four H200 of one host. Points bound by the host are
 # left out: at 16K all but ulysses and prefix with one head group. The points do not separate the link, memory and merge
-# rates: predicted times hold, single rates need not. The network (400 Gb/s a GPU, 90% used) and NCCL's are assumed.
+# rates: predicted times hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and NCCL's are assumed.
 H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0)
 H200_NCCL = replace(H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7)
 RATES: Mapping[str, Rates] = {"symmetric": H200_SYMMETRIC, "nccl": H200_NCCL}  # by transport
@@ -71,7 +71,7 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
 
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
-    """Estimates one GPU with the whole sequence: a forward and a backward call."""
+    """Estimates the seconds of a forward and a backward call on one GPU with the whole sequence."""
     flops = (1 + BACKWARD_FLOPS) * 4 * shape.batch * shape.length**2 / 2 * shape.heads * shape.head_dim
     return flops / rates.flops_per_second + 2 * rates.call_seconds
 

@@ -1,7 +1,7 @@
 """Work and traffic of a schedule, step by step, as counts that hold for any length and head size.
 
 The counts equal those of the table, but come from the tiles of Ulysses groups, without making moves: a table for a
-thousand ranks has millions of moves. Of a long run of equal steps only some are counted.
+thousand ranks has millions of moves. Long runs of equal steps are sampled.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import numpy as np
 from lightseq.schedule.algorithms import assign_tiles, schedule_without_steps
 from lightseq.schedule.table import Assignment, Mask, Schedule, Tile
 
-FEW_GROUPS = 3  # counted; those after the first and before the last are equal
-EDGE_STEPS = 3  # at either end that are counted one by one: first operands, last results, half steps
+FEW_GROUPS = 3  # head groups to count; all between the first and the last are equal
+EDGE_STEPS = 3  # at either end, counted one by one: first operands, last results, half steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Traffic:
 
     @property
     def travels(self) -> np.ndarray:
-        """True for each of the four columns that moves at all."""
+        """True for each of the four columns that has traffic."""
         return np.sum([step.same_host.sum(0) + step.other_hosts.sum(0) for step in self.steps], axis=0) > 0
 
 
@@ -135,7 +135,7 @@ class _TrafficCounter:
         return _Row(work, *(_tile_entries(group, chunks, heads) for chunks in sides))
 
     def _needs(self, t: int) -> np.ndarray:
-        """Returns True at (head group, q or kv, chunk, group) for what the tiles of a step read."""
+        """Returns a mask (head group, q or kv, chunk, group) of the operands that the tiles of a step read."""
         row = self.row(t)
         needs = np.zeros((self.head_groups, 2, self.chunks, self.groups), dtype=bool)
         for item, (group, chunk, heads) in enumerate((row.q, row.kv)):
@@ -165,7 +165,7 @@ class _TrafficCounter:
         return same_host, other_hosts
 
     def _gathered(self, t: int) -> np.ndarray:
-        """Counts gathered items: all that a group's tiles read of q or kv, if some of it is remote."""
+        """Counts gathered items: all of q or kv that a group's tiles read, if some of them are remote."""
         both = self.needs(t) | self.needs(t + 1)
         away = (self.homes[:, None] != np.arange(self.groups)) | (self.ulysses > 1)
         gathered = [self.ulysses * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]

@@ -15,7 +15,11 @@ def parser() -> Parser:
     out.add_argument(
         "--head_groups", type=int, default=1, help="groups of heads that are computed one after the other (default: 1)"
     )
-    out.add_argument("--ulysses_size", type=int, help="ranks that share a place of the sequence and split its heads")
+    out.add_argument(
+        "--ulysses_size",
+        type=int,
+        help="ranks of a Ulysses group, which attend for the same chunks, each with its own heads",
+    )
     return out
 
 

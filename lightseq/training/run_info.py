@@ -33,7 +33,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "kernels_passed_over": dict(trainer.context.selection.skipped),
         "transport": trainer.context.transport.name,
         "transport_passed_over": trainer.context.transport.fallback_reason,
-        "head_groups": trainer.context.schedule.turns,
+        "head_groups": trainer.context.schedule.head_groups_per_rank,
         "ulysses_size": trainer.context.schedule.ulysses_size,
         "remat": trainer.config.remat_policy,
         "layers_per_checkpoint": trainer.config.layers_per_checkpoint,

@@ -101,7 +101,7 @@ def _schedule_row(trainer: Trainer) -> Row:
     lines += [f"the schedule of rank {rank} differs from that of rank 0" for rank in differing]
     moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
     right = f"{schedule}: every visible pair computed once, {moves} moves"
-    facts = {"schedule": schedule.name, "turns": schedule.turns, "ulysses_size": schedule.ulysses_size}
+    facts = {"schedule": schedule.name, "turns": schedule.head_groups_per_rank, "ulysses_size": schedule.ulysses_size}
     return verdict("schedule", lines, right, facts)
 
 

@@ -73,7 +73,7 @@ def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device
             looked.extend((src, number, _compare(a, b)) for src, a, b in zip(others, received, wanted, strict=True))
 
         sends = [Send(dst, mine[dst]) for dst in others]
-        there = [transport.at(src, mine[rank]) for src in others]
+        there = [transport.peer_view(src, mine[rank]) for src in others]
         if number % 2:  # read in place
             transport.exchange(Exchange(sends, [Receive(*x, None) for x in zip(others, there, strict=True)], look))()
         else:
@@ -145,7 +145,7 @@ def _pair_speeds(
         src, dst = (rank + shift) % ranks, (rank - shift) % ranks
         with transport.outbox(size) as outbox:
             mine = outbox.memory[:size]
-            asked = Exchange([Send(dst, mine)], [Receive(src, transport.at(src, mine), into)])
+            asked = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
             transport.exchange(asked)()
             again = asked._replace(fresh=False)
             seconds = _seconds(lambda again=again: transport.exchange(again)(), group, device)  # type: ignore[misc]
