@@ -466,7 +466,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(files: Files) -> None:
 
     assert [rank_ends[-1].status for rank_ends in ends] == [0, 0], ends[0][-1]
     out = ends[0][-1].out
-    assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
+    assert "warning: sequences of 600 tokens exceed the 512 positions" in out and "bfloat16 compute" in out
     assert "for training alone, not used here: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 
