@@ -241,7 +241,7 @@ def test_an_index_of_tensors_names_no_link_or_pipe(files: Path, tmp_path: Path) 
         read_index(state)
     (state / ".metadata").unlink()
     os.mkfifo(state / ".metadata")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_index(state)
 
 

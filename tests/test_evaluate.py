@@ -421,11 +421,11 @@ REFUSED = {
     "a flag of the other score": (f"{SEARCH} --score greedy --choices 4", ("--choices belongs to --score likelihood",)),
     "no such bins": (f"{GOOD} --bins 62", ("--bins 62", "from 1 to 61")),
     "no data": ("", ("--data_path is missing",)),
-    "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no valid target", "-100")),
+    "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no target", "-100")),
     "data past the vocabulary": ("--data_path {root}/outside.pkl", ("token id 64", "vocabulary of 64")),
     "a needle past the vocabulary": (
         f"{SEARCH} --lengths 300 --tokenizer byte",
-        ("the needle holds the token id", "vocabulary of 64"),
+        ("the needle has token id", "vocabulary of 64"),
     ),
     "a needle that does not fit": (f"{SEARCH} --lengths 61,3", ("--lengths 3", "take 4 tokens")),
     "a depth outside": (f"{SEARCH} --depths 0,1.5", ("--depths 0,1.5", "from 0 to 1")),

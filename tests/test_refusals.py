@@ -40,7 +40,7 @@ RANDOM = "--random_init --model_name_or_path"
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # the data
     "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
-    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is of no known kind", "data_gen")),
+    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is not a token directory", "data_gen")),
     "a directory without tokens": ("--data_path {files}/model", ("has no meta.json", "data_gen")),
     "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
     "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "evaluation data without a target": (
         "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
-        ("targetless.pkl has no valid target", "-100"),
+        ("targetless.pkl has no target", "-100"),
     ),
     "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
     # the model
