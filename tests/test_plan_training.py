@@ -269,7 +269,7 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
     (line,) = notes(10_000)
     asked = make_plan(run).step_seconds
     assert line.startswith(f"a step is planned to take {asked:.3g} s; faster: --torch_compile True (0.")
-    assert ", or with --torch_compile True --remat none (0." in line
+    assert ", or --torch_compile True --remat none (0." in line
     assert notes(10) == notes(10_000, "cpu") == []
     device = "NVIDIA of tomorrow"
     assert notes(10_000) == []
@@ -317,7 +317,7 @@ def test_what_ran_out_of_memory_is_told_what_would_have_fit(monkeypatch: pytest.
     here = World(0, 8, 0, 8, torch.device("cpu"))
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here)
-    assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
+    assert parts[0].startswith("planned peak memory") and any("kept activations" in line for line in parts)
     assert remedy.startswith("to fit: --") and "GiB per GPU" in remedy and "--model_max_length" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))

@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # the data
     "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
     "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is not a token directory", "data_gen")),
-    "a directory without tokens": ("--data_path {files}/model", ("has no meta.json", "data_gen")),
+    "a directory without tokens": ("--data_path {files}/model", ("(no meta.json)", "data_gen")),
     "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
     "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
     "ids outside the vocabulary": ("--data_path {files}/outside.pkl", ("token id 64", "vocabulary of 64", "tokenize")),
